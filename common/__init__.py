@@ -1,0 +1,1 @@
+"""Small helpers that every script shares; each file can be read in five minutes."""

@@ -1,0 +1,399 @@
+"""A run: its directory, W&B, metrics, progress line, checkpoints, resume, signals, and answers to bad input.
+
+runs/<env_id>__<script>__<seed>__<time>/
+    args.json        script, W&B id and arguments
+    metrics.jsonl    one line a log, with `global_step` and `time` (seconds since 1970)
+    checkpoints/     Orbax, one folder a step
+    videos/  eval.json  wandb/
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class UsageError(ValueError):
+    """Bad input: one sentence that names the flag, the value and what would be valid."""
+
+
+class DivergedError(RuntimeError):
+    """Training produced NaN or infinity."""
+
+
+# THE COMMAND LINE
+
+
+def cli(args_class: type, main, argv: list[str] | None = None) -> None:
+    """Runs `main(args)` for a script: parses flags, answers UsageError in one line with exit code 2.
+
+    With `--resume RUN_DIR` the flags start from that run's own arguments, so that none need be repeated.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    script = Path(sys.argv[0]).stem
+    use_compilation_cache()
+    try:
+        default = args_class()
+        if run_dir := _flag_value(argv, "--resume"):
+            default = args_class(**read_args(run_dir, script)["args"])
+        main(tyro.cli(args_class, args=argv, default=default, description=sys.modules["__main__"].__doc__))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _flag_value(argv: list[str], flag: str) -> str | None:
+    for i, word in enumerate(argv):
+        if word == flag:
+            return argv[i + 1] if i + 1 < len(argv) else None
+        if word.startswith(flag + "="):
+            return word.removeprefix(flag + "=")
+    return None
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache folder: the second start takes seconds."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "jax-rl-scripts")
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
+
+
+def check(condition: bool, sentence: str) -> None:
+    """Raises UsageError(sentence) unless `condition` holds."""
+    if not condition:
+        raise UsageError(sentence)
+
+
+class Schedule(NamedTuple):
+    """A piecewise-linear function of the environment step, constant before its first and after its last point."""
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __call__(self, step: jax.Array) -> jax.Array:
+        """Value float32 [] at an environment step []; traceable."""
+        steps, values = (np.asarray(a, np.float32) for a in self)
+        return jax.numpy.interp(jax.numpy.asarray(step, np.float32), steps, values)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Reads "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError if it is neither."""
+    points = text.split(",") if ":" in text else [f"0:{text}"]
+    steps, values = zip(*(map(float, point.split(":")) for point in points), strict=True)
+    if not (np.isfinite(steps + values).all() and steps[0] >= 0 and (np.diff(steps) > 0).all()):
+        raise ValueError(text)
+    return Schedule(steps, values)
+
+
+def check_schedule(flag: str, text: str, low: float, high: float | None) -> None:
+    """Raises UsageError unless `text` is a schedule with values in [low, high] (None: no bound)."""
+    form = f'{flag} {text!r}: give a number, or points "step:value,step:value,..." with rising steps'
+    try:
+        values = parse_schedule(text).values
+    except (ValueError, TypeError):
+        raise UsageError(form) from None
+    check(min(values) >= low and (high is None or max(values) <= high), f"{flag} {text!r}: {_range(low, high)}")
+
+
+def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> None:
+    """Raises UsageError if a field of `args` lies outside its closed range (None: no bound)."""
+    for name, (low, high) in limits.items():
+        value = getattr(args, name)
+        inside = low <= value < float("inf") and (high is None or value <= high)
+        check(inside, f"--{name.replace('_', '-')} {value}: {_range(low, high)}")
+
+
+def _range(low: float, high: float | None) -> str:
+    return f"must be {low} or more" if high is None else f"must be from {low} to {high}"
+
+
+def crossed(every: int, before: int, after: int) -> bool:
+    """Whether a multiple of `every` (0: none) lies in (before, after]."""
+    return every > 0 and before // every < after // every
+
+
+# FILES
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def read_args(run_dir: str, script: str | None = None) -> dict[str, Any]:
+    """The content of `args.json`: script, wandb_id, args. Raises UsageError if it is not a run (of `script`)."""
+    try:
+        content = json.loads(Path(run_dir, "args.json").read_text())
+        owner = content["script"]
+    except (OSError, ValueError, KeyError):
+        raise UsageError(f"{run_dir} is not a run directory: it has no readable args.json") from None
+    if script is not None and owner != script:
+        raise UsageError(f"--resume {run_dir}: that run is of {owner}.py, not of {script}.py")
+    return content
+
+
+def _checkpoint_manager(run_dir: Path, keep: int | None = None):
+    import orbax.checkpoint as ocp  # late: it takes a second
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, create=keep is not None)
+    return ocp.CheckpointManager(Path(run_dir, "checkpoints").absolute(), options=options)
+
+
+def load_checkpoint(run_dir: str) -> tuple[int, dict[str, Any]]:
+    """The newest complete checkpoint: its step and its tree of NumPy arrays (tuples come back as dicts).
+
+    Raises UsageError if there is none, or if its files are damaged.
+    """
+    import orbax.checkpoint as ocp
+
+    check(Path(run_dir, "checkpoints").is_dir(), f"{run_dir} has no checkpoint yet: nothing to load")
+    manager = _checkpoint_manager(Path(run_dir))
+    step = manager.latest_step()
+    check(step is not None, f"{run_dir} has no complete checkpoint yet: nothing to load")
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # tensorstore's threads complain on their own
+    try:
+        tree = manager.restore(step, args=ocp.args.StandardRestore())
+    except Exception as error:  # Orbax and tensorstore raise many kinds
+        path = Path(run_dir, "checkpoints", str(step))
+        reason = str(error).split(":")[0].strip().replace("\n", " ")[:80]
+        raise UsageError(f"checkpoint {path} is damaged ({reason}): delete that folder to use the one before") from None
+    sys.unraisablehook = hook
+    manager.close()
+    return step, tree
+
+
+def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
+    """Gives a loaded tree the structure of `template`; raises UsageError if names or shapes differ."""
+    from flax import serialization
+
+    differ = f"{run_dir}: its checkpoint does not fit these arguments"
+    try:
+        tree = serialization.from_state_dict(template, saved)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{differ} ({str(error).splitlines()[0]})") from None
+    for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
+        name = jax.tree_util.keystr(path)
+        check(want.shape == got.shape, f"{differ} ({name} is {got.shape} there, {want.shape} here)")
+    return jax.tree.map(jax.numpy.asarray, tree)
+
+
+# THE RUN
+
+
+class Stopwatch:
+    """Where the time goes: `with stopwatch("game"): ...`; `fractions()` since the last call."""
+
+    def __init__(self):
+        self.seconds, self._since = {}, time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def fractions(self) -> dict[str, float]:
+        now = time.perf_counter()
+        shares = {f"time/{name}": s / (now - self._since) for name, s in self.seconds.items()}
+        self.seconds, self._since = {}, now
+        return shares
+
+
+class Run:
+    """One run of a script. `args` is a dataclass with the fields read below.
+
+    Attributes:
+      path: the run directory.
+      stop: the name of the signal that asked the run to end, else None.
+    """
+
+    def __init__(self, args: Any, script: str):
+        """Creates the run directory (or opens `args.resume`); raises UsageError where that is not possible."""
+        config = dataclasses.asdict(args)
+        try:
+            if args.resume:
+                self.path, self._saved = Path(args.resume), read_args(args.resume, script)
+            else:
+                self.path, self._saved = _new_directory(args, script), {"script": script}
+                self._saved["wandb_id"] = os.environ.get("WANDB_RUN_ID", self.path.name)
+            write_json(self.path / "args.json", self._saved | {"args": config | {"resume": ""}})
+            self._checkpoints = _checkpoint_manager(self.path, args.keep_checkpoints)
+            self._metrics = (self.path / "metrics.jsonl").open("a")
+        except OSError as error:
+            raise UsageError(f"--run-dir {args.run_dir}: cannot write there ({error.strerror})") from None
+        self.stop, self._script = None, script
+        self._wandb = _start_wandb(args, self.path, self._saved["wandb_id"], config)
+        self._old_handlers = {}
+        self._console = Console(stderr=True)
+        columns = "[progress.description]{task.description}", BarColumn(None), "{task.fields[status]}"
+        self._progress = Progress(
+            *(TextColumn(c) if isinstance(c, str) else c for c in columns),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task(f"{script} {args.env_id}", total=args.total_timesteps, status="compiling")
+        self._start_time, self._start_step = None, 0
+
+    def __enter__(self) -> "Run":
+        with contextlib.suppress(ValueError):  # signals can be caught in the main thread only
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
+        self._progress.start()
+        self.say(f"run directory: {self.path}")
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._progress.stop()
+        self._metrics.close()
+        self._checkpoints.close()
+        if self.stop:
+            self.say(f"stopped by {self.stop}; continue with: python {self._script}.py --resume {self.path}")
+        if self._wandb:
+            self._wandb.finish(exit_code=0 if kind is None else 1)
+
+    def _on_signal(self, number: int, frame) -> None:
+        if self.stop:  # asked twice: do not wait for the iteration's end
+            raise KeyboardInterrupt
+        self.stop = signal.Signals(number).name
+
+    def say(self, sentence: str) -> None:
+        """Prints one line, above the progress line where there is one."""
+        self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes metrics to metrics.jsonl and W&B."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._metrics.write(json.dumps({"global_step": step, "time": time.time()} | numbers) + "\n")
+        self._metrics.flush()
+        if self._wandb:
+            self._wandb.log(numbers, step=step)
+        status = f"{step:,} steps  {numbers.get('charts/SPS', 0):,.0f}/s"
+        if "charts/episodic_return" in numbers:
+            status += f"  return {numbers['charts/episodic_return']:.2f}"
+        self._progress.update(self._task, completed=step, status=status)
+
+    def save_video(self, step: int, frames: np.ndarray) -> None:
+        """Writes frames uint8 [T, H, W, 3] to videos/<step>.mp4 and W&B."""
+        path = self.path / "videos" / f"{step}.mp4"
+        write_video(path, frames)
+        if self._wandb:
+            import wandb
+
+            self._wandb.log({"videos/episode": wandb.Video(str(path))}, step=step)
+
+    def steps_per_second(self, step: int) -> float:
+        """Environment steps a second since the second call (the first iteration compiles)."""
+        if self._start_time is None:
+            self._start_time, self._start_step = time.perf_counter(), step
+            return 0.0
+        return (step - self._start_step) / (time.perf_counter() - self._start_time)
+
+    def save(self, step: int, tree: Any) -> None:
+        """Writes a checkpoint of a tree of arrays, under a temporary name, then renames it."""
+        if step not in self._checkpoints.all_steps():
+            import orbax.checkpoint as ocp
+            from flax import serialization
+
+            arrays = serialization.to_state_dict(jax.device_get(tree))
+            self._checkpoints.save(step, args=ocp.args.StandardSave(arrays), force=True)
+
+    def check_finite(self, step: int, metrics: dict[str, float]) -> None:
+        """Raises DivergedError if a metric is NaN or infinite; the checkpoints before are kept."""
+        broken = [name for name, value in metrics.items() if not np.isfinite(value)]
+        if broken:
+            last = self._checkpoints.latest_step()
+            kept = f"the checkpoint at step {last} in {self.path} is kept" if last else "no checkpoint was written yet"
+            raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped, {kept}")
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drops what was logged after `step`: a resumed run is about to log it again."""
+        path = self.path / "metrics.jsonl"
+        kept = [line for line in path.read_text().splitlines() if _logged_step(line) <= step]
+        self._metrics.close()
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(path)
+        self._metrics = path.open("a")
+
+
+def _logged_step(line: str) -> float:
+    try:
+        return json.loads(line)["global_step"]
+    except ValueError:  # a line cut off by a kill
+        return float("inf")
+
+
+def _new_directory(args: Any, script: str) -> Path:
+    root, second = Path(args.run_dir), int(time.time())
+    root.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = root / f"{args.env_id}__{script}__{args.seed}__{second}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+        second += 1  # another run started in the same second
+
+
+def _start_wandb(args: Any, path: Path, run_id: str, config: dict[str, Any]):
+    """W&B's run, or None: online where the user is logged in, offline otherwise."""
+    if args.wandb_mode == "disabled":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError(f"--wandb-mode {args.wandb_mode}: the package wandb is not installed; use disabled") from None
+    mode = args.wandb_mode if args.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
+    if mode is None:
+        try:
+            mode = "online" if wandb.login(prompt=False) else "offline"
+        except Exception:  # no network, or a key that is refused: training goes on without the server
+            mode = "offline"
+    return wandb.init(
+        project=args.wandb_project,
+        entity=args.wandb_entity or None,
+        name=path.name,
+        id=run_id,
+        resume="allow",
+        dir=path,
+        config=config,
+        mode=mode,
+        settings=wandb.Settings(console="off", silent=mode != "online"),
+    )
+
+
+def write_video(path: Path, frames: np.ndarray, scale: int = 6, fps: int = 15) -> None:
+    """Writes uint8 frames [T, H, W, 3] as mp4, each pixel `scale` pixels wide, under a temporary name first."""
+    import av
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name("tmp_" + path.name)
+    with av.open(str(temporary), "w") as container:
+        stream = container.add_stream("libx264", rate=fps, options={"crf": "18"})
+        stream.height, stream.width = (scale * size for size in frames.shape[1:3])
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            picture = np.ascontiguousarray(frame.repeat(scale, axis=0).repeat(scale, axis=1))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    temporary.replace(path)

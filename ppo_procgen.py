@@ -1,0 +1,588 @@
+"""PPO on Procgen: proximal policy optimisation with ratio clipping and an adaptive KL penalty.
+
+Schulman et al. 2017 (arXiv 1707.06347), with the settings of the 2020 Procgen competition as defaults: a wide
+IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
+
+    python ppo_procgen.py --env-id bigfish --gap-stack
+    python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --capture-video
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from common import envs, networks, runs
+from common.runs import check
+
+SCRIPT = "ppo_procgen"
+
+
+@dataclass(frozen=True)
+class Args:
+    # The games
+    env_id: str = "bigfish"
+    """the game: bigfish, bossfight, caveflyer, chaser, climber, coinrun, dodgeball, fruitbot, heist, jumper, leaper,
+    maze, miner, ninja, plunder or starpilot"""
+    distribution_mode: Literal["easy", "hard"] = "easy"
+    """difficulty of the levels"""
+    num_levels: int = 0
+    """how many levels to train on; 0 for all of them"""
+    start_level: int = 0
+    """the first training level, where num_levels is not 0"""
+    sticky_actions: float = 0.0
+    """probability that the game repeats the action before, whatever the policy chose"""
+    frame_stack: int = 4
+    """how many frames back the policy sees, the newest included; 1 for no stack"""
+    gap_stack: bool = True
+    """of these frames, keep the oldest and the newest only"""
+    reward_shaping: bool = False
+    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r instead of r"""
+    reward_clip: float = 0.0
+    """clip rewards to [-c, c], after shaping; 0 for no clipping"""
+    normalize_rewards: bool = False
+    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
+
+    # The network
+    encoder: Literal["impala", "nature"] = "impala"
+    """IMPALA's residual CNN, or DQN's"""
+    width: int = 2
+    """multiplies the encoder's channels (impala: 16, 32, 32; nature: 32, 64, 64)"""
+    pool: Literal["avg", "flatten"] = "avg"
+    """before the dense layer: average over all positions, or keep them"""
+    hidden: int = 256
+    """units of the dense layer"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
+
+    # The algorithm
+    total_timesteps: int = 8_000_000
+    """environment steps to train for"""
+    num_envs: int = 64
+    """games played side by side"""
+    num_steps: int = 128
+    """steps of each game in a rollout; num_envs x num_steps is the batch"""
+    num_minibatches: int = 8
+    """minibatches in an epoch"""
+    update_epochs: int = 3
+    """passes over a batch"""
+    learning_rate: str = "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
+    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
+    gamma: str = "0.99"
+    """discount: a number, or a schedule like the learning rate's"""
+    gae_lambda: float = 0.9
+    """lambda of generalised advantage estimation"""
+    clip_coef: float = 0.2
+    """clip the probability ratio to 1 +- this"""
+    kl_coef: float = 0.2
+    """initial coefficient of the adaptive KL penalty; 0 for none"""
+    kl_target: float = 0.01
+    """the KL divergence (nats) that the penalty's coefficient is adapted to"""
+    target_kl: float = 0.0
+    """skip the remaining epochs once an epoch's mean KL divergence (nats) is above this; 0 for never"""
+    vf_coef: float = 1.0
+    """coefficient of the value loss, half the mean squared error (RLlib's 0.5, which has no half, is 1.0 here)"""
+    vf_clip: float = 30.0
+    """clip the change of a value in one update to +- this; 0 for no clipping"""
+    ent_coef: str = "0.01"
+    """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
+    max_grad_norm: float = 0.0
+    """clip the gradient to this global norm; 0 for no clipping"""
+    adam_eps: float = 1e-8
+    """Adam's epsilon"""
+    l2: float = 0.0
+    """coefficient of the squared norm of the convolutions' kernels in the loss"""
+
+    # The run
+    seed: int = 1
+    """of everything: the same seed gives the same metrics"""
+    run_dir: str = "runs"
+    """where run directories go"""
+    resume: str = ""
+    """a run directory to continue; its arguments are taken over, and flags given here override them"""
+    checkpoint_every: int = 1_000_000
+    """environment steps between checkpoints; at each, the games start anew (unfinished episodes are truncated)"""
+    keep_checkpoints: int = 3
+    """how many of the newest checkpoints to keep"""
+    eval_every: int = 1_000_000
+    """environment steps between evaluations; 0 for one at the end only"""
+    eval_episodes: int = 128
+    """episodes of an evaluation on each set of levels; 0 for no evaluation"""
+    capture_video: bool = False
+    """write a video of one episode at each evaluation"""
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Weights & Biases; auto is online if logged in, else offline"""
+    wandb_project: str = "procgen"
+    """W&B project"""
+    wandb_entity: str = ""
+    """W&B team or user; empty for your default"""
+
+
+# Closed ranges of the numbers among the flags; None: no bound.
+LIMITS = {
+    "num_levels": (0, envs.MAX_SEED), "start_level": (0, envs.MAX_SEED), "sticky_actions": (0, 0.99),
+    "frame_stack": (1, 64), "reward_clip": (0, None), "width": (1, None), "hidden": (1, None),
+    "total_timesteps": (1, 2**31 - 2**24), "num_envs": (1, None), "num_steps": (1, None),
+    "num_minibatches": (1, None), "update_epochs": (1, None), "gae_lambda": (0, 1), "clip_coef": (0, None),
+    "kl_coef": (0, None), "kl_target": (1e-8, None), "target_kl": (0, None), "vf_coef": (0, None),
+    "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (0, None), "l2": (0, None),
+    "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None), "keep_checkpoints": (1, None),
+    "eval_every": (0, None), "eval_episodes": (0, None),
+}  # fmt: skip
+
+
+def check_args(args: Args) -> None:
+    """Raises UsageError, one sentence, if a flag's value makes no sense."""
+    envs.check_game(args.env_id)
+    runs.check_limits(args, LIMITS)
+    batch = args.num_envs * args.num_steps
+    check(
+        batch % args.num_minibatches == 0,
+        f"--num-minibatches {args.num_minibatches}: must divide the batch, num_envs x num_steps = {batch}",
+    )
+    check(
+        args.start_level + args.num_levels < envs.MAX_SEED,
+        f"--start-level {args.start_level}: no level is left above the {args.num_levels} training levels",
+    )
+    runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
+    runs.check_schedule("--ent-coef", args.ent_coef, 0, None)
+    runs.check_schedule("--gamma", args.gamma, 0, 1)
+
+
+# NETWORK
+
+
+class Agent(nn.Module):
+    """Policy and value heads on a shared encoder."""
+
+    encoder: nn.Module
+
+    @nn.compact
+    def __call__(self, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Frames uint8 [B, 64, 64, C] -> logits float32 [B, 15], values float32 [B]."""
+        x = self.encoder(frames)
+        # A small first policy layer makes the first policy nearly uniform.
+        logits = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))(x)
+        value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)
+        return logits, value[:, 0]
+
+
+def make_agent(args: Args) -> Agent:
+    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not networks.on_cpu())
+    dtype = jnp.bfloat16 if bfloat16 else jnp.float32
+    return Agent(networks.make_encoder(args.encoder, args.width, args.pool, args.hidden, dtype))
+
+
+# TRAINING STATE
+
+
+class ReturnStatistics(NamedTuple):
+    """Running moments of the discounted return, float32 []."""
+
+    count: jax.Array
+    mean: jax.Array
+    var: jax.Array
+
+
+class TrainState(NamedTuple):
+    """All that a resume needs, besides the games."""
+
+    params: dict
+    opt_state: optax.OptState
+    key: jax.Array
+    global_step: jax.Array  # int32 []: transitions learnt from
+    kl_coef: jax.Array  # float32 []
+    return_stats: ReturnStatistics
+    discounted_return: jax.Array  # float32 [N]: of the unfinished episodes, for return_stats
+    history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
+    last_action: jax.Array  # int32 [N]: what the games played last
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    """The direction of a step; `update` multiplies it by the scheduled learning rate."""
+    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
+
+
+def history_length(args: Args) -> int:
+    return max(args.frame_stack - 1, 1)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def initial_state(args: Args, agent: Agent) -> TrainState:
+    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
+    channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
+    params = agent.init(init_key, jnp.zeros((1, 64, 64, channels), jnp.uint8))
+    return TrainState(
+        params=params,
+        opt_state=make_optimizer(args).init(params),
+        key=key,
+        global_step=jnp.int32(0),
+        kl_coef=jnp.float32(args.kl_coef),
+        return_stats=ReturnStatistics(jnp.float32(0), jnp.float32(0), jnp.float32(1)),
+        discounted_return=jnp.zeros(args.num_envs),
+        history=jnp.zeros((history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
+        last_action=jnp.zeros(args.num_envs, jnp.int32),
+    )
+
+
+# ROLLOUT
+
+
+class Rollout(NamedTuple):
+    """What stays on the device while T steps are played; H rows of older frames come first."""
+
+    frames: jax.Array  # uint8 [H + T + 1, N, 64, 64, 3]: row H + t is what step t acts on
+    actions: jax.Array  # int32 [T, N]
+    logits: jax.Array  # float32 [T, N, 15]
+    values: jax.Array  # float32 [T, N]
+    last_action: jax.Array  # int32 [N]
+    key: jax.Array
+    t: jax.Array  # int32 []
+
+
+class Steps(NamedTuple):
+    """What the games say, NumPy on the host. `done[t]`: the frame of step t is an episode's last."""
+
+    rewards: np.ndarray  # float32 [T, N]: of the transition that starts at step t
+    terminated: np.ndarray  # bool [T, N]: that transition ended the episode
+    truncated: np.ndarray  # bool [T, N]: that transition was the last before the time limit
+    done: np.ndarray  # bool [T, N]: EnvPool resets here, this step is no transition
+    age: np.ndarray  # int32 [T + 1, N]: steps since the episode's first frame
+    obs: np.ndarray  # uint8 [N, 3, 64, 64]: the frames after the last step
+
+
+@partial(jax.jit, static_argnums=0)
+def begin_rollout(args: Args, state: TrainState) -> Rollout:
+    rows, shape = history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
+    frames = jnp.zeros((rows, args.num_envs, *envs.FRAME_SHAPE), jnp.uint8)
+    return Rollout(
+        frames=frames.at[: history_length(args)].set(state.history),
+        actions=jnp.zeros(shape, jnp.int32),
+        logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
+        values=jnp.zeros(shape),
+        last_action=state.last_action,
+        key=jax.random.split(state.key, 3)[0],
+        t=jnp.int32(0),
+    )
+
+
+def stack(args: Args, frames: jax.Array, age: jax.Array, time: jax.Array, env: jax.Array) -> jax.Array:
+    return envs.stack_frames(frames, age, time, env, envs.stack_offsets(args.frame_stack, args.gap_stack))
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
+    """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
+    t, row = rollout.t, history_length(args) + rollout.t
+    frames = envs.put_frames(rollout.frames, row, obs)
+    logits, values = agent.apply(params, stack(args, frames, age, row, jnp.arange(args.num_envs)))
+    choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
+    actions = jax.random.categorical(choose_key, logits)
+    stick = jax.random.bernoulli(stick_key, args.sticky_actions, actions.shape) & (age > 0)
+    played = jnp.where(stick, rollout.last_action, actions)
+    rollout = rollout._replace(
+        frames=frames,
+        actions=rollout.actions.at[t].set(actions),
+        logits=rollout.logits.at[t].set(logits),
+        values=rollout.values.at[t].set(values),
+        last_action=played,
+        t=t + 1,
+    )
+    return rollout, played
+
+
+def collect(args: Args, agent: Agent, state: TrainState, games: envs.Games, watch: runs.Stopwatch):
+    """Plays num_steps steps of each game; returns Rollout and Steps."""
+    shape = (args.num_steps, args.num_envs)
+    rewards, (terminated, truncated, done) = np.zeros(shape, np.float32), np.zeros((3, *shape), bool)
+    age = np.zeros((args.num_steps + 1, args.num_envs), np.int32)
+    rollout = begin_rollout(args, state)
+    for t in range(args.num_steps):
+        with watch("inference"):
+            rollout, actions = act(args, agent, state.params, rollout, games.obs, games.age)
+            actions = np.asarray(actions)
+        age[t], done[t] = games.age, games.done
+        with watch("game"):
+            rewards[t], terminated[t], truncated[t] = games.step(actions)
+    age[-1] = games.age
+    return rollout, Steps(rewards, terminated, truncated, done, age, games.obs)
+
+
+# ALGORITHM
+
+
+def shape_reward(reward: jax.Array) -> jax.Array:
+    """Compresses large rewards and keeps an order among them (Pohlen et al. 2018, equation 2)."""
+    return jnp.sign(reward) * (jnp.sqrt(jnp.abs(reward) + 1) - 1) + 0.001 * reward
+
+
+def normalize_rewards(stats: ReturnStatistics, discounted: jax.Array, steps: Steps, rewards: jax.Array, gamma):
+    """Divides rewards [T, N] by the running standard deviation of the discounted return, filtered over time.
+
+    Returns the statistics, with this rollout's transitions added, the discounted return [N] and the rewards.
+    """
+
+    def forward(past, step):
+        reward, ended, valid = step
+        now = jnp.where(valid, gamma * past + reward, past)
+        return jnp.where(ended, 0.0, now), now
+
+    valid = ~steps.done
+    discounted, returns = jax.lax.scan(forward, discounted, (rewards, steps.terminated | steps.truncated, valid))
+    # Chan et al. 1979: moments of two sets joined.
+    count = valid.sum()
+    mean = (returns * valid).sum() / jnp.maximum(count, 1)
+    squares = ((returns - mean) ** 2 * valid).sum()
+    total = stats.count + count
+    difference = mean - stats.mean
+    squares += stats.var * stats.count + difference**2 * stats.count * count / jnp.maximum(total, 1)
+    new = ReturnStatistics(
+        total, stats.mean + difference * count / jnp.maximum(total, 1), squares / jnp.maximum(total, 1)
+    )
+    return new, discounted, rewards / jnp.sqrt(new.var + 1e-8)
+
+
+def gae(rewards, values, terminated, truncated, gamma, gae_lambda) -> jax.Array:
+    """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16).
+
+    Args:
+      rewards, terminated, truncated: [T], of the transition from step t to t + 1.
+      values: [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
+
+    Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
+    """
+    deltas = rewards + gamma * jnp.where(terminated, 0.0, values[1:]) - values[:-1]
+    decay = gamma * gae_lambda * (1.0 - (terminated | truncated))
+
+    def backward(advantage, step):
+        delta, decay = step
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True)[1]
+
+
+class Batch(NamedTuple):
+    """Transitions to learn from, [B]. `weight` sums to 1 over a minibatch, and is 0 for what is no transition."""
+
+    frames: jax.Array  # uint8 [B, 64, 64, C]
+    actions: jax.Array
+    logits: jax.Array  # [B, 15], of the policy that acted
+    values: jax.Array
+    advantages: jax.Array
+    returns: jax.Array
+    weight: jax.Array
+
+
+LOSS_PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
+
+
+def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, batch: Batch) -> tuple[jax.Array, dict]:
+    """PPO's loss (Schulman et al. 2017, equations 7 to 9): weighted sums over the batch, and its parts."""
+    logits, values = agent.apply(params, batch.frames)
+    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
+    log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=1)[:, 0]
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages)
+
+    value_loss = (values - batch.returns) ** 2
+    if args.vf_clip:
+        near = batch.values + jnp.clip(values - batch.values, -args.vf_clip, args.vf_clip)
+        value_loss = jnp.maximum(value_loss, (near - batch.returns) ** 2)
+
+    parts = {
+        "policy_loss": policy_loss,
+        "value_loss": 0.5 * value_loss,
+        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=1),
+        "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
+    }
+    parts = {name: (batch.weight * part).sum() for name, part in parts.items()}
+    total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
+    if args.kl_coef:
+        total += kl_coef * parts["approx_kl"]
+    return total, parts | {"loss": total}
+
+
+def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array:
+    """Schulman et al. 2017, section 4: halves or doubles the coefficient where KL is off target by 1.5 times."""
+    return kl_coef * jnp.where(kl < target / 1.5, 0.5, jnp.where(kl > target * 1.5, 2.0, 1.0))
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: Steps) -> tuple[TrainState, dict]:
+    """One PPO update: returns the next state and metrics, float32 []."""
+    tx, step = make_optimizer(args), state.global_step
+    learning_rate, ent_coef, gamma = (
+        runs.parse_schedule(text)(step) for text in (args.learning_rate, args.ent_coef, args.gamma)
+    )
+    _, key, shuffle_key = jax.random.split(state.key, 3)
+    past, mask = history_length(args), ~steps.done
+
+    # REWARDS
+    rewards = shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
+    if args.reward_clip:
+        rewards = jnp.clip(rewards, -args.reward_clip, args.reward_clip)
+    return_stats, discounted_return = state.return_stats, state.discounted_return
+    if args.normalize_rewards:
+        return_stats, discounted_return, rewards = normalize_rewards(
+            return_stats, discounted_return, steps, rewards, gamma
+        )
+
+    # ADVANTAGES
+    frames = envs.put_frames(rollout.frames, past + args.num_steps, steps.obs)
+    last_stack = stack(args, frames, steps.age[-1], past + args.num_steps, jnp.arange(args.num_envs))
+    values = jnp.concatenate([rollout.values, agent.apply(state.params, last_stack)[1][None]])
+    advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
+        rewards, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
+    )
+    values = values[:-1]
+    returns = advantages + values
+    mean, var = masked_moments(advantages, mask)
+    advantages = (advantages - mean) / jnp.sqrt(var + 1e-8)
+
+    # EPOCHS
+    def minibatch(carry, index):
+        params, opt_state = carry
+        time, env = index // args.num_envs, index % args.num_envs
+        weight = mask[time, env] / jnp.maximum(mask[time, env].sum(), 1)
+        batch = Batch(
+            stack(args, frames, steps.age[time, env], past + time, env),
+            *(x[time, env] for x in (rollout.actions, rollout.logits, values, advantages, returns)),
+            weight,
+        )
+        (_, parts), grads = networks.value_and_grad(partial(loss, args, agent, state.kl_coef, ent_coef), params, batch)
+        if args.l2:  # the gradient of l2 x the squared norm of each convolution's kernel
+            grads = jax.tree.map(lambda g, w: g + 2 * args.l2 * w if w.ndim == 4 else g, grads, params)
+        direction, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
+
+    def epoch(carry, key):
+        def run():
+            order = jax.random.permutation(key, mask.size).reshape(args.num_minibatches, -1)
+            learner, parts = jax.lax.scan(minibatch, carry[0], order)
+            return learner, jax.tree.map(jnp.mean, parts)
+
+        stop = (carry[1]["approx_kl"] > args.target_kl) if args.target_kl else jnp.bool(False)
+        return (jax.lax.cond(stop, lambda: carry, run) if args.target_kl else run()), ~stop
+
+    learner = (state.params, state.opt_state)
+    parts = dict.fromkeys((*LOSS_PARTS, "loss", "grad_norm"), jnp.float32(0))
+    ((params, opt_state), parts), ran = jax.lax.scan(
+        epoch, (learner, parts), jax.random.split(shuffle_key, args.update_epochs)
+    )
+
+    new_state = TrainState(
+        params=params,
+        opt_state=opt_state,
+        key=key,
+        global_step=step + mask.sum(),
+        kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target),
+        return_stats=return_stats,
+        discounted_return=discounted_return,
+        history=jax.lax.dynamic_slice_in_dim(frames, args.num_steps, past),
+        last_action=rollout.last_action,
+    )
+    unexplained, spread = masked_moments(returns - values, mask)[1], masked_moments(returns, mask)[1]
+    metrics = {f"losses/{name}": value for name, value in parts.items()} | {
+        "losses/explained_variance": 1 - unexplained / jnp.maximum(spread, 1e-8),
+        "losses/kl_coef": state.kl_coef,
+        "losses/epochs": ran.sum(),
+        "charts/learning_rate": learning_rate,
+        "charts/ent_coef": ent_coef,
+        "charts/gamma": gamma,
+        "charts/return_std": jnp.sqrt(return_stats.var),
+    }
+    return new_state, metrics
+
+
+def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of x where mask."""
+    count = jnp.maximum(mask.sum(), 1)
+    mean = (x * mask).sum() / count
+    return mean, ((x - mean) ** 2 * mask).sum() / count
+
+
+# EVALUATION
+
+
+@partial(jax.jit, static_argnums=(0,))
+def choose(agent: Agent, params: dict, frames: jax.Array, key: jax.Array) -> jax.Array:
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]."""
+    return jax.random.categorical(key, agent.apply(params, frames)[0])
+
+
+def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
+    """For evaluate.py: the step of a run's newest checkpoint, and policy(frames, key) -> actions."""
+    state, _ = load_state(args, run_dir)
+    return int(state.global_step), partial(choose, make_agent(args), state.params)
+
+
+# MAIN
+
+
+def load_state(args: Args, run_dir: str) -> tuple[TrainState, dict]:
+    """The newest checkpoint of a run: its training state, and the rest of what `main` saved."""
+    saved = runs.load_checkpoint(run_dir)
+    template = jax.eval_shape(partial(initial_state, args, make_agent(args)))
+    return runs.restore_tree(template, saved["state"], run_dir), saved
+
+
+def main(args: Args) -> runs.Run:
+    """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
+    check_args(args)
+    agent = make_agent(args)
+    saved = None
+    if args.resume:
+        state, saved = load_state(args, args.resume)
+
+    with runs.Run(args, SCRIPT) as run:
+        games = envs.Games(partial(envs.make_levels, args, args.num_envs), envs.derive_seed(args.seed, 0))
+        episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
+        if saved:
+            games.restore(saved["games"])
+            episodes.restore(saved["episodes"])
+            run.rewind_metrics(int(state.global_step))
+        else:
+            state = initial_state(args, agent)
+        step = int(state.global_step)
+
+        def save():
+            run.save(step, {"state": state, "games": games.save(), "episodes": episodes.save()})
+
+        while step < args.total_timesteps and not run.stop:
+            rollout, steps = collect(args, agent, state, games, watch)
+            with watch("update"):
+                state, metrics = update(args, agent, state, rollout, steps)
+                metrics = jax.device_get(metrics)
+            before, step = step, int(state.global_step)
+            run.check_finite(step, metrics)
+            episodes.add(steps.rewards, steps.terminated | steps.truncated, ~steps.done)
+            metrics |= episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions()
+
+            finished = step >= args.total_timesteps
+            if args.eval_episodes and (finished or runs.crossed(args.eval_every, before, step)):
+                metrics |= envs.evaluate_run(args, run, partial(choose, agent, state.params), step)
+            run.log(step, metrics)
+            if runs.crossed(args.checkpoint_every, before, step):
+                # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
+                games.restart(envs.derive_seed(args.seed, step))
+                episodes.restart()
+                state = state._replace(discounted_return=jnp.zeros(args.num_envs))
+                save()
+        save()
+        games.close()
+    return run
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
