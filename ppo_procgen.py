@@ -282,7 +282,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
     t, row = rollout.t, history_length(args) + rollout.t
     frames = envs.put_frames(rollout.frames, row, obs)
-    logits, values = agent.apply(params, stack(args, frames, age, row, jnp.arange(args.num_envs)))
+    logits, values = networks.apply(agent, params, stack(args, frames, age, row, jnp.arange(args.num_envs)))
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
     actions = jax.random.categorical(choose_key, logits)
     stick = jax.random.bernoulli(stick_key, args.sticky_actions, actions.shape) & (age > 0)
@@ -440,7 +440,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
     # ADVANTAGES
     frames = envs.put_frames(rollout.frames, past + args.num_steps, steps.obs)
     last_stack = stack(args, frames, steps.age[-1], past + args.num_steps, jnp.arange(args.num_envs))
-    values = jnp.concatenate([rollout.values, agent.apply(state.params, last_stack)[1][None]])
+    values = jnp.concatenate([rollout.values, networks.apply(agent, state.params, last_stack)[1][None]])
     advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
         rewards, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
     )
@@ -518,7 +518,7 @@ def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]
 @partial(jax.jit, static_argnums=(0,))
 def choose(agent: Agent, params: dict, frames: jax.Array, key: jax.Array) -> jax.Array:
     """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]."""
-    return jax.random.categorical(key, agent.apply(params, frames)[0])
+    return jax.random.categorical(key, networks.apply(agent, params, frames)[0])
 
 
 def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
@@ -532,9 +532,9 @@ def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
 
 def load_state(args: Args, run_dir: str) -> tuple[TrainState, dict]:
     """The newest checkpoint of a run: its training state, and the rest of what `main` saved."""
-    saved = runs.load_checkpoint(run_dir)
+    _, saved = runs.load_checkpoint(run_dir)
     template = jax.eval_shape(partial(initial_state, args, make_agent(args)))
-    return runs.restore_tree(template, saved["state"], run_dir), saved
+    return networks.replicate(runs.restore_tree(template, saved["state"], run_dir)), saved
 
 
 def main(args: Args) -> runs.Run:
@@ -553,7 +553,7 @@ def main(args: Args) -> runs.Run:
             episodes.restore(saved["episodes"])
             run.rewind_metrics(int(state.global_step))
         else:
-            state = initial_state(args, agent)
+            state = networks.replicate(initial_state(args, agent))
         step = int(state.global_step)
 
         def save():

@@ -4,12 +4,18 @@ On a CPU the 3 x 3 convolutions, the 3 x 3 / 2 max-pools and the accumulation of
 compiles well there (see FAST ON A CPU below); on an accelerator they are plain Flax. The maths is the same.
 """
 
+import contextlib
+import os
 from collections.abc import Callable
+from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 GLOROT = nn.initializers.glorot_uniform()
 
@@ -59,9 +65,9 @@ class NatureCNN(nn.Module):
     def __call__(self, frames: jax.Array) -> jax.Array:
         x = frames.astype(self.dtype) / 255
         for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            x = nn.Conv(
-                features * self.width, (size, size), stride, padding="VALID", dtype=self.dtype, kernel_init=GLOROT
-            )(x)
+            features *= self.width
+            options = {"padding": "VALID", "dtype": self.dtype, "kernel_init": GLOROT}
+            x = nn.Conv(features, (size, size), stride, conv_general_dilated=conv_general_dilated, **options)(x)
             x = nn.relu(x)
         x = x.mean(axis=(1, 2), dtype=jnp.float32) if self.pool == "avg" else x.reshape(len(x), -1)
         return nn.relu(nn.Dense(self.hidden, dtype=self.dtype, kernel_init=GLOROT)(x)).astype(jnp.float32)
@@ -75,16 +81,66 @@ def make_encoder(name: str, width: int, pool: str, hidden: int, dtype: jnp.dtype
 
 
 # FAST ON A CPU
-# XLA rewrites convolutions to its fast CPU form only where their dimensions are in plain NHWC / HWIO order, and,
-# inside a scan, only then (jax issue 12868): autodiff's gradients are not, and cost up to 31 times more. So both
-# gradients are written here as plain convolutions, max-pooling as maxima of slices, and a minibatch's gradient is
-# summed over a few samples at a time, so that the activations stay in the cache.
+# * XLA rewrites convolutions to its fast CPU form only where their dimensions are in plain NHWC / HWIO order, and,
+#   inside a scan, only then (jax issue 12868): autodiff's gradients are not, and cost up to 31 times more. So both
+#   gradients are written here as plain convolutions, and max-pooling as maxima of slices.
+# * Most of these convolutions run on one core. So every core is a JAX device of its own, and takes its share of
+#   each batch; all other arrays are the same on every device.
+# * A few samples at a time, so that the activations stay in the cache.
 
-CHUNK = 16  # samples
+CHUNK = 8  # samples
+
+
+def use_every_core() -> None:
+    """Makes each core (up to 8, a power of two) a JAX device; without effect once JAX has started."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", min(1 << (cores.bit_length() - 1), 8))
+
+
+use_every_core()
+
+
+def replicate(tree):
+    """Puts a tree of arrays on every device of a CPU, or on the accelerator."""
+    return jax.device_put(tree, NamedSharding(_cores(), P()) if on_cpu() else None)
+
+
+def _cores() -> Mesh:
+    return Mesh(np.array(jax.devices()), "core")
+
+
+def _by_core(function: Callable, size: int) -> Callable:
+    """`function(whole, batch)`, batch split over the cores, if they divide its `size`."""
+    if size % jax.device_count():
+        return lambda whole, batch: function(whole, batch, False)
+    split = partial(function, shared=True)
+    return jax.shard_map(split, mesh=_cores(), in_specs=(P(), P("core")), out_specs=P(), check_vma=False)
+
+
+def _in_chunks(batch):
+    """[B, ...] to [B / n, n, ...], n being the largest divisor of B up to CHUNK."""
+    size = len(jax.tree.leaves(batch)[0])
+    chunk = max(n for n in range(1, CHUNK + 1) if size % n == 0)
+    return jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), batch)
+
+
+def apply(module: nn.Module, params, frames: jax.Array):
+    """`module.apply(params, frames)` for frames [B, ...]: outputs [B, ...]. On a CPU, by core and a few at a time."""
+    if not on_cpu():
+        return module.apply(params, frames)
+
+    def share(params, frames, shared):
+        out = lax.map(lambda x: module.apply(params, x), _in_chunks(frames))
+        out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+        return lax.all_gather(out, "core", tiled=True) if shared else out
+
+    return _by_core(share, len(frames))(params, frames)
 
 
 def value_and_grad(loss: Callable, params, batch) -> tuple:
-    """`jax.value_and_grad(loss, has_aux=True)(params, batch)`, a few samples at a time on a CPU.
+    """`jax.value_and_grad(loss, has_aux=True)(params, batch)`. On a CPU, by core and a few samples at a time.
 
     Args:
       loss: loss(params, batch) -> (scalar, tree of scalars), all *sums* over the samples of the batch.
@@ -93,44 +149,80 @@ def value_and_grad(loss: Callable, params, batch) -> tuple:
     gradient = jax.value_and_grad(loss, has_aux=True)
     if not on_cpu():
         return gradient(params, batch)
-    size = len(jax.tree.leaves(batch)[0])
-    chunk = max(n for n in range(1, CHUNK + 1) if size % n == 0)
-    chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), batch)
-    shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], chunks))
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, gradient(params, x)), None), zero, chunks)[0]
+
+    def share(params, batch, shared):
+        chunks = _in_chunks(batch)
+        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], chunks))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        total, _ = lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, gradient(params, x)), None), zero, chunks)
+        return lax.psum(total, "core") if shared else total
+
+    return _by_core(share, len(jax.tree.leaves(batch)[0]))(params, batch)
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
-    """`lax.conv_general_dilated` for `nn.Conv`, with fast gradients for 3 x 3, stride 1, SAME on a CPU."""
-    plain = w.shape[:2] == (3, 3) and tuple(strides) == (1, 1) and padding == "SAME"
-    if on_cpu() and plain and options.get("feature_group_count", 1) == 1:
-        return _conv3x3(x, w)
+    """`lax.conv_general_dilated` for `nn.Conv` [B, H, W, C]: on a CPU, a fast form where there is one.
+
+    There is for square kernels with stride 1 and SAME padding, and for VALID where the stride divides the size.
+    """
+    size, stride = w.shape[0], strides[0]
+    square = w.shape[0] == w.shape[1] and len(set(strides)) == 1 and options.get("feature_group_count", 1) == 1
+    if on_cpu() and square and padding == "SAME" and stride == 1 and size % 2:
+        return _conv(x, w, size // 2)
+    if on_cpu() and square and padding == "VALID" and size % stride == 0:
+        rows, columns = ((n - size) // stride * stride + size for n in x.shape[1:3])  # the rest is not read
+        return _conv(_space_to_depth(x[:, :rows, :columns], stride), _space_to_depth(w[None], stride)[0], 0)
     return lax.conv_general_dilated(x, w, strides, padding, **options)
 
 
-def _plain_conv(x, w, padding="SAME"):
-    return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def _space_to_depth(x, block):
+    """[B, H, W, C, ...] to [B, H / block, W / block, block * block * C, ...]: a stride becomes channels."""
+    if block == 1:
+        return x
+    batch, height, width, channels, *rest = x.shape
+    x = x.reshape(batch, height // block, block, width // block, block, channels, *rest)
+    x = x.swapaxes(2, 3)
+    return x.reshape(batch, height // block, width // block, block * block * channels, *rest)
 
 
-@jax.custom_vjp
-def _conv3x3(x, w):
-    return _plain_conv(x, w)
+def _plain_conv(x, w, pad, strides=(1, 1)):
+    padding = ((pad, pad), (pad, pad))
+    return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def _conv3x3_forward(x, w):
-    return _plain_conv(x, w), (x, w)
+def _grouped_conv(x, w, pad):
+    """XLA is slow with few channels: here `group` neighbouring pixels of a row are computed as channels of one.
+
+    The kernel is repeated, one column further each time, and strides by `group`: same numbers, same memory order.
+    """
+    size, _, inputs, outputs = w.shape
+    height, width = (n + 2 * pad - size + 1 for n in x.shape[1:3])
+    group = 1 if inputs * outputs > 256 else 4 if inputs <= 4 else 2
+    if width % group:
+        group = 1
+    if group > 1:
+        w = jnp.concatenate([jnp.pad(w, ((0, 0), (i, group - 1 - i), (0, 0), (0, 0))) for i in range(group)], axis=3)
+    return _plain_conv(x, w, pad, (1, group)).reshape(len(x), height, width, outputs)
 
 
-def _conv3x3_backward(saved, g):
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _conv(x, w, pad):
+    return _grouped_conv(x, w, pad)
+
+
+def _conv_forward(x, w, pad):
+    return _grouped_conv(x, w, pad), (x, w)
+
+
+def _conv_backward(pad, saved, g):
     x, w = saved
-    dx = _plain_conv(g, w[::-1, ::-1].swapaxes(2, 3))
+    dx = _grouped_conv(g, w[::-1, ::-1].swapaxes(2, 3), len(w) - 1 - pad)
     # Samples and channels change places: the gradient is the kernel-sized convolution of x with g.
-    dw = _plain_conv(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3), ((1, 1), (1, 1)))
+    dw = _plain_conv(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3), pad)
     return dx, dw.transpose(1, 2, 0, 3)
 
 
-_conv3x3.defvjp(_conv3x3_forward, _conv3x3_backward)
+_conv.defvjp(_conv_forward, _conv_backward)
 
 
 def max_pool(x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,25 +37,22 @@ class DivergedError(RuntimeError):
 # THE COMMAND LINE
 
 
-def cli(args_class: type, main, argv: list[str] | None = None) -> None:
-    """Runs `main(args)` for a script: parses flags, answers UsageError in one line with exit code 2.
+def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
+    """Runs a script's `main(args)` on the command line's flags; answers bad input in one line with exit code 2.
 
     With `--resume RUN_DIR` the flags start from that run's own arguments, so that none need be repeated.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    script = Path(sys.argv[0]).stem
+    module = sys.modules[main.__module__]
+    argv = list(sys.argv[1:] if argv is None else argv)
     use_compilation_cache()
     try:
-        default = args_class()
+        default = None
         if run_dir := _flag_value(argv, "--resume"):
-            default = args_class(**read_args(run_dir, script)["args"])
-        main(tyro.cli(args_class, args=argv, default=default, description=sys.modules["__main__"].__doc__))
-    except UsageError as error:
+            default = args_class(**read_args(run_dir, "--resume", Path(module.__file__).stem)["args"])
+        main(tyro.cli(args_class, args=argv, default=default, description=module.__doc__))
+    except (UsageError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def _flag_value(argv: list[str], flag: str) -> str | None:
@@ -136,15 +134,17 @@ def write_json(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
-def read_args(run_dir: str, script: str | None = None) -> dict[str, Any]:
-    """The content of `args.json`: script, wandb_id, args. Raises UsageError if it is not a run (of `script`)."""
+def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, Any]:
+    """The content of a run's `args.json`: script, wandb_id, args.
+
+    Raises UsageError, naming `flag`, if `run_dir` is no run, or a run of another script than `script`.
+    """
     try:
         content = json.loads(Path(run_dir, "args.json").read_text())
         owner = content["script"]
     except (OSError, ValueError, KeyError):
-        raise UsageError(f"{run_dir} is not a run directory: it has no readable args.json") from None
-    if script is not None and owner != script:
-        raise UsageError(f"--resume {run_dir}: that run is of {owner}.py, not of {script}.py")
+        raise UsageError(f"{flag} {run_dir}: give a run directory, with a readable args.json in it") from None
+    check(script in (None, owner), f"{flag} {run_dir}: give a run of {script}.py, this one is of {owner}.py")
     return content
 
 
@@ -229,7 +229,7 @@ class Run:
         config = dataclasses.asdict(args)
         try:
             if args.resume:
-                self.path, self._saved = Path(args.resume), read_args(args.resume, script)
+                self.path, self._saved = Path(args.resume), read_args(args.resume, "--resume", script)
             else:
                 self.path, self._saved = _new_directory(args, script), {"script": script}
                 self._saved["wandb_id"] = os.environ.get("WANDB_RUN_ID", self.path.name)

@@ -7,9 +7,9 @@ from ppo_procgen import Args, main
 
 # Small enough to compile in seconds; the games are real.
 TINY = {
-    "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2,
+    "env_id": "bigfish", "num_envs": 4, "num_steps": 32, "num_minibatches": 2, "update_epochs": 2,
     "encoder": "nature", "pool": "flatten", "width": 1, "hidden": 16, "learning_rate": "0.003",
-    "total_timesteps": 192, "eval_episodes": 0, "wandb_mode": "disabled",
+    "total_timesteps": 384, "eval_episodes": 0, "wandb_mode": "disabled",
 }  # fmt: skip
 
 

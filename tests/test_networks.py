@@ -14,14 +14,27 @@ def gradients(function, *arrays):
     return jax.grad(lambda *a: (function(*a) * weight).sum(), argnums=range(len(arrays)))(*arrays)
 
 
-@pytest.mark.parametrize(("size", "channels", "features"), [(8, 3, 16), (16, 16, 16), (7, 4, 5)])
-def test_convolution_equals_xla(size, channels, features):
+@pytest.mark.parametrize(
+    ("size", "channels", "features", "kernel", "stride", "padding"),
+    [
+        (8, 3, 16, 3, 1, "SAME"),  # four pixels at a time
+        (16, 16, 16, 3, 1, "SAME"),  # two
+        (8, 32, 32, 3, 1, "SAME"),  # one
+        (7, 4, 5, 3, 1, "SAME"),
+        (64, 6, 32, 8, 4, "VALID"),  # the Nature CNN's three
+        (15, 32, 64, 4, 2, "VALID"),
+        (6, 64, 64, 3, 1, "VALID"),
+        (9, 4, 5, 3, 2, "VALID"),  # no fast form
+        (8, 4, 5, 3, 2, "SAME"),
+    ],
+)
+def test_convolution_equals_xla(size, channels, features, kernel, stride, padding):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, size, size, channels)).astype(np.float32)
-    w = rng.normal(size=(3, 3, channels, features)).astype(np.float32)
-    options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
-    ours = lambda x, w: networks.conv_general_dilated(x, w, (1, 1), "SAME", **options)  # noqa: E731
-    theirs = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", **options)  # noqa: E731
+    w = rng.normal(size=(kernel, kernel, channels, features)).astype(np.float32)
+    layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    ours = lambda x, w: networks.conv_general_dilated(x, w, (stride, stride), padding, **layout)  # noqa: E731
+    theirs = lambda x, w: jax.lax.conv_general_dilated(x, w, (stride, stride), padding, **layout)  # noqa: E731
     np.testing.assert_allclose(ours(x, w), theirs(x, w), rtol=1e-4, atol=1e-4)
     for got, want in zip(gradients(ours, x, w), gradients(theirs, x, w), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
@@ -35,10 +48,11 @@ def test_max_pool_equals_flax_with_ties(size):
     np.testing.assert_allclose(gradients(networks.max_pool, x)[0], gradients(theirs, x)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [5, 48])
-def test_gradient_in_chunks_equals_the_whole(size):
+@pytest.mark.parametrize("size", [5, 48])  # 5: no even share for each core
+@pytest.mark.parametrize("name", ["impala", "nature"])
+def test_gradient_in_chunks_equals_the_whole(name, size):
     rng = np.random.default_rng(0)
-    encoder = networks.make_encoder("impala", 1, "avg", 32, jnp.float32)
+    encoder = networks.make_encoder(name, 1, "avg", 32, jnp.float32)
     frames, target = rng.integers(0, 256, (size, 64, 64, 3), np.uint8), rng.normal(size=(size, 32))
     params = encoder.init(jax.random.PRNGKey(0), frames[:1])
 
@@ -51,6 +65,8 @@ def test_gradient_in_chunks_equals_the_whole(size):
     )  # fmt: skip
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-3 * np.abs(w).max())
+    outputs = networks.apply(encoder, params, frames)
+    np.testing.assert_allclose(outputs, encoder.apply(params, frames), rtol=1e-4, atol=1e-5)
 
 
 def test_accelerators_get_plain_flax(monkeypatch):

@@ -1,0 +1,60 @@
+"""Plays a trained agent: a table of its returns, eval.json and a video in the run directory. Try:
+
+python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
+"""
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from common import envs, runs
+
+
+@dataclass(frozen=True)
+class Args:
+    run_dir: tyro.conf.Positional[str]
+    """the run directory"""
+    episodes: int = 128
+    """episodes to play, the same number in each game"""
+    levels: Literal["train", "test"] = "test"
+    """the levels trained on, or unseen ones (the same distribution where training levels were unlimited)"""
+    video: bool = False
+    """also write a video of one episode"""
+    seed: int = 0
+    """of the games and the policy's draws"""
+
+
+def main(args: Args) -> dict:
+    """Evaluates the newest checkpoint of a run; returns what eval.json now says of these levels."""
+    runs.check(args.episodes >= 1, f"--episodes {args.episodes}: must be 1 or more")
+    runs.check(0 <= args.seed <= envs.MAX_SEED, f"--seed {args.seed}: must be from 0 to {envs.MAX_SEED}")
+    run = runs.read_args(args.run_dir, "RUN_DIR")
+    script = importlib.import_module(run["script"])
+    run_args, path = script.Args(**run["args"]), Path(args.run_dir)
+    step, policy = script.load_policy(run_args, args.run_dir)
+    summary, film = envs.evaluate(run_args, policy, args.levels, args.episodes, args.seed, record=args.video)
+
+    table = Table(title=f"{path.name}, step {step:,}, {args.levels} levels")
+    for name in summary:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in summary.values()))
+    Console().print(table)
+
+    old = json.loads((path / "eval.json").read_text()) if (path / "eval.json").exists() else {}
+    same_step = old if old.get("global_step") == step else {}
+    runs.write_json(path / "eval.json", same_step | {"global_step": step, f"{args.levels}_levels": summary})
+    if args.video:
+        video = path / "videos" / f"{args.levels}_{step}.mp4"
+        runs.write_video(video, film)
+        print(f"video: {video}")
+    return summary
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

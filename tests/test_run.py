@@ -1,0 +1,304 @@
+"""Whole runs on the real game: same seed, resume, signals, kill -9, bad input."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, read_metrics
+
+import evaluate
+import ppo_procgen as ppo
+from common import envs, runs
+
+ROOT = Path(__file__).parent.parent
+
+
+def parameters(run_dir):
+    return jax.tree.leaves(runs.load_checkpoint(run_dir)[1]["state"])
+
+
+def assert_same_run(a, b):
+    assert read_metrics(a) == read_metrics(b)
+    for x, y in zip(parameters(a), parameters(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# Everything that has a state of its own is on.
+STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 200, "kl_target": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return ppo.main(ppo.Args(**TINY | STATEFUL | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+
+
+def test_same_seed_same_metrics(train, uninterrupted):
+    assert_same_run(uninterrupted, train(**STATEFUL).path)
+
+
+@pytest.mark.parametrize("stop", [100, 200, 300])
+def test_resume_equals_uninterrupted(train, uninterrupted, stop):
+    """Stopped before, at and after the checkpoint where the games start anew."""
+    half = train(**STATEFUL | {"total_timesteps": stop})
+    resumed = train(**STATEFUL | {"resume": str(half.path)})
+    assert resumed.path == half.path
+    assert_same_run(uninterrupted, resumed.path)
+
+
+def test_evaluation_does_not_disturb_training(train, uninterrupted):
+    run = train(**STATEFUL, eval_every=100, eval_episodes=2)
+    evaluated = read_metrics(run.path)
+    assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
+    assert [{k: v for k, v in x.items() if not k.startswith("eval/")} for x in evaluated] == read_metrics(uninterrupted)
+
+
+# What each flag is changed to, and what must differ then: the metrics, unless said otherwise.
+FLAGS = {
+    "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
+    "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "normalize_rewards": True,
+    "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "total_timesteps": 100,
+    "num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 1, "learning_rate": "0:0.003,1000:0.001",
+    "gamma": "0.5", "gae_lambda": 0.5, "clip_coef": 0.01, "kl_coef": 0.0, "kl_target": 1e-6, "target_kl": 1e-9,
+    "vf_coef": 0.1, "vf_clip": 0.01, "ent_coef": "0.1", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
+    "checkpoint_every": 100, "eval_every": 100, "eval_episodes": 1,
+}  # fmt: skip
+# Tested elsewhere: these change files, not metrics.
+ELSEWHERE = {
+    "run_dir", "resume", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project", "wandb_entity"
+}  # fmt: skip
+# Bigfish's random episodes pay too little for some flags to show; with these they must.
+NEEDS = {
+    "start_level": {"num_levels": 1}, "gamma": {"normalize_rewards": True}, "reward_clip": {"env_id": "starpilot"},
+    "reward_shaping": {"env_id": "starpilot"}, "eval_every": {"eval_episodes": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def metrics_of(tmp_path_factory):
+    """metrics_of(**flags), each set of flags trained once."""
+    done = {}
+
+    def get(**flags):
+        key = tuple(sorted(flags.items()))
+        if key not in done:
+            run_dir = str(tmp_path_factory.mktemp("flags"))
+            done[key] = read_metrics(ppo.main(ppo.Args(**TINY | {"run_dir": run_dir} | flags)).path)
+        return done[key]
+
+    return get
+
+
+def test_every_flag_is_in_a_test():
+    assert {f.name for f in fields(ppo.Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_changes_something(metrics_of, flag):
+    needs = NEEDS.get(flag, {})
+    assert metrics_of(**needs) != metrics_of(**needs, **{flag: FLAGS[flag]})
+
+
+def start(*argv):
+    command = [sys.executable, "ppo_procgen.py", *map(str, argv)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def flags_of(args):
+    """A dict of flags as command-line words."""
+    words = []
+    for name, value in args.items():
+        flag = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", value]
+    return words
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+
+
+LONG = STATEFUL | {"total_timesteps": 1500}
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    return ppo.main(ppo.Args(**TINY | LONG | {"run_dir": str(tmp_path_factory.mktemp("long"))})).path
+
+
+def interrupt(tmp_path, number, after):
+    """Starts LONG, sends a signal once `after` checkpoints are there; returns the run directory, exit code, output."""
+    process = start(*flags_of(TINY | LONG | {"run_dir": str(tmp_path)}))
+    wait_for(lambda: len(list(tmp_path.glob("*/checkpoints/[0-9]*/commit_success.txt"))) >= after, process)
+    process.send_signal(number)
+    output = process.communicate()[0]
+    return next(tmp_path.iterdir()), process.returncode, output
+
+
+def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path, long_run):
+    run_dir, code, output = interrupt(tmp_path, signal.SIGTERM, after=1)
+    assert code == 0, output
+    assert f"python ppo_procgen.py --resume {run_dir}" in output
+    step = runs.load_checkpoint(run_dir)[0]
+    assert step == read_metrics(run_dir)[-1]["global_step"] < 1500
+    resumed = start("--resume", run_dir)
+    assert resumed.wait(120) == 0, resumed.communicate()[0]
+    assert_same_run(long_run, run_dir)
+
+
+def test_kill_9_leaves_the_last_checkpoint_usable(tmp_path, long_run):
+    run_dir, code, _ = interrupt(tmp_path, signal.SIGKILL, after=2)
+    assert code == -signal.SIGKILL
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 99999, "ti')  # a line that was being written
+    (run_dir / "checkpoints" / "1499.orbax-checkpoint-tmp").mkdir()  # and a checkpoint
+    assert parameters(run_dir)
+    ppo.main(ppo.Args(**TINY | LONG | {"resume": str(run_dir)}))
+    assert_same_run(long_run, run_dir)
+
+
+def test_ten_thousand_frames(tmp_path):
+    """The command line as a user types it: W&B, evaluation, video, then evaluate.py."""
+    command = flags_of(
+        {"env_id": "starpilot", "gap_stack": True, "width": 1, "num_levels": 3, "num_envs": 16, "num_steps": 64,
+         "num_minibatches": 4, "update_epochs": 1, "learning_rate": "5e-4", "total_timesteps": 10_000,
+         "eval_every": 6_000, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 3_000,
+         "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test"}
+    )  # fmt: skip
+    process = start(*command)
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, output
+    (run_dir,) = tmp_path.iterdir()
+    assert re.fullmatch(r"starpilot__ppo_procgen__1__\d+", run_dir.name)
+    lines = read_metrics(run_dir, clocks=True)
+    assert lines[-1]["global_step"] >= 10_000
+    assert [x["global_step"] for x in lines] == sorted({x["global_step"] for x in lines})
+    names = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "losses/policy_loss", "time/update"}
+    names |= {"losses/value_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac", "time"}
+    names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
+    assert names <= set(lines[-1])
+    assert all(np.isfinite(list(line.values())).all() for line in lines)
+    assert abs(sum(lines[-2][f"time/{x}"] for x in ("game", "inference", "update")) - 1) < 0.1
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
+    assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
+
+    before = json.loads((run_dir / "eval.json").read_text())
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--levels", "train", "--video"])
+    after = json.loads((run_dir / "eval.json").read_text())
+    assert after["train_levels"]["episodes"] == 3
+    assert after["test_levels"] == before["test_levels"]
+    video = run_dir / "videos" / f"train_{after['global_step']}.mp4"
+    import av
+
+    with av.open(str(video)) as container:
+        pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert pictures[0].shape == (384, 384, 3)
+    assert len(pictures) > 10
+    assert np.std(pictures[5]) > 10
+
+
+def test_resume_is_the_same_wandb_run(train):
+    run = train(wandb_mode="offline", total_timesteps=100)
+    train(wandb_mode="offline", total_timesteps=200, resume=str(run.path))
+    ids = {path.name.split("-", 3)[3] for path in (run.path / "wandb").glob("offline-run-*")}
+    assert ids == {run.path.name} == {json.loads((run.path / "args.json").read_text())["wandb_id"]}
+
+
+def test_wandb_need_not_be_installed(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    train(total_timesteps=1)
+    with pytest.raises(runs.UsageError, match="--wandb-mode auto"):
+        train(total_timesteps=1, wandb_mode="auto")
+
+
+def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
+    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is kept"):
+        train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e35", total_timesteps=10_000, kl_coef=0.0)
+    (run_dir,) = tmp_path.iterdir()
+    assert all(np.isfinite(x).all() for x in parameters(run_dir))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return ppo.main(ppo.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("done")), "total_timesteps": 1})).path
+
+
+def bad(tmp_path, finished, case):
+    """Command-line words of a bad input, made ready on disk."""
+    folder = tmp_path / "run"
+    if case == "other script":
+        folder.mkdir()
+        (folder / "args.json").write_text('{"script": "impala_procgen", "args": {}}')
+    elif case in ("truncated", "shapes"):
+        subprocess.run(["cp", "-r", finished, folder], check=True)
+        data = max((f for f in (folder / "checkpoints").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+        if case == "truncated":
+            os.truncate(data, data.stat().st_size // 2)
+    elif case == "no checkpoint":
+        subprocess.run(["cp", "-r", finished, folder], check=True)
+        subprocess.run(["rm", "-r", *(folder / "checkpoints").iterdir()], check=True)
+    elif case == "file":
+        folder.write_text("not a folder")
+    return ["--resume", folder, *(["--hidden", 32] if case == "shapes" else [])]
+
+
+BAD = {
+    "unknown game": (["--env-id", "bigfsh"], "--env-id bigfsh", "did you mean bigfish?"),
+    "nothing like a game": (["--env-id", "42"], "--env-id 42", "starpilot"),
+    "batch": (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
+    "schedule": (["--learning-rate", "0:1e-4,oops"], "--learning-rate '0:1e-4,oops'", "step:value"),
+    "schedule backwards": (["--gamma", "5:0.9,2:0.8"], "--gamma '5:0.9,2:0.8'", "rising"),
+    "schedule empty": (["--ent-coef", ""], "--ent-coef ''", "number"),
+    "schedule nan": (["--learning-rate", "nan"], "--learning-rate 'nan'", "number"),
+    "discount": (["--gamma", "1.5"], "--gamma '1.5'", "from 0 to 1"),
+    "negative": (["--vf-clip", -1], "--vf-clip -1", "0 or more"),
+    "nan": (["--clip-coef", "nan"], "--clip-coef nan", "0 or more"),
+    "zero": (["--num-envs", 0], "--num-envs 0", "1 or more"),
+    "seed": (["--seed", 2**31], "--seed", "2147483647"),
+    "levels": (["--start-level", 2**31 - 1, "--num-levels", 5], "--start-level", "level"),
+    "nothing there": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
+    "not a run": (["--resume", "file"], "run", "run directory"),
+    "other script": (None, "--resume", "impala_procgen.py"),
+    "shapes": (None, "run", "32"),
+    "truncated": (None, "run", "damaged"),
+    "no checkpoint": (None, "run", "no complete checkpoint"),
+    "read-only": (["--run-dir", "/proc/runs"], "--run-dir /proc/runs", "cannot write"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capfd):
+    words, names, valid = BAD[case]
+    if words is None or case == "not a run":
+        words = bad(tmp_path, finished, "file" if case == "not a run" else case)
+    monkeypatch.setattr(envs, "make_procgen", None)  # nothing long may start
+    monkeypatch.setattr(ppo, "act", None)
+    monkeypatch.setattr(ppo, "update", None)
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(ppo.Args, ppo.main, ["--wandb-mode", "disabled", *map(str, words)])
+    output = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.count("\n") == 1, output.err
+    assert output.err.startswith("error: ")
+    assert names in output.err
+    assert valid in output.err
+    assert not output.out
+
+
+def test_flags_that_do_not_parse_exit_with_2():
+    for words in (["--num-envs", "many"], ["--pool", "max"], ["--no-such-flag"]):
+        with pytest.raises(SystemExit) as stopped:
+            runs.cli(ppo.Args, ppo.main, words)
+        assert stopped.value.code == 2
