@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,8 @@ class Args:
     """the levels trained on, or unseen ones (the same distribution where training levels were unlimited)"""
     video: bool = False
     """also write a video of one episode"""
+    random: bool = False
+    """play uniformly random actions instead, for comparison"""
     seed: int = 0
     """of the games and the policy's draws"""
 
@@ -38,19 +41,22 @@ def main(args: Args) -> dict:
     script = importlib.import_module(run["script"])
     run_args, path = script.Args(**run["args"]), Path(args.run_dir)
     step, policy = script.load_policy(run_args, args.run_dir)
+    if args.random:
+        policy = lambda frames, key: jax.random.randint(key, len(frames), 0, envs.NUM_ACTIONS)  # noqa: E731
+    name = f"{'random_' if args.random else ''}{args.levels}_levels"
     summary, film = envs.evaluate(run_args, policy, args.levels, args.episodes, args.seed, record=args.video)
 
-    table = Table(title=f"{path.name}, step {step:,}, {args.levels} levels")
-    for name in summary:
-        table.add_column(name.replace("_", " "), justify="right")
+    table = Table(title=f"{path.name}, step {step:,}, {name.replace('_', ' ')}")
+    for column in summary:
+        table.add_column(column.replace("_", " "), justify="right")
     table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in summary.values()))
     Console().print(table)
 
     old = json.loads((path / "eval.json").read_text()) if (path / "eval.json").exists() else {}
     same_step = old if old.get("global_step") == step else {}
-    runs.write_json(path / "eval.json", same_step | {"global_step": step, f"{args.levels}_levels": summary})
+    runs.write_json(path / "eval.json", same_step | {"global_step": step, name: summary})
     if args.video:
-        video = path / "videos" / f"{args.levels}_{step}.mp4"
+        video = path / "videos" / f"{name}_{step}.mp4"
         runs.write_video(video, film)
         print(f"video: {video}")
     return summary

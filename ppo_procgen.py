@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from common import envs, networks, runs
+from common import envs, networks, rewards, runs
 from common.runs import check
 
 SCRIPT = "ppo_procgen"
@@ -28,8 +29,7 @@ SCRIPT = "ppo_procgen"
 class Args:
     # The games
     env_id: str = "bigfish"
-    """the game: bigfish, bossfight, caveflyer, chaser, climber, coinrun, dodgeball, fruitbot, heist, jumper, leaper,
-    maze, miner, ninja, plunder or starpilot"""
+    """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""
     distribution_mode: Literal["easy", "hard"] = "easy"
     """difficulty of the levels"""
     num_levels: int = 0
@@ -182,14 +182,6 @@ def make_agent(args: Args) -> Agent:
 # TRAINING STATE
 
 
-class ReturnStatistics(NamedTuple):
-    """Running moments of the discounted return, float32 []."""
-
-    count: jax.Array
-    mean: jax.Array
-    var: jax.Array
-
-
 class TrainState(NamedTuple):
     """All that a resume needs, besides the games."""
 
@@ -198,8 +190,7 @@ class TrainState(NamedTuple):
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
     kl_coef: jax.Array  # float32 []
-    return_stats: ReturnStatistics
-    discounted_return: jax.Array  # float32 [N]: of the unfinished episodes, for return_stats
+    reward_state: rewards.ReturnFilter
     history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [N]: what the games played last
 
@@ -225,8 +216,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
         key=key,
         global_step=jnp.int32(0),
         kl_coef=jnp.float32(args.kl_coef),
-        return_stats=ReturnStatistics(jnp.float32(0), jnp.float32(0), jnp.float32(1)),
-        discounted_return=jnp.zeros(args.num_envs),
+        reward_state=rewards.new_filter(args.num_envs),
         history=jnp.zeros((history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
         last_action=jnp.zeros(args.num_envs, jnp.int32),
     )
@@ -318,37 +308,6 @@ def collect(args: Args, agent: Agent, state: TrainState, games: envs.Games, watc
 # ALGORITHM
 
 
-def shape_reward(reward: jax.Array) -> jax.Array:
-    """Compresses large rewards and keeps an order among them (Pohlen et al. 2018, equation 2)."""
-    return jnp.sign(reward) * (jnp.sqrt(jnp.abs(reward) + 1) - 1) + 0.001 * reward
-
-
-def normalize_rewards(stats: ReturnStatistics, discounted: jax.Array, steps: Steps, rewards: jax.Array, gamma):
-    """Divides rewards [T, N] by the running standard deviation of the discounted return, filtered over time.
-
-    Returns the statistics, with this rollout's transitions added, the discounted return [N] and the rewards.
-    """
-
-    def forward(past, step):
-        reward, ended, valid = step
-        now = jnp.where(valid, gamma * past + reward, past)
-        return jnp.where(ended, 0.0, now), now
-
-    valid = ~steps.done
-    discounted, returns = jax.lax.scan(forward, discounted, (rewards, steps.terminated | steps.truncated, valid))
-    # Chan et al. 1979: moments of two sets joined.
-    count = valid.sum()
-    mean = (returns * valid).sum() / jnp.maximum(count, 1)
-    squares = ((returns - mean) ** 2 * valid).sum()
-    total = stats.count + count
-    difference = mean - stats.mean
-    squares += stats.var * stats.count + difference**2 * stats.count * count / jnp.maximum(total, 1)
-    new = ReturnStatistics(
-        total, stats.mean + difference * count / jnp.maximum(total, 1), squares / jnp.maximum(total, 1)
-    )
-    return new, discounted, rewards / jnp.sqrt(new.var + 1e-8)
-
-
 def gae(rewards, values, terminated, truncated, gamma, gae_lambda) -> jax.Array:
     """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16).
 
@@ -358,6 +317,8 @@ def gae(rewards, values, terminated, truncated, gamma, gae_lambda) -> jax.Array:
 
     Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
     """
+    chex.assert_rank([rewards, values, terminated, truncated], 1)
+    chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
     deltas = rewards + gamma * jnp.where(terminated, 0.0, values[1:]) - values[:-1]
     decay = gamma * gae_lambda * (1.0 - (terminated | truncated))
 
@@ -387,6 +348,8 @@ LOSS_PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
 def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, batch: Batch) -> tuple[jax.Array, dict]:
     """PPO's loss (Schulman et al. 2017, equations 7 to 9): weighted sums over the batch, and its parts."""
     logits, values = agent.apply(params, batch.frames)
+    chex.assert_equal_shape([logits, batch.logits])
+    chex.assert_equal_shape([values, *batch[3:], batch.actions])
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=1)[:, 0]
     ratio = jnp.exp(log_ratio)
@@ -428,25 +391,23 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
     past, mask = history_length(args), ~steps.done
 
     # REWARDS
-    rewards = shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
+    ended, reward_state = steps.terminated | steps.truncated, state.reward_state
+    shaped = rewards.shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
     if args.reward_clip:
-        rewards = jnp.clip(rewards, -args.reward_clip, args.reward_clip)
-    return_stats, discounted_return = state.return_stats, state.discounted_return
+        shaped = jnp.clip(shaped, -args.reward_clip, args.reward_clip)
     if args.normalize_rewards:
-        return_stats, discounted_return, rewards = normalize_rewards(
-            return_stats, discounted_return, steps, rewards, gamma
-        )
+        reward_state, shaped = rewards.normalize(reward_state, shaped, ended, mask, gamma)
 
     # ADVANTAGES
     frames = envs.put_frames(rollout.frames, past + args.num_steps, steps.obs)
     last_stack = stack(args, frames, steps.age[-1], past + args.num_steps, jnp.arange(args.num_envs))
     values = jnp.concatenate([rollout.values, networks.apply(agent, state.params, last_stack)[1][None]])
     advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
-        rewards, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
+        shaped, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
     )
     values = values[:-1]
     returns = advantages + values
-    mean, var = masked_moments(advantages, mask)
+    mean, var = rewards.masked_moments(advantages, mask)
     advantages = (advantages - mean) / jnp.sqrt(var + 1e-8)
 
     # EPOCHS
@@ -487,12 +448,11 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         key=key,
         global_step=step + mask.sum(),
         kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target),
-        return_stats=return_stats,
-        discounted_return=discounted_return,
+        reward_state=reward_state,
         history=jax.lax.dynamic_slice_in_dim(frames, args.num_steps, past),
         last_action=rollout.last_action,
     )
-    unexplained, spread = masked_moments(returns - values, mask)[1], masked_moments(returns, mask)[1]
+    unexplained, spread = rewards.masked_moments(returns - values, mask)[1], rewards.masked_moments(returns, mask)[1]
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - unexplained / jnp.maximum(spread, 1e-8),
         "losses/kl_coef": state.kl_coef,
@@ -500,16 +460,9 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
-        "charts/return_std": jnp.sqrt(return_stats.var),
+        "charts/return_std": jnp.sqrt(reward_state.var),
     }
     return new_state, metrics
-
-
-def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of x where mask."""
-    count = jnp.maximum(mask.sum(), 1)
-    mean = (x * mask).sum() / count
-    return mean, ((x - mean) ** 2 * mask).sum() / count
 
 
 # EVALUATION
@@ -577,7 +530,7 @@ def main(args: Args) -> runs.Run:
                 # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
                 games.restart(envs.derive_seed(args.seed, step))
                 episodes.restart()
-                state = state._replace(discounted_return=jnp.zeros(args.num_envs))
+                state = state._replace(reward_state=rewards.restart(state.reward_state))
                 save()
         save()
         games.close()

@@ -1,5 +1,6 @@
 """The algorithm's parts against independent oracles."""
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ppo_procgen as ppo
-from common import runs
+from common import rewards, runs
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -30,9 +31,9 @@ def random_steps(rng, steps, envs):
         early = rng.random(envs) < 0.5
         terminated[t], truncated[t], done[t + 1] = ends & early, ends & ~early, ends
         age[t + 1] = np.where(done[t], 0, age[t] + 1)
-    rewards = (rng.normal(size=(steps, envs)) * 3).astype(np.float32) * ~done[:-1]
+    raw = (rng.normal(size=(steps, envs)) * 3).astype(np.float32) * ~done[:-1]
     obs = rng.integers(0, 256, (envs, 3, 64, 64), np.uint8)
-    return ppo.Steps(rewards, terminated, truncated, done[:-1], age, obs)
+    return ppo.Steps(raw, terminated, truncated, done[:-1], age, obs)
 
 
 @relaxed
@@ -40,19 +41,19 @@ def random_steps(rng, steps, envs):
 def test_gae_equals_the_double_sum(seed, length, gamma, gae_lambda):
     rng = np.random.default_rng(seed)
     steps = random_steps(rng, length, 1)
-    rewards, terminated, truncated = (x[:, 0] for x in (steps.rewards, steps.terminated, steps.truncated))
+    raw, terminated, truncated = (x[:, 0] for x in (steps.rewards, steps.terminated, steps.truncated))
     values = rng.normal(size=length + 1).astype(np.float32)
-    got = ppo.gae(rewards, values, terminated, truncated, gamma, gae_lambda)
-    want = oracle.gae(rewards, values, terminated, truncated, gamma, gae_lambda)
+    got = ppo.gae(raw, values, terminated, truncated, gamma, gae_lambda)
+    want = oracle.gae(raw, values, terminated, truncated, gamma, gae_lambda)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_gae_equals_rlax():
     rng = np.random.default_rng(0)
-    rewards, values = rng.normal(size=50).astype(np.float32), rng.normal(size=51).astype(np.float32)
+    raw, values = rng.normal(size=50).astype(np.float32), rng.normal(size=51).astype(np.float32)
     terminated = rng.random(50) < 0.1
-    got = ppo.gae(rewards, values, terminated, np.zeros(50, bool), 0.97, 0.9)
-    want = rlax.truncated_generalized_advantage_estimation(rewards, 0.97 * (1.0 - terminated), 0.9, values)
+    got = ppo.gae(raw, values, terminated, np.zeros(50, bool), 0.97, 0.9)
+    want = rlax.truncated_generalized_advantage_estimation(raw, 0.97 * (1.0 - terminated), 0.9, values)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -117,9 +118,9 @@ def test_schedule_is_piecewise_linear(moves, step):
 
 
 def test_reward_shaping():
-    rewards = np.array([-12.0, -1, 0, 0.5, 1, 40])
-    want = np.sign(rewards) * (np.sqrt(np.abs(rewards) + 1) - 1) + 0.001 * rewards
-    np.testing.assert_allclose(ppo.shape_reward(rewards), want, rtol=1e-6)
+    raw = [-12.0, -1.0, 0.0, 0.5, 1.0, 40.0]
+    want = [math.copysign(math.sqrt(abs(r) + 1) - 1, r) + 0.001 * r for r in raw]
+    np.testing.assert_allclose(rewards.shape_reward(np.array(raw)), want, rtol=1e-5)
 
 
 @relaxed
@@ -128,15 +129,14 @@ def test_reward_normaliser_filters_over_time(seed):
     rng = np.random.default_rng(seed)
     steps = random_steps(rng, 20, 3)
     rollouts = [jax.tree.map(lambda x: x[:12], steps), jax.tree.map(lambda x: x[12:], steps)]
-    stats = ppo.ReturnStatistics(jnp.float32(0), jnp.float32(0), jnp.float32(1))
-    discounted, got = jnp.zeros(3), []
+    state, got = rewards.new_filter(3), []
     for part in rollouts:
-        stats, discounted, rewards = ppo.normalize_rewards(stats, discounted, part, part.rewards, 0.9)
-        got.append(rewards)
+        state, normalized = rewards.normalize(state, part.rewards, part.terminated | part.truncated, ~part.done, 0.9)
+        got.append(normalized)
     want, mean, var = oracle.normalize_rewards(
         [(s.rewards, s.terminated | s.truncated, ~s.done) for s in rollouts], 0.9
     )
-    np.testing.assert_allclose([stats.mean, stats.var], [mean, var], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose([state.mean, state.var], [mean, var], rtol=1e-3, atol=1e-4)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-4)
 

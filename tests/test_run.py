@@ -199,7 +199,7 @@ def test_ten_thousand_frames(tmp_path):
     after = json.loads((run_dir / "eval.json").read_text())
     assert after["train_levels"]["episodes"] == 3
     assert after["test_levels"] == before["test_levels"]
-    video = run_dir / "videos" / f"train_{after['global_step']}.mp4"
+    video = run_dir / "videos" / f"train_levels_{after['global_step']}.mp4"
     import av
 
     with av.open(str(video)) as container:

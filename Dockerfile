@@ -1,0 +1,7 @@
+# docker build -t procgen . && docker run --gpus all -v "$PWD/runs:/work/runs" procgen ppo_procgen.py --env-id bigfish
+FROM python:3.12-slim
+WORKDIR /work
+COPY requirements*.txt ./
+RUN pip install --no-cache-dir -r requirements-cuda12.txt
+COPY . .
+ENTRYPOINT ["python"]

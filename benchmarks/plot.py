@@ -1,0 +1,108 @@
+"""Learning curves of runs: a CSV table and a picture. Try:
+
+python benchmarks/plot.py runs/bigfish* --out benchmarks/results/bigfish --random 0.9 --reference easy-all
+"""
+
+import csv
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import runs
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+REFERENCE = Path(__file__).parent / "reference" / "openai_ppo_procgen_easy_curves.csv"
+COLUMNS = {
+    "global_step": "global_step",
+    "charts/episodic_return": "episodic_return",
+    "eval/train_levels/mean_return": "train_levels",
+    "eval/test_levels/mean_return": "test_levels",
+    "losses/entropy": "entropy",
+    "losses/explained_variance": "explained_variance",
+    "charts/SPS": "steps_per_second",
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    """run directories, of one game"""
+    out: str = "curve"
+    """where to write: OUT.csv and OUT.png"""
+    random: float | None = None
+    """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
+    reference: str = ""
+    """also draw OpenAI's PPO: easy-all, easy-200-train or easy-200-test"""
+    points: int = 400
+    """at most this many rows a run"""
+
+
+def read_run(run_dir: str) -> tuple[dict, list[dict]]:
+    """A run's args.json, and its metrics with `hours` since the first line (as long as it ran without a break)."""
+    content = runs.read_args(run_dir, "RUN_DIRS")
+    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["hours"] = (line["time"] - lines[0]["time"]) / 3600
+    return content, lines
+
+
+def thin(lines: list[dict], points: int) -> list[dict]:
+    """Every n-th line, and each that holds an evaluation."""
+    every = max(1, len(lines) // points)
+    return [x for i, x in enumerate(lines) if i % every == 0 or any(k.startswith("eval/") for k in x)]
+
+
+def main(args: Args) -> None:
+    out = Path(args.out)
+    figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120)
+    rows = []
+    for run_dir, style in zip(args.run_dirs, ("-", "--", "-.", ":") * len(args.run_dirs), strict=False):
+        content, lines = read_run(run_dir)
+        game, seed = content["args"]["env_id"], content["args"]["seed"]
+        lines = thin(lines, args.points)
+        shown = [x for x in lines if "charts/episodic_return" in x]
+        steps = [x["global_step"] for x in shown]
+        axis.plot(
+            steps, [x["charts/episodic_return"] for x in shown], style, color="C0", lw=1,
+            label=f"training, last 100 episodes (seed {seed})",
+        )  # fmt: skip
+        for levels, marker, color in (("train", "s", "C1"), ("test", "o", "C3")):
+            key = f"eval/{levels}_levels/mean_return"
+            shown = [x for x in lines if key in x]
+            if shown:
+                points = [x["global_step"] for x in shown], [x[key] for x in shown]
+                axis.plot(*points, marker, color=color, label=f"evaluation, {levels} levels (seed {seed})")
+        for x in lines:
+            row = {"seed": seed, "hours": f"{x['hours']:.4f}"}
+            rows.append(row | {short: f"{x[k]:.6g}" for k, short in COLUMNS.items() if k in x})
+        axis.set_title(f"{content['script']} on {game}")
+    if args.random is not None:
+        axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
+    if args.reference:
+        with REFERENCE.open() as file:
+            curve = [x for x in csv.DictReader(file) if x["split"] == args.reference and x["game"] == game]
+        last = max(float(row["global_step"]) for row in rows)
+        curve = [x for x in curve if float(x["env_steps"]) <= 1.3 * last]
+        points = [float(x["env_steps"]) for x in curve], [float(x["mean_return"]) for x in curve]
+        axis.plot(*points, "^-", color="0.6", ms=4, label=f"OpenAI's PPO, {args.reference}")
+    axis.set(xlabel="environment steps", ylabel="return of an episode")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out.with_suffix(".png"))
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["seed", "hours", *COLUMNS.values()])
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{out.with_suffix('.csv')}, {out.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

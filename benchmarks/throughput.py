@@ -1,0 +1,153 @@
+"""Steps per second of PPO, end to end and split, and what bounds it: the game's own rate and the network's FLOPs.
+
+Prints a table and appends a row to a CSV file. The flags in quotes are those of ppo_procgen.py:
+
+python benchmarks/throughput.py default
+python benchmarks/throughput.py small "--width 1 --pool flatten --frame-stack 1 --num-steps 256"
+"""
+
+import csv
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ppo_procgen as ppo
+from common import envs, networks, runs
+
+
+@dataclass(frozen=True)
+class Args:
+    name: tyro.conf.Positional[str]
+    """what to call this setting in the table"""
+    flags: tyro.conf.Positional[str] = ""
+    """flags of ppo_procgen.py, in one string"""
+    updates: int = 3
+    """timed iterations, after one that compiles"""
+    csv: str = "benchmarks/results/throughput.csv"
+    """file that a row is appended to; empty for none"""
+
+
+def machine() -> str:
+    if not networks.on_cpu():
+        return f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def commit() -> str:
+    """The commit, with a + where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=9"]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def game_rate(args: ppo.Args, steps: int = 500) -> float:
+    """EnvPool alone, random actions, steps/s."""
+    env = envs.make_levels(args, args.num_envs, 0)
+    env.reset()
+    actions = np.random.default_rng(0).integers(0, envs.NUM_ACTIONS, (steps, args.num_envs))
+    start = time.perf_counter()
+    for row in actions:
+        env.step(row)
+    return steps * args.num_envs / (time.perf_counter() - start)
+
+
+def flops(args: ppo.Args, agent: ppo.Agent, params: dict) -> tuple[float, float]:
+    """FLOPs (a multiply-add is two) of a forward pass, and of a forward and backward pass, a sample."""
+    channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
+    frames = jnp.zeros((16, *envs.FRAME_SHAPE[:2], channels), jnp.uint8)
+
+    def total(params):
+        return sum(x.sum() for x in agent.apply(params, frames))
+
+    return tuple(jax.jit(f).lower(params).cost_analysis()["flops"] / 16 for f in (total, jax.grad(total)))
+
+
+def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
+    """One step's frames to the device and its actions back."""
+    frames = np.zeros((args.num_envs, 3, 64, 64), np.uint8)
+    actions = networks.replicate(jnp.zeros(args.num_envs, jnp.int32))
+    seconds = []
+    for i in range(repeats):
+        start = time.perf_counter()
+        networks.replicate(frames + np.uint8(i)).block_until_ready()
+        np.asarray(actions + i)
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
+
+
+def measure(args: ppo.Args, updates: int) -> dict[str, float]:
+    """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
+    agent = ppo.make_agent(args)
+    state = networks.replicate(ppo.initial_state(args, agent))
+    forward, both = flops(args, agent, state.params)
+    games = envs.Games(lambda seed: envs.make_levels(args, args.num_envs, seed), 0)
+    watch, marks = runs.Stopwatch(), []
+    for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
+        watch.fractions()
+        start, before = time.perf_counter(), int(state.global_step)
+        rollout, steps = ppo.collect(args, agent, state, games, watch)
+        with watch("update"):
+            state, metrics = ppo.update(args, agent, state, rollout, steps)
+            jax.device_get(metrics)
+        marks.append((time.perf_counter() - start, int(state.global_step) - before, dict(watch.seconds)))
+    timed = marks[2:]
+    seconds, done = (sum(mark[i] for mark in timed) for i in (0, 1))
+    part = {name: 100 * sum(m[2][name] for m in timed) / seconds for name in ("game", "inference", "update")}
+    transfer = 100 * transfer_seconds(args) * args.num_steps * updates / seconds
+    flops_a_step = forward + args.update_epochs * both
+    return {
+        "steps/s": done / seconds,
+        "game %": part["game"],
+        "inference %": part["inference"],
+        "of it transfer %": transfer,
+        "update %": part["update"],
+        "Python and rest %": 100 - sum(part.values()),
+        "game alone steps/s": game_rate(args),
+        "MFLOP forward": forward / 1e6,
+        "MFLOP a step": flops_a_step / 1e6,
+        "GFLOP/s": flops_a_step * done / seconds / 1e9,
+        "peak host MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main(args: Args) -> None:
+    ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
+    ppo.check_args(ppo_args)
+    row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
+    row |= {"flags": args.flags, "machine": machine(), "jax": jax.__version__, "commit": commit()}
+    row["date"] = date.today().isoformat()
+    table = Table(show_header=False)
+    for name, value in row.items():
+        table.add_row(name, value)
+    Console().print(table)
+    if args.csv:
+        path = Path(args.csv)
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,67 @@
+"""What becomes of the games' rewards before an algorithm learns from them, and moments of masked arrays."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def shape_reward(reward: jax.Array) -> jax.Array:
+    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards stay, large ones shrink (Pohlen et al. 2018, section 3.2)."""
+    return jnp.sign(reward) * (jnp.sqrt(jnp.abs(reward) + 1) - 1) + 0.001 * reward
+
+
+class ReturnFilter(NamedTuple):
+    """The discounted return so far of each unfinished episode, and the moments of all such returns, float32."""
+
+    discounted: jax.Array  # [N]
+    count: jax.Array  # []
+    mean: jax.Array  # []
+    var: jax.Array  # []
+
+
+def new_filter(num_envs: int) -> ReturnFilter:
+    return ReturnFilter(jnp.zeros(num_envs), jnp.float32(0), jnp.float32(0), jnp.float32(1))
+
+
+def restart(state: ReturnFilter) -> ReturnFilter:
+    """Forgets the unfinished episodes."""
+    return state._replace(discounted=jnp.zeros_like(state.discounted))
+
+
+def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array):
+    """Divides rewards by the standard deviation of the discounted return, which runs forward in time.
+
+    The rollout's own returns count too. As in OpenAI Baselines' VecNormalize, but with the algorithm's discount,
+    reset at an episode's end, and without its clipping to +-10.
+
+    Args:
+      rewards: float32 [T, N].
+      ended: bool [T, N], whether the transition was its episode's last.
+      mask: bool [T, N], False for steps that are no transition.
+
+    Returns the filter with this rollout's transitions added, and rewards float32 [T, N].
+    """
+    chex.assert_rank(rewards, 2)
+    chex.assert_equal_shape([rewards, ended, mask])
+
+    def forward(past, step):
+        reward, end, valid = step
+        now = jnp.where(valid, gamma * past + reward, past)
+        return jnp.where(end, 0.0, now), now
+
+    discounted, returns = jax.lax.scan(forward, state.discounted, (rewards, ended, mask))
+    # The moments of two sets joined (Chan et al. 1979).
+    count, (mean, var) = mask.sum(), masked_moments(returns, mask)
+    total, apart = jnp.maximum(state.count + count, 1), mean - state.mean
+    var = (state.var * state.count + var * count + apart**2 * state.count * count / total) / total
+    state = ReturnFilter(discounted, state.count + count, state.mean + apart * count / total, var)
+    return state, rewards / jnp.sqrt(state.var + 1e-8)
+
+
+def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance [] of x where mask."""
+    count = jnp.maximum(mask.sum(), 1)
+    mean = (x * mask).sum() / count
+    return mean, ((x - mean) ** 2 * mask).sum() / count
