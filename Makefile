@@ -1,7 +1,9 @@
 PYTHON ?= python3
 REQUIREMENTS ?= requirements.txt
-# What `make train` trains: small enough to learn on a laptop within minutes.
-TRAIN ?= --env-id bigfish --gap-stack --encoder nature
+# What `make train` trains: ten levels and a small network, which learn on a laptop within minutes.
+TRAIN ?= --env-id bigfish --gap-stack --num-levels 10 --encoder nature --width 1 --pool flatten --num-steps 64 \
+	--total-timesteps 3000000 --learning-rate 0:1e-3,3000000:1e-4 --kl-coef 0 --max-grad-norm 0.5 --adam-eps 1e-5 \
+	--normalize-rewards --eval-every 250000 --eval-episodes 64
 ARGS ?=
 
 .PHONY: train test
