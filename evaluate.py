@@ -37,9 +37,12 @@ def main(args: Args) -> dict:
     """Evaluates the newest checkpoint of a run; returns what eval.json now says of these levels."""
     runs.check(args.episodes >= 1, f"--episodes {args.episodes}: must be 1 or more")
     runs.check(0 <= args.seed <= envs.MAX_SEED, f"--seed {args.seed}: must be from 0 to {envs.MAX_SEED}")
-    run = runs.read_args(args.run_dir, "RUN_DIR")
-    script = importlib.import_module(run["script"])
-    run_args, path = script.Args(**run["args"]), Path(args.run_dir)
+    name = runs.read_args(args.run_dir, "RUN_DIR")["script"]
+    try:
+        script = importlib.import_module(name)
+    except ImportError:
+        raise runs.UsageError(f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here") from None
+    run_args, path = runs.saved_args(script.Args, args.run_dir, "RUN_DIR"), Path(args.run_dir)
     step, policy = script.load_policy(run_args, args.run_dir)
     if args.random:
         policy = lambda frames, key: jax.random.randint(key, len(frames), 0, envs.NUM_ACTIONS)  # noqa: E731

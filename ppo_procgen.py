@@ -10,6 +10,7 @@ IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import chex
@@ -22,7 +23,7 @@ import optax
 from common import envs, networks, rewards, runs
 from common.runs import check
 
-SCRIPT = "ppo_procgen"
+SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class TrainState(NamedTuple):
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
     kl_coef: jax.Array  # float32 []
-    reward_state: rewards.ReturnFilter
+    reward_filter: rewards.ReturnFilter
     history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [N]: what the games played last
 
@@ -216,7 +217,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
         key=key,
         global_step=jnp.int32(0),
         kl_coef=jnp.float32(args.kl_coef),
-        reward_state=rewards.new_filter(args.num_envs),
+        reward_filter=rewards.new_filter(args.num_envs),
         history=jnp.zeros((history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
         last_action=jnp.zeros(args.num_envs, jnp.int32),
     )
@@ -331,25 +332,28 @@ def gae(rewards, values, terminated, truncated, gamma, gae_lambda) -> jax.Array:
 
 
 class Batch(NamedTuple):
-    """Transitions to learn from, [B]. `weight` sums to 1 over a minibatch, and is 0 for what is no transition."""
+    """Transitions to learn from; over a rollout [T, N], in a minibatch [B]."""
 
-    frames: jax.Array  # uint8 [B, 64, 64, C]
     actions: jax.Array
-    logits: jax.Array  # [B, 15], of the policy that acted
+    logits: jax.Array  # [..., 15], of the policy that acted
     values: jax.Array
     advantages: jax.Array
     returns: jax.Array
-    weight: jax.Array
+    weight: jax.Array  # 0 for what is no transition; sums to 1 over a minibatch
 
 
 LOSS_PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
 
 
-def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, batch: Batch) -> tuple[jax.Array, dict]:
-    """PPO's loss (Schulman et al. 2017, equations 7 to 9): weighted sums over the batch, and its parts."""
-    logits, values = agent.apply(params, batch.frames)
+def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[jax.Array, Batch]):
+    """PPO's loss (Schulman et al. 2017, equations 7 to 9) of stacked frames uint8 [B, 64, 64, C] and a Batch.
+
+    Returns the loss float32 [] and its parts: sums over the batch, by weight.
+    """
+    frames, batch = data
+    logits, values = agent.apply(params, frames)
     chex.assert_equal_shape([logits, batch.logits])
-    chex.assert_equal_shape([values, *batch[3:], batch.actions])
+    chex.assert_equal_shape([values, batch.actions, batch.values, batch.advantages, batch.returns, batch.weight])
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=1)[:, 0]
     ratio = jnp.exp(log_ratio)
@@ -380,47 +384,41 @@ def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array
     return kl_coef * jnp.where(kl < target / 1.5, 0.5, jnp.where(kl > target * 1.5, 2.0, 1.0))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: Steps) -> tuple[TrainState, dict]:
-    """One PPO update: returns the next state and metrics, float32 []."""
-    tx, step = make_optimizer(args), state.global_step
-    learning_rate, ent_coef, gamma = (
-        runs.parse_schedule(text)(step) for text in (args.learning_rate, args.ent_coef, args.gamma)
-    )
-    _, key, shuffle_key = jax.random.split(state.key, 3)
-    past, mask = history_length(args), ~steps.done
-
-    # REWARDS
-    ended, reward_state = steps.terminated | steps.truncated, state.reward_state
-    shaped = rewards.shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
+def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: Steps, gamma: jax.Array):
+    """Rewards and advantages: returns all frames uint8 [H + T + 1, N, 64, 64, 3], Batch [T, N], the reward filter."""
+    ended, mask, filtered = steps.terminated | steps.truncated, ~steps.done, state.reward_filter
+    reward = rewards.shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
     if args.reward_clip:
-        shaped = jnp.clip(shaped, -args.reward_clip, args.reward_clip)
+        reward = jnp.clip(reward, -args.reward_clip, args.reward_clip)
     if args.normalize_rewards:
-        reward_state, shaped = rewards.normalize(reward_state, shaped, ended, mask, gamma)
+        filtered, reward = rewards.normalize(filtered, reward, ended, mask, gamma)
 
-    # ADVANTAGES
-    frames = envs.put_frames(rollout.frames, past + args.num_steps, steps.obs)
-    last_stack = stack(args, frames, steps.age[-1], past + args.num_steps, jnp.arange(args.num_envs))
+    last_row = history_length(args) + args.num_steps
+    frames = envs.put_frames(rollout.frames, last_row, steps.obs)
+    last_stack = stack(args, frames, steps.age[-1], last_row, jnp.arange(args.num_envs))
     values = jnp.concatenate([rollout.values, networks.apply(agent, state.params, last_stack)[1][None]])
     advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
-        shaped, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
+        reward, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
     )
-    values = values[:-1]
-    returns = advantages + values
     mean, var = rewards.masked_moments(advantages, mask)
-    advantages = (advantages - mean) / jnp.sqrt(var + 1e-8)
+    normalized = (advantages - mean) / jnp.sqrt(var + 1e-8)
+    values = values[:-1]
+    batch = Batch(rollout.actions, rollout.logits, values, normalized, advantages + values, mask.astype(jnp.float32))
+    return frames, batch, filtered
 
-    # EPOCHS
-    def minibatch(carry, index):
-        params, opt_state = carry
+
+def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Batch, learning_rate, ent_coef, key):
+    """Epochs of minibatches; returns parameters, Adam's state, the last epoch's mean metrics and the epochs done."""
+    tx, first_row = make_optimizer(args), history_length(args)
+
+    def minibatch(learner, index):
+        params, opt_state = learner
         time, env = index // args.num_envs, index % args.num_envs
-        weight = mask[time, env] / jnp.maximum(mask[time, env].sum(), 1)
-        batch = Batch(
-            stack(args, frames, steps.age[time, env], past + time, env),
-            *(x[time, env] for x in (rollout.actions, rollout.logits, values, advantages, returns)),
-            weight,
-        )
-        (_, parts), grads = networks.value_and_grad(partial(loss, args, agent, state.kl_coef, ent_coef), params, batch)
+        part = jax.tree.map(lambda x: x[time, env], batch)
+        part = part._replace(weight=part.weight / jnp.maximum(part.weight.sum(), 1))
+        stacked = stack(args, frames, age[time, env], first_row + time, env)
+        objective = partial(loss, args, agent, state.kl_coef, ent_coef)
+        (_, parts), grads = networks.value_and_grad(objective, params, (stacked, part))
         if args.l2:  # the gradient of l2 x the squared norm of each convolution's kernel
             grads = jax.tree.map(lambda g, w: g + 2 * args.l2 * w if w.ndim == 4 else g, grads, params)
         direction, opt_state = tx.update(grads, opt_state)
@@ -429,38 +427,52 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 
     def epoch(carry, key):
         def run():
-            order = jax.random.permutation(key, mask.size).reshape(args.num_minibatches, -1)
+            order = jax.random.permutation(key, batch.weight.size).reshape(args.num_minibatches, -1)
             learner, parts = jax.lax.scan(minibatch, carry[0], order)
             return learner, jax.tree.map(jnp.mean, parts)
 
-        stop = (carry[1]["approx_kl"] > args.target_kl) if args.target_kl else jnp.bool(False)
-        return (jax.lax.cond(stop, lambda: carry, run) if args.target_kl else run()), ~stop
+        if not args.target_kl:
+            return run(), True
+        stop = carry[1]["approx_kl"] > args.target_kl
+        return jax.lax.cond(stop, lambda: carry, run), ~stop
 
-    learner = (state.params, state.opt_state)
-    parts = dict.fromkeys((*LOSS_PARTS, "loss", "grad_norm"), jnp.float32(0))
-    ((params, opt_state), parts), ran = jax.lax.scan(
-        epoch, (learner, parts), jax.random.split(shuffle_key, args.update_epochs)
+    nothing = dict.fromkeys((*LOSS_PARTS, "loss", "grad_norm"), jnp.float32(0))
+    start, keys = ((state.params, state.opt_state), nothing), jax.random.split(key, args.update_epochs)
+    ((params, opt_state), parts), ran = jax.lax.scan(epoch, start, keys)
+    return params, opt_state, parts, ran.sum()
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: Steps) -> tuple[TrainState, dict]:
+    """One PPO update: returns the next state and metrics, float32 []."""
+    learning_rate, ent_coef, gamma = (
+        runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
-
+    _, key, shuffle_key = jax.random.split(state.key, 3)
+    frames, batch, reward_filter = prepare(args, agent, state, rollout, steps, gamma)
+    params, opt_state, parts, epochs = optimize(
+        args, agent, state, frames, steps.age, batch, learning_rate, ent_coef, shuffle_key
+    )
     new_state = TrainState(
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=step + mask.sum(),
+        global_step=state.global_step + (~steps.done).sum(),
         kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target),
-        reward_state=reward_state,
-        history=jax.lax.dynamic_slice_in_dim(frames, args.num_steps, past),
+        reward_filter=reward_filter,
+        history=jax.lax.dynamic_slice_in_dim(frames, args.num_steps, history_length(args)),
         last_action=rollout.last_action,
     )
-    unexplained, spread = rewards.masked_moments(returns - values, mask)[1], rewards.masked_moments(returns, mask)[1]
+    _, unexplained = rewards.masked_moments(batch.returns - batch.values, batch.weight)
+    _, spread = rewards.masked_moments(batch.returns, batch.weight)
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - unexplained / jnp.maximum(spread, 1e-8),
         "losses/kl_coef": state.kl_coef,
-        "losses/epochs": ran.sum(),
+        "losses/epochs": epochs,
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
-        "charts/return_std": jnp.sqrt(reward_state.var),
+        "charts/return_std": jnp.sqrt(reward_filter.var),
     }
     return new_state, metrics
 
@@ -508,6 +520,8 @@ def main(args: Args) -> runs.Run:
         else:
             state = networks.replicate(initial_state(args, agent))
         step = int(state.global_step)
+        if step >= args.total_timesteps:
+            run.say(f"nothing to do: the run is at step {step} already; give more with --total-timesteps")
 
         def save():
             run.save(step, {"state": state, "games": games.save(), "episodes": episodes.save()})
@@ -530,7 +544,7 @@ def main(args: Args) -> runs.Run:
                 # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
                 games.restart(envs.derive_seed(args.seed, step))
                 episodes.restart()
-                state = state._replace(reward_state=rewards.restart(state.reward_state))
+                state = state._replace(reward_filter=rewards.restart(state.reward_filter))
                 save()
         save()
         games.close()

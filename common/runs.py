@@ -48,7 +48,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     try:
         default = None
         if run_dir := _flag_value(argv, "--resume"):
-            default = args_class(**read_args(run_dir, "--resume", Path(module.__file__).stem)["args"])
+            default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
         main(tyro.cli(args_class, args=argv, default=default, description=module.__doc__))
     except (UsageError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -146,6 +146,15 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
         raise UsageError(f"{flag} {run_dir}: give a run directory, with a readable args.json in it") from None
     check(script in (None, owner), f"{flag} {run_dir}: give a run of {script}.py, this one is of {owner}.py")
     return content
+
+
+def saved_args(args_class: type, run_dir: str, flag: str, script: str | None = None) -> Any:
+    """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
+    content = read_args(run_dir, flag, script)
+    try:
+        return args_class(**content["args"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{flag} {run_dir}: its args.json is not of this version of the script ({error})") from None
 
 
 def _checkpoint_manager(run_dir: Path, keep: int | None = None):

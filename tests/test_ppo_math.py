@@ -73,7 +73,7 @@ def random_batch(rng, size):
     normal = partial(rng.normal, size=size)
     values, old_values, advantages, returns = (normal().astype(np.float32) * 3 for _ in range(4))
     actions = rng.integers(0, 15, size).astype(np.int32)
-    return (new, values), ppo.Batch(None, actions, old, old_values, advantages, returns, weight / weight.sum())
+    return (new, values), ppo.Batch(actions, old, old_values, advantages, returns, weight / weight.sum())
 
 
 @relaxed
@@ -81,7 +81,7 @@ def random_batch(rng, size):
 def test_loss_equals_the_sums_by_hand(seed, vf_clip, kl_coef):
     args = ppo.Args(vf_clip=vf_clip, kl_coef=kl_coef, vf_coef=0.7)
     outputs, batch = random_batch(np.random.default_rng(seed), 20)
-    total, parts = ppo.loss(args, Table, kl_coef, 0.02, outputs, batch)
+    total, parts = ppo.loss(args, Table, kl_coef, 0.02, outputs, (None, batch))
     want_total, want_parts = oracle.ppo_loss(args, kl_coef, 0.02, *outputs, batch)
     np.testing.assert_allclose(total, want_total, rtol=2e-4, atol=1e-5)
     for name, want in want_parts.items():
@@ -97,7 +97,7 @@ def test_policy_gradient_equals_rlax():
         return rlax.clipped_surrogate_pg_loss(jnp.exp(log_ratio[jnp.arange(32), batch.actions]), batch.advantages, 0.2)
 
     def ours(logits):
-        return ppo.loss(ppo.Args(), Table, 0, 0, (logits, outputs[1]), batch)[1]["policy_loss"]
+        return ppo.loss(ppo.Args(), Table, 0, 0, (logits, outputs[1]), (None, batch))[1]["policy_loss"]
 
     np.testing.assert_allclose(jax.grad(ours)(outputs[0]), jax.grad(theirs)(outputs[0]), rtol=1e-4, atol=1e-6)
 

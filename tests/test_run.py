@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tyro
 from conftest import TINY, read_metrics
 
 import evaluate
@@ -91,7 +92,8 @@ def metrics_of(tmp_path_factory):
         key = tuple(sorted(flags.items()))
         if key not in done:
             run_dir = str(tmp_path_factory.mktemp("flags"))
-            done[key] = read_metrics(ppo.main(ppo.Args(**TINY | {"run_dir": run_dir} | flags)).path)
+            shorter = {"run_dir": run_dir, "total_timesteps": 250}
+            done[key] = read_metrics(ppo.main(ppo.Args(**TINY | shorter | flags)).path)
         return done[key]
 
     return get
@@ -295,6 +297,18 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
     assert names in output.err
     assert valid in output.err
     assert not output.out
+
+
+def test_commands_in_the_readme_are_valid():
+    text = (ROOT / "README.md").read_text() + (ROOT / "benchmarks" / "TODO.md").read_text()
+    commands = [line.split("#")[0].split() for line in text.splitlines() if "python ppo_procgen.py -" in line]
+    flags = [words[2:] for words in commands if "RUN_DIR" not in words and "--help" not in words]
+    flags.append(
+        re.search(r"TRAIN \?= ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())[1].replace("\\\n", "").split()
+    )
+    assert len(flags) >= 4
+    for words in flags:
+        ppo.check_args(tyro.cli(ppo.Args, args=["coinrun" if "$" in word else word for word in words]))
 
 
 def test_flags_that_do_not_parse_exit_with_2():
