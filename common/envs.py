@@ -286,11 +286,12 @@ def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, 
     num_envs, key = len(obs), jax.random.PRNGKey(seed)
     quota = -(-episodes // num_envs)
     totals, counts = np.zeros((quota, num_envs)), np.zeros(num_envs, np.int64)
-    done, columns, film = np.zeros(num_envs, bool), np.arange(num_envs), []
+    done, columns, film, film_ended = np.zeros(num_envs, bool), np.arange(num_envs), [], False
     frames = jnp.zeros((max(offsets) + 1, num_envs, *FRAME_SHAPE), jnp.uint8)
     while counts.min() < quota:
-        if record and counts[0] == done[0]:  # in the first episode, or on its last frame
+        if record and not film_ended:
             film.append(obs[0].transpose(1, 2, 0))
+            film_ended = done[0]
         frames, stacked = _slide(frames, obs, info["elapsed_step"], tuple(offsets))
         key, now = jax.random.split(key)
         actions = np.asarray(policy(stacked, now))

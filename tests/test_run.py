@@ -18,7 +18,7 @@ from conftest import TINY, read_metrics
 
 import evaluate
 import ppo_procgen as ppo
-from common import envs, runs
+from common import envs, networks, runs
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,6 +94,7 @@ def metrics_of(tmp_path_factory):
             run_dir = str(tmp_path_factory.mktemp("flags"))
             shorter = {"run_dir": run_dir, "total_timesteps": 250}
             done[key] = read_metrics(ppo.main(ppo.Args(**TINY | shorter | flags)).path)
+            jax.clear_caches()  # compiled programs would fill gigabytes
         return done[key]
 
     return get
@@ -107,6 +108,14 @@ def test_every_flag_is_in_a_test():
 def test_every_flag_changes_something(metrics_of, flag):
     needs = NEEDS.get(flag, {})
     assert metrics_of(**needs) != metrics_of(**needs, **{flag: FLAGS[flag]})
+
+
+def test_the_form_for_accelerators_trains_too(train, monkeypatch):
+    """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
+    monkeypatch.setattr(networks, "on_cpu", lambda: False)
+    lines = read_metrics(train(width=2, eval_episodes=1).path)
+    assert len(lines) == 3
+    assert "eval/test_levels/mean_return" in lines[-1]
 
 
 def start(*argv):
