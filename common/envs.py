@@ -278,7 +278,7 @@ def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, 
       policy: policy(frames uint8 [N, 64, 64, C], key) -> int [N] actions.
       offsets: from `stack_offsets`.
       episodes: at least this many in all, rounded up to a multiple of N.
-      record: also keep the frames of the first game's first episode.
+      record: keep the frames of the first game's first episode (else its first frame only).
 
     Returns the returns float64 [episodes], raw rewards, and the frames uint8 [T, 64, 64, 3].
     """
@@ -286,12 +286,10 @@ def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, 
     num_envs, key = len(obs), jax.random.PRNGKey(seed)
     quota = -(-episodes // num_envs)
     totals, counts = np.zeros((quota, num_envs)), np.zeros(num_envs, np.int64)
-    done, columns, film, film_ended = np.zeros(num_envs, bool), np.arange(num_envs), [], False
+    done, columns = np.zeros(num_envs, bool), np.arange(num_envs)
+    film, filming = [obs[0]], record
     frames = jnp.zeros((max(offsets) + 1, num_envs, *FRAME_SHAPE), jnp.uint8)
     while counts.min() < quota:
-        if record and not film_ended:
-            film.append(obs[0].transpose(1, 2, 0))
-            film_ended = done[0]
         frames, stacked = _slide(frames, obs, info["elapsed_step"], tuple(offsets))
         key, now = jax.random.split(key)
         actions = np.asarray(policy(stacked, now))
@@ -300,7 +298,10 @@ def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, 
         totals[counts[counted], columns[counted]] += reward[counted]
         done = terminated | truncated
         counts += done & counted
-    return totals.T.reshape(-1), np.stack(film) if film else np.zeros((0, *FRAME_SHAPE), np.uint8)
+        if filming:
+            film.append(obs[0])
+            filming = not done[0]
+    return totals.T.reshape(-1), np.stack(film).transpose(0, 2, 3, 1)
 
 
 def evaluate(args, policy: Callable, levels: str, episodes: int, seed: int, record: bool = False):

@@ -53,6 +53,8 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     except (UsageError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
+        sys.exit(130)
 
 
 def _flag_value(argv: list[str], flag: str) -> str | None:
