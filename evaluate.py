@@ -33,16 +33,24 @@ class Args:
     """of the games and the policy's draws"""
 
 
+def read_results(path: Path) -> dict:
+    """An earlier eval.json; nothing where there is none that can be read."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def main(args: Args) -> dict:
     """Evaluates the newest checkpoint of a run; returns what eval.json now says of these levels."""
     runs.check(args.episodes >= 1, f"--episodes {args.episodes}: must be 1 or more")
     runs.check(0 <= args.seed <= envs.MAX_SEED, f"--seed {args.seed}: must be from 0 to {envs.MAX_SEED}")
-    name = runs.read_args(args.run_dir, "RUN_DIR")["script"]
-    try:
-        script = importlib.import_module(name)
-    except ImportError:
-        raise runs.UsageError(f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here") from None
-    run_args, path = runs.saved_args(script.Args, args.run_dir, "RUN_DIR"), Path(args.run_dir)
+    path, name = Path(args.run_dir), runs.read_args(args.run_dir, "RUN_DIR")["script"]
+    here = Path(__file__).with_name(f"{name}.py").exists()
+    runs.check(here, f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here")
+    script = importlib.import_module(name)
+    run_args = runs.saved_args(script.Args, args.run_dir, "RUN_DIR")
+    old = read_results(path / "eval.json")
     step, policy = script.load_policy(run_args, args.run_dir)
     if args.random:
         policy = lambda frames, key: jax.random.randint(key, len(frames), 0, envs.NUM_ACTIONS)  # noqa: E731
@@ -54,8 +62,9 @@ def main(args: Args) -> dict:
         table.add_column(column.replace("_", " "), justify="right")
     table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in summary.values()))
     Console().print(table)
+    if not run_args.num_levels:
+        print("training levels were unlimited: these come from the same distribution")
 
-    old = json.loads((path / "eval.json").read_text()) if (path / "eval.json").exists() else {}
     same_step = old if old.get("global_step") == step else {}
     runs.write_json(path / "eval.json", same_step | {"global_step": step, name: summary})
     if args.video:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from common import envs, networks, rewards, runs
+from common import envs, networks, runs, shaping
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
@@ -66,7 +66,7 @@ class Args:
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
     num_envs: int = 64
-    """games played side by side"""
+    """games played side by side; on a CPU, a multiple of its cores is fastest"""
     num_steps: int = 128
     """steps of each game in a rollout; num_envs x num_steps is the batch"""
     num_minibatches: int = 8
@@ -128,14 +128,16 @@ class Args:
 # Closed ranges of the numbers among the flags; None: no bound.
 LIMITS = {
     "num_levels": (0, envs.MAX_SEED), "start_level": (0, envs.MAX_SEED), "sticky_actions": (0, 0.99),
-    "frame_stack": (1, 64), "reward_clip": (0, None), "width": (1, None), "hidden": (1, None),
-    "total_timesteps": (1, 2**31 - 2**24), "num_envs": (1, None), "num_steps": (1, None),
-    "num_minibatches": (1, None), "update_epochs": (1, None), "gae_lambda": (0, 1), "clip_coef": (0, None),
-    "kl_coef": (0, None), "kl_target": (1e-8, None), "target_kl": (0, None), "vf_coef": (0, None),
-    "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (0, None), "l2": (0, None),
+    "frame_stack": (1, 64), "reward_clip": (0, None), "width": (1, 64), "hidden": (1, 65536),
+    "total_timesteps": (1, 2**31 - 2**24), "num_envs": (1, 65536), "num_steps": (1, 65536),
+    "num_minibatches": (1, None), "update_epochs": (1, 1000), "gae_lambda": (0, 1), "clip_coef": (0, None),
+    "kl_coef": (0, 1000), "kl_target": (1e-8, None), "target_kl": (0, None), "vf_coef": (0, None),
+    "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "l2": (0, None),
     "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None), "keep_checkpoints": (1, None),
-    "eval_every": (0, None), "eval_episodes": (0, None),
+    "eval_every": (0, None), "eval_episodes": (0, 10**6),
 }  # fmt: skip
+# What a run cannot change when it is resumed: its games have been played, its coefficient has adapted.
+FIXED = ("env_id", "distribution_mode", "num_levels", "start_level", "seed", "kl_coef")
 
 
 def check_args(args: Args) -> None:
@@ -147,9 +149,18 @@ def check_args(args: Args) -> None:
         batch % args.num_minibatches == 0,
         f"--num-minibatches {args.num_minibatches}: must divide the batch, num_envs x num_steps = {batch}",
     )
+    check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
     check(
         args.start_level + args.num_levels < envs.MAX_SEED,
         f"--start-level {args.start_level}: no level is left above the {args.num_levels} training levels",
+    )
+    check(
+        args.num_levels > 0 or args.start_level == 0,
+        f"--start-level {args.start_level}: has no effect on unlimited levels, give --num-levels 1 or more",
+    )
+    check(
+        args.eval_episodes > 0 or not args.capture_video,
+        "--capture-video: films an evaluation, give --eval-episodes 1 or more",
     )
     runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
     runs.check_schedule("--ent-coef", args.ent_coef, 0, None)
@@ -191,7 +202,7 @@ class TrainState(NamedTuple):
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
     kl_coef: jax.Array  # float32 []
-    reward_filter: rewards.ReturnFilter
+    reward_filter: shaping.ReturnFilter
     history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [N]: what the games played last
 
@@ -217,7 +228,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
         key=key,
         global_step=jnp.int32(0),
         kl_coef=jnp.float32(args.kl_coef),
-        reward_filter=rewards.new_filter(args.num_envs),
+        reward_filter=shaping.new_filter(args.num_envs),
         history=jnp.zeros((history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
         last_action=jnp.zeros(args.num_envs, jnp.int32),
     )
@@ -380,18 +391,22 @@ def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[
 
 
 def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array:
-    """Schulman et al. 2017, section 4: halves or doubles the coefficient where KL is off target by 1.5 times."""
-    return kl_coef * jnp.where(kl < target / 1.5, 0.5, jnp.where(kl > target * 1.5, 2.0, 1.0))
+    """Schulman et al. 2017, section 4: halves or doubles the coefficient where KL is off target by 1.5 times.
+
+    It stays within 1e-6 and 1e6, so that it can always come back.
+    """
+    factor = jnp.where(kl < target / 1.5, 0.5, jnp.where(kl > target * 1.5, 2.0, 1.0))
+    return jnp.clip(kl_coef * factor, 1e-6, 1e6)
 
 
 def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: Steps, gamma: jax.Array):
     """Rewards and advantages: returns all frames uint8 [H + T + 1, N, 64, 64, 3], Batch [T, N], the reward filter."""
     ended, mask, filtered = steps.terminated | steps.truncated, ~steps.done, state.reward_filter
-    reward = rewards.shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
+    reward = shaping.shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
     if args.reward_clip:
         reward = jnp.clip(reward, -args.reward_clip, args.reward_clip)
     if args.normalize_rewards:
-        filtered, reward = rewards.normalize(filtered, reward, ended, mask, gamma)
+        filtered, reward = shaping.normalize(filtered, reward, ended, mask, gamma)
 
     last_row = history_length(args) + args.num_steps
     frames = envs.put_frames(rollout.frames, last_row, steps.obs)
@@ -400,7 +415,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
         reward, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
     )
-    mean, var = rewards.masked_moments(advantages, mask)
+    mean, var = shaping.masked_moments(advantages, mask)
     normalized = (advantages - mean) / jnp.sqrt(var + 1e-8)
     values = values[:-1]
     batch = Batch(rollout.actions, rollout.logits, values, normalized, advantages + values, mask.astype(jnp.float32))
@@ -458,16 +473,17 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         opt_state=opt_state,
         key=key,
         global_step=state.global_step + (~steps.done).sum(),
-        kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target),
+        kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
         reward_filter=reward_filter,
         history=jax.lax.dynamic_slice_in_dim(frames, args.num_steps, history_length(args)),
         last_action=rollout.last_action,
     )
-    _, unexplained = rewards.masked_moments(batch.returns - batch.values, batch.weight)
-    _, spread = rewards.masked_moments(batch.returns, batch.weight)
+    _, unexplained = shaping.masked_moments(batch.returns - batch.values, batch.weight)
+    _, spread = shaping.masked_moments(batch.returns, batch.weight)
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - unexplained / jnp.maximum(spread, 1e-8),
         "losses/kl_coef": state.kl_coef,
+        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
         "losses/epochs": epochs,
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
@@ -505,9 +521,9 @@ def load_state(args: Args, run_dir: str) -> tuple[TrainState, dict]:
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     check_args(args)
-    agent = make_agent(args)
-    saved = None
+    agent, saved = make_agent(args), None
     if args.resume:
+        runs.check_same(args, runs.saved_args(Args, args.resume, "--resume", SCRIPT), FIXED)
         state, saved = load_state(args, args.resume)
 
     with runs.Run(args, SCRIPT) as run:
@@ -516,17 +532,22 @@ def main(args: Args) -> runs.Run:
         if saved:
             games.restore(saved["games"])
             episodes.restore(saved["episodes"])
-            run.rewind_metrics(int(state.global_step))
+            run.restore(saved["run"])
         else:
             state = networks.replicate(initial_state(args, agent))
         step = int(state.global_step)
-        if step >= args.total_timesteps:
-            run.say(f"nothing to do: the run is at step {step} already; give more with --total-timesteps")
 
         def save():
             run.save(step, {"state": state, "games": games.save(), "episodes": episodes.save()})
 
-        while step < args.total_timesteps and not run.stop:
+        while not run.stop:
+            finished = step >= args.total_timesteps
+            if args.eval_episodes and run.evaluation_due(args.eval_every, step, finished):
+                results = envs.evaluate_run(args, run, partial(choose, agent, state.params), step)
+                if results:
+                    run.log_evaluation(step, results)
+            if finished or run.stop:
+                break
             rollout, steps = collect(args, agent, state, games, watch)
             with watch("update"):
                 state, metrics = update(args, agent, state, rollout, steps)
@@ -534,17 +555,12 @@ def main(args: Args) -> runs.Run:
             before, step = step, int(state.global_step)
             run.check_finite(step, metrics)
             episodes.add(steps.rewards, steps.terminated | steps.truncated, ~steps.done)
-            metrics |= episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions()
-
-            finished = step >= args.total_timesteps
-            if args.eval_episodes and (finished or runs.crossed(args.eval_every, before, step)):
-                metrics |= envs.evaluate_run(args, run, partial(choose, agent, state.params), step)
-            run.log(step, metrics)
+            run.log(step, metrics | episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions())
             if runs.crossed(args.checkpoint_every, before, step):
                 # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
                 games.restart(envs.derive_seed(args.seed, step))
                 episodes.restart()
-                state = state._replace(reward_filter=rewards.restart(state.reward_filter))
+                state = state._replace(reward_filter=shaping.restart(state.reward_filter))
                 save()
         save()
         games.close()

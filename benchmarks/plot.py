@@ -3,11 +3,13 @@
 python benchmarks/plot.py runs/bigfish* --out benchmarks/results/bigfish --random 0.9 --reference easy-all
 """
 
+import contextlib
 import csv
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib as mpl
 import tyro
@@ -38,8 +40,8 @@ class Args:
     """where to write: OUT.csv and OUT.png"""
     random: float | None = None
     """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
-    reference: str = ""
-    """also draw OpenAI's PPO: easy-all, easy-200-train or easy-200-test"""
+    reference: Literal["", "easy-all", "easy-200-train", "easy-200-test"] = ""
+    """also draw OpenAI's PPO"""
     points: int = 400
     """at most this many rows a run"""
 
@@ -47,7 +49,10 @@ class Args:
 def read_run(run_dir: str) -> tuple[dict, list[dict]]:
     """A run's args.json, and its metrics with `hours` since the first line (as long as it ran without a break)."""
     content = runs.read_args(run_dir, "RUN_DIRS")
-    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    lines = []
+    for line in Path(run_dir, "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):  # the last line of a killed run
+            lines.append(json.loads(line))
     for line in lines:
         line["hours"] = (line["time"] - lines[0]["time"]) / 3600
     return content, lines
@@ -60,7 +65,9 @@ def thin(lines: list[dict], points: int) -> list[dict]:
 
 
 def main(args: Args) -> None:
+    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one run directory")
     out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120)
     rows = []
     for run_dir, style in zip(args.run_dirs, ("-", "--", "-.", ":") * len(args.run_dirs), strict=False):

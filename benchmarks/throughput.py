@@ -39,7 +39,7 @@ class Args:
     flags: tyro.conf.Positional[str] = ""
     """flags of ppo_procgen.py, in one string"""
     updates: int = 3
-    """timed iterations, after one that compiles"""
+    """timed iterations, after two that compile"""
     csv: str = "benchmarks/results/throughput.csv"
     """file that a row is appended to; empty for none"""
 
@@ -71,15 +71,18 @@ def game_rate(args: ppo.Args, steps: int = 500) -> float:
     return steps * args.num_envs / (time.perf_counter() - start)
 
 
-def flops(args: ppo.Args, agent: ppo.Agent, params: dict) -> tuple[float, float]:
-    """FLOPs (a multiply-add is two) of a forward pass, and of a forward and backward pass, a sample."""
+def flops(args: ppo.Args) -> tuple[float, float]:
+    """FLOPs (a multiply-add is two) a sample of a forward pass, and of a forward and backward pass, in plain Flax."""
     channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
-    frames = jnp.zeros((16, *envs.FRAME_SHAPE[:2], channels), jnp.uint8)
+    frames = np.zeros((16, *envs.FRAME_SHAPE[:2], channels), np.uint8)
+    agent = ppo.make_agent(args)
 
     def total(params):
         return sum(x.sum() for x in agent.apply(params, frames))
 
-    return tuple(jax.jit(f).lower(params).cost_analysis()["flops"] / 16 for f in (total, jax.grad(total)))
+    with unittest.mock.patch.object(networks, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
+        params = agent.init(jax.random.PRNGKey(0), frames)  # on the CPU: XLA counts there, on a GPU it does not
+        return tuple(jax.jit(f).lower(params).cost_analysis()["flops"] / 16 for f in (total, jax.grad(total)))
 
 
 def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
@@ -122,7 +125,6 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
     agent = ppo.make_agent(args)
     state = networks.replicate(ppo.initial_state(args, agent))
-    forward, both = flops(args, agent, state.params)
     games = envs.Games(lambda seed: envs.make_levels(args, args.num_envs, seed), 0)
     watch, marks = runs.Stopwatch(), []
     for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
@@ -137,6 +139,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     seconds, done = (sum(mark[i] for mark in timed) for i in (0, 1))
     part = {name: 100 * sum(m[2][name] for m in timed) / seconds for name in ("game", "inference", "update")}
     transfer = 100 * transfer_seconds(args) * args.num_steps * updates / seconds
+    forward, both = flops(args)
     flops_a_step = forward + args.update_epochs * both
     return {
         "steps/s": done / seconds,
@@ -157,6 +160,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
 def main(args: Args) -> None:
     ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
     ppo.check_args(ppo_args)
+    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
     row |= {"flags": args.flags, "machine": machine(), "jax": jax.__version__, "commit": commit()}
     row["date"] = date.today().isoformat()

@@ -270,7 +270,9 @@ def _slide(frames, obs, age, offsets):
     return frames, stack_frames(frames, age, jnp.int32(len(frames) - 1), jnp.arange(len(obs)), offsets)
 
 
-def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, seed: int, record: bool = False):
+def play_episodes(
+    env, policy: Callable, offsets: Sequence[int], episodes: int, seed: int, record: bool = False, stop=lambda: False
+):
     """Plays the same number of episodes in each game, so that short episodes count no more than long ones.
 
     Args:
@@ -279,6 +281,7 @@ def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, 
       offsets: from `stack_offsets`.
       episodes: at least this many in all, rounded up to a multiple of N.
       record: keep the frames of the first game's first episode (else its first frame only).
+      stop: asked at each step; when it says yes, the answer is None.
 
     Returns the returns float64 [episodes], raw rewards, and the frames uint8 [T, 64, 64, 3].
     """
@@ -287,9 +290,11 @@ def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, 
     quota = -(-episodes // num_envs)
     totals, counts = np.zeros((quota, num_envs)), np.zeros(num_envs, np.int64)
     done, columns = np.zeros(num_envs, bool), np.arange(num_envs)
-    film, filming = [obs[0]], record
+    film, filming = [obs[0].copy()], record  # a copy: obs[0] keeps all games' frames alive
     frames = jnp.zeros((max(offsets) + 1, num_envs, *FRAME_SHAPE), jnp.uint8)
     while counts.min() < quota:
+        if stop():
+            return None
         frames, stacked = _slide(frames, obs, info["elapsed_step"], tuple(offsets))
         key, now = jax.random.split(key)
         actions = np.asarray(policy(stacked, now))
@@ -299,20 +304,24 @@ def play_episodes(env, policy: Callable, offsets: Sequence[int], episodes: int, 
         done = terminated | truncated
         counts += done & counted
         if filming:
-            film.append(obs[0])
+            film.append(obs[0].copy())
             filming = not done[0]
     return totals.T.reshape(-1), np.stack(film).transpose(0, 2, 3, 1)
 
 
-def evaluate(args, policy: Callable, levels: str, episodes: int, seed: int, record: bool = False):
+def evaluate(args, policy: Callable, levels: str, episodes: int, seed: int, record: bool = False, stop=lambda: False):
     """`play_episodes` on a script's "train" or "test" levels, up to 64 games side by side, and a summary of it.
 
-    Returns mean, std, min and max of the raw returns, the mean normalised by RETURN_RANGES, and the frames.
+    Returns mean, std, min and max of the raw returns and the mean normalised by RETURN_RANGES, and the frames; or
+    None if `stop` said yes.
     """
     env = make_levels(args, min(episodes, 64), seed, levels)
     offsets = stack_offsets(args.frame_stack, args.gap_stack)
-    returns, film = play_episodes(env, policy, offsets, episodes, seed, record)
+    played = play_episodes(env, policy, offsets, episodes, seed, record, stop)
     env.close()
+    if played is None:
+        return None
+    returns, film = played
     low, high = RETURN_RANGES[args.distribution_mode][args.env_id]
     summary = {
         "mean_return": float(returns.mean()),
@@ -329,16 +338,18 @@ def evaluate_run(args, run: Run, policy: Callable, step: int) -> dict[str, float
     """Evaluation within training: `args.eval_episodes` episodes on test levels and, if they are limited, on training
     levels; writes eval.json and, with `args.capture_video`, a video. Its randomness is its own.
 
-    Returns metrics eval/{train,test}_levels/{mean_return,std,min,max,normalized,episodes}.
+    Returns metrics eval/{train,test}_levels/{mean_return,std,min,max,normalized,episodes}; none if a signal came.
     """
-    results = {}
+    results, films = {}, {}
     for i, levels in enumerate(("train", "test") if args.num_levels else ("test",)):
         record = args.capture_video and levels == "test"
-        results[levels], film = evaluate(
-            args, policy, levels, args.eval_episodes, derive_seed(args.seed, step, 1 + i), record
-        )
-        if record:
-            run.save_video(step, film)
+        seed = derive_seed(args.seed, step, 1 + i)
+        answer = evaluate(args, policy, levels, args.eval_episodes, seed, record, lambda: run.stop)
+        if answer is None:
+            return {}
+        results[levels], films[levels] = answer
+    if args.capture_video:
+        run.save_video(step, films["test"])
     write_json(run.path / "eval.json", {"global_step": step} | {f"{k}_levels": v for k, v in results.items()})
     run.say(
         f"{step:,} steps: "

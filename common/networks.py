@@ -94,7 +94,13 @@ CHUNK = 8  # samples
 def use_every_core() -> None:
     """Makes each core (up to 8, a power of two) a JAX device; without effect once JAX has started."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_collective_call" not in flags:  # a core may wait long for one that another program slows down
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} --xla_cpu_collective_call_terminate_timeout_seconds=3600"
+            " --xla_cpu_collective_call_warn_stuck_timeout_seconds=600"
+        )
+    if "xla_force_host_platform_device_count" not in flags:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", min(1 << (cores.bit_length() - 1), 8))
 
@@ -167,6 +173,7 @@ def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options
     """
     size, stride = w.shape[0], strides[0]
     square = w.shape[0] == w.shape[1] and len(set(strides)) == 1 and options.get("feature_group_count", 1) == 1
+    square &= all(set(options.get(name) or (1,)) == {1} for name in ("lhs_dilation", "rhs_dilation"))
     if on_cpu() and square and padding == "SAME" and stride == 1 and size % 2:
         return _conv(x, w, size // 2)
     if on_cpu() and square and padding == "VALID" and size % stride == 0:

@@ -9,6 +9,7 @@ runs/<env_id>__<script>__<seed>__<time>/
 
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -94,7 +95,7 @@ def parse_schedule(text: str) -> Schedule:
     """Reads "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError if it is neither."""
     points = text.split(",") if ":" in text else [f"0:{text}"]
     steps, values = zip(*(map(float, point.split(":")) for point in points), strict=True)
-    if not (np.isfinite(steps + values).all() and steps[0] >= 0 and (np.diff(steps) > 0).all()):
+    if not (np.isfinite(np.float32(steps + values)).all() and steps[0] >= 0 and (np.diff(steps) > 0).all()):
         raise ValueError(text)
     return Schedule(steps, values)
 
@@ -143,8 +144,8 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
     """
     try:
         content = json.loads(Path(run_dir, "args.json").read_text())
-        owner = content["script"]
-    except (OSError, ValueError, KeyError):
+        owner, _ = str(content["script"]), dict(content["args"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"{flag} {run_dir}: give a run directory, with a readable args.json in it") from None
     check(script in (None, owner), f"{flag} {run_dir}: give a run of {script}.py, this one is of {owner}.py")
     return content
@@ -152,11 +153,23 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
 
 def saved_args(args_class: type, run_dir: str, flag: str, script: str | None = None) -> Any:
     """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
-    content = read_args(run_dir, flag, script)
+    args = read_args(run_dir, flag, script)["args"]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in args.items() if not isinstance(value, bool)]
+    words += [
+        f"--{'' if value else 'no-'}{k.replace('_', '-')}" for k, value in args.items() if isinstance(value, bool)
+    ]
     try:
-        return args_class(**content["args"])
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{flag} {run_dir}: its args.json is not of this version of the script ({error})") from None
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(args_class, args=words)
+    except SystemExit:
+        raise UsageError(f"{flag} {run_dir}: its args.json is not of this version of the script") from None
+
+
+def check_same(args: Any, saved: Any, names: Sequence[str]) -> None:
+    """Raises UsageError if one of these fields differs from the saved run's."""
+    for name in names:
+        new, old = getattr(args, name), getattr(saved, name)
+        check(new == old, f"--{name.replace('_', '-')} {new}: a resumed run keeps its own, {old}")
 
 
 def _checkpoint_manager(run_dir: Path, keep: int | None = None):
@@ -237,20 +250,21 @@ class Run:
 
     def __init__(self, args: Any, script: str):
         """Creates the run directory (or opens `args.resume`); raises UsageError where that is not possible."""
-        config = dataclasses.asdict(args)
+        flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
+        mode = _wandb_mode(args)
         try:
-            if args.resume:
-                self.path, self._saved = Path(args.resume), read_args(args.resume, "--resume", script)
-            else:
-                self.path, self._saved = _new_directory(args, script), {"script": script}
-                self._saved["wandb_id"] = os.environ.get("WANDB_RUN_ID", self.path.name)
-            write_json(self.path / "args.json", self._saved | {"args": config | {"resume": ""}})
+            self.path = Path(args.resume) if args.resume else _new_directory(args, script)
+            saved = read_args(args.resume, "--resume", script) if args.resume else {}
+            config = dataclasses.asdict(args) | {"resume": ""}
+            run_id = saved.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or self.path.name
             self._checkpoints = _checkpoint_manager(self.path, args.keep_checkpoints)
             self._metrics = (self.path / "metrics.jsonl").open("a")
+            self._wandb = _start_wandb(args, mode, self.path, run_id, config)
+            write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
         except OSError as error:
-            raise UsageError(f"--run-dir {args.run_dir}: cannot write there ({error.strerror})") from None
+            raise UsageError(f"{flag} {root}: cannot write there ({error.strerror})") from None
         self.stop, self._script = None, script
-        self._wandb = _start_wandb(args, self.path, self._saved["wandb_id"], config)
+        self._lines, self._evaluated = 0, 0
         self._old_handlers = {}
         self._console = Console(stderr=True)
         columns = "[progress.description]{task.description}", BarColumn(None), "{task.fields[status]}"
@@ -258,6 +272,7 @@ class Run:
             *(TextColumn(c) if isinstance(c, str) else c for c in columns),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            speed_estimate_period=3600,  # an update may take a minute
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -278,7 +293,7 @@ class Run:
         self._progress.stop()
         self._metrics.close()
         self._checkpoints.close()
-        if self.stop:
+        if self.stop and kind is None:
             self.say(f"stopped by {self.stop}; continue with: python {self._script}.py --resume {self.path}")
         if self._wandb:
             self._wandb.finish(exit_code=0 if kind is None else 1)
@@ -297,12 +312,21 @@ class Run:
         numbers = {name: float(value) for name, value in metrics.items()}
         self._metrics.write(json.dumps({"global_step": step, "time": time.time()} | numbers) + "\n")
         self._metrics.flush()
+        self._lines += 1
         if self._wandb:
             self._wandb.log(numbers, step=step)
-        status = f"{step:,} steps  {numbers.get('charts/SPS', 0):,.0f}/s"
-        if "charts/episodic_return" in numbers:
-            status += f"  return {numbers['charts/episodic_return']:.2f}"
-        self._progress.update(self._task, completed=step, status=status)
+        if "charts/SPS" in numbers:
+            status = f"{step:,} steps  {numbers['charts/SPS']:,.0f}/s"
+            status += f"  return {numbers.get('charts/episodic_return', float('nan')):.2f}"
+            self._progress.update(self._task, completed=step, status=status)
+
+    def evaluation_due(self, every: int, step: int, finished: bool) -> bool:
+        """Whether a multiple of `every` (0: none), or the end, has come since the last evaluation."""
+        return step > self._evaluated and (finished or crossed(every, self._evaluated, step))
+
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.log(step, metrics)
+        self._evaluated = step
 
     def save_video(self, step: int, frames: np.ndarray) -> None:
         """Writes frames uint8 [T, H, W, 3] to videos/<step>.mp4 and W&B."""
@@ -320,13 +344,14 @@ class Run:
             return 0.0
         return (step - self._start_step) / (time.perf_counter() - self._start_time)
 
-    def save(self, step: int, tree: Any) -> None:
-        """Writes a checkpoint of a tree of arrays, under a temporary name, then renames it."""
+    def save(self, step: int, tree: dict[str, Any]) -> None:
+        """Writes a checkpoint of a dict of trees of arrays, under a temporary name, then renames it."""
         if step not in self._checkpoints.all_steps():
             import orbax.checkpoint as ocp
             from flax import serialization
 
-            arrays = serialization.to_state_dict(jax.device_get(tree))
+            progress = {"lines": np.int64(self._lines), "evaluated": np.int64(self._evaluated)}
+            arrays = serialization.to_state_dict(jax.device_get(tree | {"run": progress}))
             self._checkpoints.save(step, args=ocp.args.StandardSave(arrays), force=True)
 
     def check_finite(self, step: int, metrics: dict[str, float]) -> None:
@@ -334,25 +359,23 @@ class Run:
         broken = [name for name, value in metrics.items() if not np.isfinite(value)]
         if broken:
             last = self._checkpoints.latest_step()
-            kept = f"the checkpoint at step {last} in {self.path} is kept" if last else "no checkpoint was written yet"
+            kept = (
+                f"the checkpoint at step {last} in {self.path} is kept"
+                if last is not None
+                else "no checkpoint was written yet"
+            )
             raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped, {kept}")
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drops what was logged after `step`: a resumed run is about to log it again."""
+    def restore(self, saved: dict[str, np.ndarray]) -> None:
+        """Goes back to a checkpoint: drops what was logged after it, since it is about to be logged again."""
+        self._lines, self._evaluated = int(saved["lines"]), int(saved["evaluated"])
         path = self.path / "metrics.jsonl"
-        kept = [line for line in path.read_text().splitlines() if _logged_step(line) <= step]
+        kept = path.read_bytes().splitlines(keepends=True)[: self._lines]
         self._metrics.close()
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.write_bytes(b"".join(kept))
         temporary.replace(path)
         self._metrics = path.open("a")
-
-
-def _logged_step(line: str) -> float:
-    try:
-        return json.loads(line)["global_step"]
-    except ValueError:  # a line cut off by a kill
-        return float("inf")
 
 
 def _new_directory(args: Any, script: str) -> Path:
@@ -366,31 +389,48 @@ def _new_directory(args: Any, script: str) -> Path:
         second += 1  # another run started in the same second
 
 
-def _start_wandb(args: Any, path: Path, run_id: str, config: dict[str, Any]):
-    """W&B's run, or None: online where the user is logged in, offline otherwise."""
+def _wandb_mode(args: Any) -> str:
+    """online, offline or disabled; auto is what WANDB_MODE says, or online where the user is logged in."""
     if args.wandb_mode == "disabled":
-        return None
+        return "disabled"
     try:
         import wandb
     except ImportError:
         raise UsageError(f"--wandb-mode {args.wandb_mode}: the package wandb is not installed; use disabled") from None
-    mode = args.wandb_mode if args.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
-    if mode is None:
+    mode = (os.environ.get("WANDB_MODE") or None) if args.wandb_mode == "auto" else args.wandb_mode
+    if mode in (None, "online"):
         try:
-            mode = "online" if wandb.login(prompt=False) else "offline"
-        except Exception:  # no network, or a key that is refused: training goes on without the server
-            mode = "offline"
-    return wandb.init(
-        project=args.wandb_project,
-        entity=args.wandb_entity or None,
-        name=path.name,
-        id=run_id,
-        resume="allow",
-        dir=path,
-        config=config,
-        mode=mode,
-        settings=wandb.Settings(console="off", silent=mode != "online"),
-    )
+            logged_in = wandb.login(prompt=False)
+        except Exception:  # no network, or a key that is refused: without the server, training can go on
+            logged_in = False
+        check(
+            logged_in or mode is None, f"--wandb-mode {args.wandb_mode}: not logged in; run wandb login or use offline"
+        )
+        mode = "online" if logged_in else "offline"
+    return mode
+
+
+def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str, Any]):
+    """W&B's run, or None where it is disabled."""
+    if mode == "disabled":
+        return None
+    import wandb
+
+    try:
+        return wandb.init(
+            project=args.wandb_project,
+            entity=args.wandb_entity or None,
+            name=path.name,
+            id=run_id,
+            resume="allow",
+            dir=path,
+            config=config,
+            mode=mode,
+            settings=wandb.Settings(console="off", silent=mode != "online"),
+        )
+    except Exception as error:  # W&B raises many kinds
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--wandb-mode {args.wandb_mode}: W&B does not start ({reason}); use offline") from None
 
 
 def write_video(path: Path, frames: np.ndarray, scale: int = 6, fps: int = 15) -> None:

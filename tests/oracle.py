@@ -67,7 +67,7 @@ def normalize_rewards(rollouts, gamma):
                     seen.append(past[n])
                 if ended[t, n]:
                     past[n] = 0.0
-        normalized.append(rewards.astype(np.float64) / np.sqrt(np.var(seen) + 1e-8))
+        normalized.append(np.clip(rewards.astype(np.float64) / np.sqrt(np.var(seen) + 1e-8), -10, 10))
     return normalized, np.mean(seen), np.var(seen)
 
 

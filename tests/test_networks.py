@@ -40,6 +40,16 @@ def test_convolution_equals_xla(size, channels, features, kernel, stride, paddin
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
+def test_dilated_convolution_is_not_taken_for_a_plain_one():
+    x = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
+    ours, theirs = (
+        nn.Conv(4, (3, 3), kernel_dilation=2, **options)
+        for options in ({"conv_general_dilated": networks.conv_general_dilated}, {})
+    )
+    params = ours.init(jax.random.PRNGKey(0), x)
+    np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [2, 5, 8, 64])
 def test_max_pool_equals_flax_with_ties(size):
     x = np.random.default_rng(0).integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties

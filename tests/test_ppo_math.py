@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ppo_procgen as ppo
-from common import rewards, runs
+from common import runs, shaping
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -106,6 +106,10 @@ def test_kl_coefficient_doubles_and_halves():
     kls = [0.0, 0.0066, 0.0067, 0.0149, 0.0151, 1.0]
     want = [0.1, 0.1, 0.2, 0.2, 0.4, 0.4]
     np.testing.assert_allclose([ppo.adapt_kl_coef(0.2, np.float32(kl), 0.01) for kl in kls], want, rtol=1e-6)
+    coef = jnp.float32(0.2)
+    for kl in [0.0] * 300 + [1.0] * 20:  # after a long quiet time it comes back
+        coef = ppo.adapt_kl_coef(coef, np.float32(kl), 0.01)
+    assert coef > 0.5
 
 
 @relaxed
@@ -120,7 +124,7 @@ def test_schedule_is_piecewise_linear(moves, step):
 def test_reward_shaping():
     raw = [-12.0, -1.0, 0.0, 0.5, 1.0, 40.0]
     want = [math.copysign(math.sqrt(abs(r) + 1) - 1, r) + 0.001 * r for r in raw]
-    np.testing.assert_allclose(rewards.shape_reward(np.array(raw)), want, rtol=1e-5)
+    np.testing.assert_allclose(shaping.shape_reward(np.array(raw)), want, rtol=1e-5)
 
 
 @relaxed
@@ -129,9 +133,9 @@ def test_reward_normaliser_filters_over_time(seed):
     rng = np.random.default_rng(seed)
     steps = random_steps(rng, 20, 3)
     rollouts = [jax.tree.map(lambda x: x[:12], steps), jax.tree.map(lambda x: x[12:], steps)]
-    state, got = rewards.new_filter(3), []
+    state, got = shaping.new_filter(3), []
     for part in rollouts:
-        state, normalized = rewards.normalize(state, part.rewards, part.terminated | part.truncated, ~part.done, 0.9)
+        state, normalized = shaping.normalize(state, part.rewards, part.terminated | part.truncated, ~part.done, 0.9)
         got.append(normalized)
     want, mean, var = oracle.normalize_rewards(
         [(s.rewards, s.terminated | s.truncated, ~s.done) for s in rollouts], 0.9

@@ -33,8 +33,8 @@ def restart(state: ReturnFilter) -> ReturnFilter:
 def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array):
     """Divides rewards by the standard deviation of the discounted return, which runs forward in time.
 
-    The rollout's own returns count too. As in OpenAI Baselines' VecNormalize, but with the algorithm's discount,
-    reset at an episode's end, and without its clipping to +-10.
+    The rollout's own returns count too. The result is clipped to +-10. As OpenAI Baselines' VecNormalize, which
+    does so step by step.
 
     Args:
       rewards: float32 [T, N].
@@ -57,7 +57,7 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
     total, apart = jnp.maximum(state.count + count, 1), mean - state.mean
     var = (state.var * state.count + var * count + apart**2 * state.count * count / total) / total
     state = ReturnFilter(discounted, state.count + count, state.mean + apart * count / total, var)
-    return state, rewards / jnp.sqrt(state.var + 1e-8)
+    return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -10, 10)
 
 
 def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
