@@ -3,7 +3,7 @@
 Prints a table and appends a row to a CSV file. The flags in quotes are those of ppo_procgen.py:
 
 python benchmarks/throughput.py default
-python benchmarks/throughput.py small "--width 1 --pool flatten --frame-stack 1 --num-steps 256"
+python benchmarks/throughput.py small --flags="--width 1 --pool flatten --frame-stack 1 --num-steps 256"
 """
 
 import csv
@@ -36,8 +36,8 @@ from common import envs, networks, runs
 class Args:
     name: tyro.conf.Positional[str]
     """what to call this setting in the table"""
-    flags: tyro.conf.Positional[str] = ""
-    """flags of ppo_procgen.py, in one string"""
+    flags: str = ""
+    """flags of ppo_procgen.py, in one string, after a ="""
     updates: int = 3
     """timed iterations, after two that compile"""
     csv: str = "benchmarks/results/throughput.csv"
