@@ -536,6 +536,8 @@ def main(args: Args) -> runs.Run:
         else:
             state = networks.replicate(initial_state(args, agent))
         step = int(state.global_step)
+        if step >= args.total_timesteps:
+            run.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
 
         def save():
             run.save(step, {"state": state, "games": games.save(), "episodes": episodes.save()})

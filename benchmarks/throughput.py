@@ -85,6 +85,19 @@ def flops(args: ppo.Args) -> tuple[float, float]:
         return tuple(jax.jit(f).lower(params).cost_analysis()["flops"] / 16 for f in (total, jax.grad(total)))
 
 
+def matrix_rate(size: int = 4096) -> float:
+    """What the device does at best: GFLOP/s of a large float32 matrix product in JAX."""
+    x = jnp.ones((size, size))
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds) / 1e9
+
+
 def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
     """One step's frames to the device and its actions back."""
     frames = np.zeros((args.num_envs, 3, 64, 64), np.uint8)
@@ -152,6 +165,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
         "MFLOP forward": forward / 1e6,
         "MFLOP a step": flops_a_step / 1e6,
         "GFLOP/s": flops_a_step * done / seconds / 1e9,
+        "matrix product GFLOP/s": matrix_rate(),
         "gradient speed-up": gradient_speedup(args, agent, state.params) if networks.on_cpu() else 1.0,
         "peak host MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
