@@ -54,10 +54,14 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit, with a + where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=9"]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-    return answer.stdout.strip() or "unknown"
+    """The commit, with a + where files other than results differ from it."""
+
+    def git(*words):
+        command = ["git", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False).stdout
+
+    changed = git("status", "--porcelain", "--", ":/", ":!results")
+    return git("rev-parse", "--short=9", "HEAD").strip() + ("+" if changed else "")
 
 
 def game_rate(args: ppo.Args, steps: int = 500) -> float:
