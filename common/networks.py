@@ -82,7 +82,7 @@ def make_encoder(name: str, width: int, pool: str, hidden: int, dtype: jnp.dtype
 
 # FAST ON A CPU
 # * XLA rewrites convolutions to its fast CPU form only where their dimensions are in plain NHWC / HWIO order, and,
-#   inside a scan, only then (jax issue 12868): autodiff's gradients are not, and cost up to 31 times more. So both
+#   inside a scan, only then (jax issue 12868): autodiff's gradients are not, and fall to a naive loop. So both
 #   gradients are written here as plain convolutions, and max-pooling as maxima of slices.
 # * Most of these convolutions run on one core. So every core is a JAX device of its own, and takes its share of
 #   each batch; all other arrays are the same on every device.
