@@ -125,24 +125,27 @@ def _by_core(function: Callable, size: int) -> Callable:
     return jax.shard_map(split, mesh=_cores(), in_specs=(P(), P("core")), out_specs=P(), check_vma=False)
 
 
-def _in_chunks(batch):
-    """[B, ...] to [B / n, n, ...], n being the largest divisor of B up to CHUNK."""
-    size = len(jax.tree.leaves(batch)[0])
-    chunk = max(n for n in range(1, CHUNK + 1) if size % n == 0)
-    return jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), batch)
+def in_chunks(function: Callable, x: jax.Array):
+    """`function(x)`, x [B, ...] -> [B, ...] each: on a CPU, on the core that runs this, a few samples at a time.
+
+    For use inside a loss, or where one thread has one core. Its gradient goes chunk by chunk too.
+    """
+    if not on_cpu() or len(x) <= CHUNK:
+        return function(x)
+    size = len(x)
+    x = jnp.pad(x, ((0, -size % CHUNK), *[(0, 0)] * (x.ndim - 1)))
+    out = lax.map(function, x.reshape(-1, CHUNK, *x.shape[1:]))
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:size], out)
 
 
-def apply(module: nn.Module, params, frames: jax.Array):
+def apply(module: nn.Module, params, frames: jax.Array, method: str | None = None):
     """`module.apply(params, frames)` for frames [B, ...]: outputs [B, ...]. On a CPU, by core and a few at a time."""
-    if not on_cpu():
-        return module.apply(params, frames)
 
-    def share(params, frames, shared):
-        out = lax.map(lambda x: module.apply(params, x), _in_chunks(frames))
-        out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+    def share(params, frames, shared=False):
+        out = in_chunks(lambda x: module.apply(params, x, method=method), frames)
         return lax.all_gather(out, "core", tiled=True) if shared else out
 
-    return _by_core(share, len(frames))(params, frames)
+    return _by_core(share, len(frames))(params, frames) if on_cpu() else share(params, frames)
 
 
 def value_and_grad(loss: Callable, params, batch) -> tuple:
@@ -157,13 +160,71 @@ def value_and_grad(loss: Callable, params, batch) -> tuple:
         return gradient(params, batch)
 
     def share(params, batch, shared):
-        chunks = _in_chunks(batch)
-        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], chunks))
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        chunks = _chunks(batch, _divisor(len(jax.tree.leaves(batch)[0]), CHUNK))
+        zero = _zeros(gradient, params, jax.tree.map(lambda x: x[0], chunks))
         total, _ = lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, gradient(params, x)), None), zero, chunks)
         return lax.psum(total, "core") if shared else total
 
     return _by_core(share, len(jax.tree.leaves(batch)[0]))(params, batch)
+
+
+def value_and_grad_backwards(loss: Callable, params, batch, after, steps: int, whole: bool = False) -> tuple:
+    """As `value_and_grad`, for a loss of sequences in which a step needs later ones only through what they hand back.
+
+    V-trace runs from the last step to the first, and so can its gradient: on a CPU each few samples go forward and,
+    still in the cache, backward, the last steps first. Nothing is computed twice and no activation is kept.
+
+    Args:
+      loss: loss(params, batch, start, size, after) -> (scalar, (tree of scalars, before)): sums over the `size` steps
+        from `start` on of sequences [B, ...], and what it hands to the steps before them. `size` is a Python int.
+      batch: tree of arrays [B, ...], whole sequences.
+      after: tree of arrays [B, ...], handed to the last steps; no gradient flows through it.
+      steps: of each sequence.
+      whole: all steps at once, one sequence after the other, where a step needs the steps before it too.
+    """
+    if not on_cpu():
+        (value, (parts, _)), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, 0, steps, after)
+        return (value, parts), grads
+
+    def share(params, data, shared):
+        few = 1 if whole else _divisor(len(jax.tree.leaves(data)[0]), CHUNK)
+        size = steps if whole else _divisor(steps, CHUNK // few)
+
+        def gradient(params, batch, start, after):
+            (value, (parts, before)), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, start, size, after)
+            return ((value, parts), grads), before
+
+        def sequences(total, data):
+            def some_steps(carry, start):
+                total, after = carry
+                part, before = gradient(params, data[0], start, after)
+                return (jax.tree.map(jnp.add, total, part), before), None
+
+            starts = jnp.arange(steps - size, -1, -size)
+            return lax.scan(some_steps, (total, data[1]), starts)[0][0], None
+
+        chunks = _chunks(data, few)
+        batch, after = jax.tree.map(lambda x: x[0], chunks)
+        zero, _ = _zeros(gradient, params, batch, 0, after)
+        total, _ = lax.scan(sequences, zero, chunks)
+        return lax.psum(total, "core") if shared else total
+
+    return _by_core(share, len(jax.tree.leaves(batch)[0]))(params, (batch, after))
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`."""
+    return max(n for n in range(1, most + 1) if number % n == 0)
+
+
+def _chunks(tree, few: int):
+    """[B, ...] to [B / few, few, ...]."""
+    return jax.tree.map(lambda x: x.reshape(-1, few, *x.shape[1:]), tree)
+
+
+def _zeros(function: Callable, *args):
+    """Zeros of the shapes that function(*args) returns."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, *args))
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
@@ -248,36 +309,34 @@ def _windows(x, axis):
 
 
 def _max(x, axis):
+    """The maximum of each window, and which of its members that is (0, 1 or 2; the first of equals, as XLA's own)."""
     first, second, third = _windows(x, axis)
-    return jnp.maximum(jnp.maximum(first, second), third)
+    y = jnp.maximum(jnp.maximum(first, second), third)
+    return y, jnp.where(first == y, 0, jnp.where(second == y, 1, 2)).astype(jnp.uint8)
 
 
-def _max_backward(x, y, g, axis):
-    """Gradient to the first maximum of each window, as XLA's own."""
-    first, second, _ = _windows(x, axis)
-    to_first = first == y
-    to_second = (second == y) & ~to_first
-    rest = jnp.where(to_first | to_second, 0, g)
+def _max_backward(winner, g, axis):
+    rest = jnp.where(winner == 2, g, 0)
     zero = jnp.zeros_like(lax.slice_in_dim(rest, 0, 1, axis=axis))
     from_left = jnp.concatenate([zero, lax.slice_in_dim(rest, 0, rest.shape[axis] - 1, axis=axis)], axis)
-    pairs = jnp.stack([jnp.where(to_first, g, 0) + from_left, jnp.where(to_second, g, 0)], axis + 1)
-    return pairs.reshape(x.shape)
+    pairs = jnp.stack([jnp.where(winner == 0, g, 0) + from_left, jnp.where(winner == 1, g, 0)], axis + 1)
+    return pairs.reshape(*g.shape[:axis], 2 * g.shape[axis], *g.shape[axis + 1 :])
 
 
 @jax.custom_vjp
 def _max_pool(x):
-    return _max(_max(x, 2), 1)
+    return _max_pool_forward(x)[0]
 
 
 def _max_pool_forward(x):
-    rows = _max(x, 2)
-    y = _max(rows, 1)
-    return y, (x, rows, y)
+    rows, row_winner = _max(x, 2)
+    y, winner = _max(rows, 1)
+    return y, (row_winner, winner)  # bytes: a twelfth of the memory that x, rows and y would take
 
 
 def _max_pool_backward(saved, g):
-    x, rows, y = saved
-    return (_max_backward(x, rows, _max_backward(rows, y, g, 1), 2),)
+    row_winner, winner = saved
+    return (_max_backward(row_winner, _max_backward(winner, g, 1), 2),)
 
 
 _max_pool.defvjp(_max_pool_forward, _max_pool_backward)
