@@ -41,6 +41,10 @@ def read_results(path: Path) -> dict:
         return {}
 
 
+def random_policy(frames, age, key, memory):
+    return jax.random.randint(key, len(frames), 0, envs.NUM_ACTIONS), None
+
+
 def main(args: Args) -> dict:
     """Evaluates the newest checkpoint of a run; returns what eval.json now says of these levels."""
     runs.check(args.episodes >= 1, f"--episodes {args.episodes}: must be 1 or more")
@@ -53,7 +57,7 @@ def main(args: Args) -> dict:
     old = read_results(path / "eval.json")
     step, policy = script.load_policy(run_args, args.run_dir)
     if args.random:
-        policy = lambda frames, key: jax.random.randint(key, len(frames), 0, envs.NUM_ACTIONS)  # noqa: E731
+        policy = random_policy
     name = f"{'random_' if args.random else ''}{args.levels}_levels"
     summary, film = envs.evaluate(run_args, policy, args.levels, args.episodes, args.seed, record=args.video)
 

@@ -17,7 +17,6 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from common import envs, networks, runs, shaping
@@ -142,26 +141,14 @@ FIXED = ("env_id", "distribution_mode", "num_levels", "start_level", "seed", "kl
 
 def check_args(args: Args) -> None:
     """Raises UsageError, one sentence, if a flag's value makes no sense."""
-    envs.check_game(args.env_id)
     runs.check_limits(args, LIMITS)
+    envs.check_flags(args)
     batch = args.num_envs * args.num_steps
     check(
         batch % args.num_minibatches == 0,
         f"--num-minibatches {args.num_minibatches}: must divide the batch, num_envs x num_steps = {batch}",
     )
     check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
-    check(
-        args.start_level + args.num_levels < envs.MAX_SEED,
-        f"--start-level {args.start_level}: no level is left above the {args.num_levels} training levels",
-    )
-    check(
-        args.num_levels > 0 or args.start_level == 0,
-        f"--start-level {args.start_level}: has no effect on unlimited levels, give --num-levels 1 or more",
-    )
-    check(
-        args.eval_episodes > 0 or not args.capture_video,
-        "--capture-video: films an evaluation, give --eval-episodes 1 or more",
-    )
     runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
     runs.check_schedule("--ent-coef", args.ent_coef, 0, None)
     runs.check_schedule("--gamma", args.gamma, 0, 1)
@@ -249,17 +236,6 @@ class Rollout(NamedTuple):
     t: jax.Array  # int32 []
 
 
-class Steps(NamedTuple):
-    """What the games say, NumPy on the host. `done[t]`: the frame of step t is an episode's last."""
-
-    rewards: np.ndarray  # float32 [T, N]: of the transition that starts at step t
-    terminated: np.ndarray  # bool [T, N]: that transition ended the episode
-    truncated: np.ndarray  # bool [T, N]: that transition was the last before the time limit
-    done: np.ndarray  # bool [T, N]: EnvPool resets here, this step is no transition
-    age: np.ndarray  # int32 [T + 1, N]: steps since the episode's first frame
-    obs: np.ndarray  # uint8 [N, 3, 64, 64]: the frames after the last step
-
-
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, state: TrainState) -> Rollout:
     rows, shape = history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
@@ -300,21 +276,23 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     return rollout, played
 
 
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array) -> Rollout:
+    """Adds the frames uint8 [N, 3, 64, 64] after the last step."""
+    return rollout._replace(frames=envs.put_frames(rollout.frames, history_length(args) + args.num_steps, obs))
+
+
 def collect(args: Args, agent: Agent, state: TrainState, games: envs.Games, watch: runs.Stopwatch):
-    """Plays num_steps steps of each game; returns Rollout and Steps."""
-    shape = (args.num_steps, args.num_envs)
-    rewards, (terminated, truncated, done) = np.zeros(shape, np.float32), np.zeros((3, *shape), bool)
-    age = np.zeros((args.num_steps + 1, args.num_envs), np.int32)
+    """Plays num_steps steps of each game; returns Rollout and envs.Steps."""
     rollout = begin_rollout(args, state)
-    for t in range(args.num_steps):
-        with watch("inference"):
-            rollout, actions = act(args, agent, state.params, rollout, games.obs, games.age)
-            actions = np.asarray(actions)
-        age[t], done[t] = games.age, games.done
-        with watch("game"):
-            rewards[t], terminated[t], truncated[t] = games.step(actions)
-    age[-1] = games.age
-    return rollout, Steps(rewards, terminated, truncated, done, age, games.obs)
+
+    def choose_actions(obs, age):
+        nonlocal rollout
+        rollout, actions = act(args, agent, state.params, rollout, obs, age)
+        return actions
+
+    steps = games.play(choose_actions, args.num_steps, watch)
+    return end_rollout(args, rollout, games.obs), steps
 
 
 # ALGORITHM
@@ -399,18 +377,12 @@ def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array
     return jnp.clip(kl_coef * factor, 1e-6, 1e6)
 
 
-def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: Steps, gamma: jax.Array):
-    """Rewards and advantages: returns all frames uint8 [H + T + 1, N, 64, 64, 3], Batch [T, N], the reward filter."""
-    ended, mask, filtered = steps.terminated | steps.truncated, ~steps.done, state.reward_filter
-    reward = shaping.shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
-    if args.reward_clip:
-        reward = jnp.clip(reward, -args.reward_clip, args.reward_clip)
-    if args.normalize_rewards:
-        filtered, reward = shaping.normalize(filtered, reward, ended, mask, gamma)
-
+def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
+    """Rewards and advantages: returns a Batch [T, N] and the reward filter."""
+    mask = ~steps.done
+    reward_filter, reward = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
     last_row = history_length(args) + args.num_steps
-    frames = envs.put_frames(rollout.frames, last_row, steps.obs)
-    last_stack = stack(args, frames, steps.age[-1], last_row, jnp.arange(args.num_envs))
+    last_stack = stack(args, rollout.frames, steps.age[-1], last_row, jnp.arange(args.num_envs))
     values = jnp.concatenate([rollout.values, networks.apply(agent, state.params, last_stack)[1][None]])
     advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
         reward, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
@@ -419,7 +391,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     normalized = (advantages - mean) / jnp.sqrt(var + 1e-8)
     values = values[:-1]
     batch = Batch(rollout.actions, rollout.logits, values, normalized, advantages + values, mask.astype(jnp.float32))
-    return frames, batch, filtered
+    return batch, reward_filter
 
 
 def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Batch, learning_rate, ent_coef, key):
@@ -458,15 +430,15 @@ def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Ba
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: Steps) -> tuple[TrainState, dict]:
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps) -> tuple[TrainState, dict]:
     """One PPO update: returns the next state and metrics, float32 []."""
     learning_rate, ent_coef, gamma = (
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     _, key, shuffle_key = jax.random.split(state.key, 3)
-    frames, batch, reward_filter = prepare(args, agent, state, rollout, steps, gamma)
+    batch, reward_filter = prepare(args, agent, state, rollout, steps, gamma)
     params, opt_state, parts, epochs = optimize(
-        args, agent, state, frames, steps.age, batch, learning_rate, ent_coef, shuffle_key
+        args, agent, state, rollout.frames, steps.age, batch, learning_rate, ent_coef, shuffle_key
     )
     new_state = TrainState(
         params=params,
@@ -475,7 +447,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         global_step=state.global_step + (~steps.done).sum(),
         kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
         reward_filter=reward_filter,
-        history=jax.lax.dynamic_slice_in_dim(frames, args.num_steps, history_length(args)),
+        history=rollout.frames[args.num_steps : args.num_steps + history_length(args)],
         last_action=rollout.last_action,
     )
     _, unexplained = shaping.masked_moments(batch.returns - batch.values, batch.weight)
@@ -497,13 +469,13 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 
 
 @partial(jax.jit, static_argnums=(0,))
-def choose(agent: Agent, params: dict, frames: jax.Array, key: jax.Array) -> jax.Array:
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]."""
-    return jax.random.categorical(key, networks.apply(agent, params, frames)[0])
+def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, memory: None):
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; it needs no memory."""
+    return jax.random.categorical(key, networks.apply(agent, params, frames)[0]), None
 
 
 def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
-    """For evaluate.py: the step of a run's newest checkpoint, and policy(frames, key) -> actions."""
+    """For evaluate.py: the step of a run's newest checkpoint, and its policy as `envs.play_episodes` calls it."""
     state, _ = load_state(args, run_dir)
     return int(state.global_step), partial(choose, make_agent(args), state.params)
 
@@ -556,7 +528,7 @@ def main(args: Args) -> runs.Run:
                 metrics = jax.device_get(metrics)
             before, step = step, int(state.global_step)
             run.check_finite(step, metrics)
-            episodes.add(steps.rewards, steps.terminated | steps.truncated, ~steps.done)
+            episodes.add(steps)
             run.log(step, metrics | episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions())
             if runs.crossed(args.checkpoint_every, before, step):
                 # Games cannot be saved, so every run starts them anew here: a resumed run does the same.

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.runs import Run, UsageError, write_json
+from common.runs import Run, Stopwatch, UsageError, check, write_json
 
 NUM_ACTIONS = 15  # of every Procgen game
 FRAME_SHAPE = (64, 64, 3)  # as the networks see it; EnvPool's own frames are (3, 64, 64)
@@ -72,6 +73,23 @@ def check_game(env_id: str) -> None:
     if env_id not in GAMES:
         nearest = difflib.get_close_matches(env_id.lower(), GAMES, n=1, cutoff=0)[0]
         raise UsageError(f"--env-id {env_id}: no such game, did you mean {nearest}? Valid: {', '.join(GAMES)}")
+
+
+def check_flags(args) -> None:
+    """Raises UsageError, one sentence, if a script's flags of the games and their evaluation make no sense."""
+    check_game(args.env_id)
+    check(
+        args.start_level + args.num_levels < MAX_SEED,
+        f"--start-level {args.start_level}: no level is left above the {args.num_levels} training levels",
+    )
+    check(
+        args.num_levels > 0 or args.start_level == 0,
+        f"--start-level {args.start_level}: has no effect on unlimited levels, give --num-levels 1 or more",
+    )
+    check(
+        args.eval_episodes > 0 or not args.capture_video,
+        "--capture-video: films an evaluation, give --eval-episodes 1 or more",
+    )
 
 
 def load_qt() -> None:
@@ -141,6 +159,21 @@ def derive_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] % MAX_SEED)
 
 
+class Steps(NamedTuple):
+    """What T steps of N games say, NumPy on the host. `done[t]`: the frame of step t is an episode's last."""
+
+    rewards: np.ndarray  # float32 [T, N]: of the transition that starts at step t
+    terminated: np.ndarray  # bool [T, N]: that transition ended the episode
+    truncated: np.ndarray  # bool [T, N]: that transition was the last before the time limit
+    done: np.ndarray  # bool [T, N]: EnvPool resets here, this step is no transition
+    age: np.ndarray  # int32 [T + 1, N]: steps since the episode's first frame
+
+    @property
+    def ended(self) -> np.ndarray:
+        """bool [T, N]: that transition was its episode's last."""
+        return self.terminated | self.truncated
+
+
 class Games:
     """An EnvPool whose point in time can be saved: by its seed and the actions played since.
 
@@ -177,9 +210,33 @@ class Games:
         self.done = terminated | truncated
         return reward, terminated, truncated
 
-    def save(self) -> dict[str, np.ndarray]:
-        """Seed and actions uint8 [steps, N] since the last restart (left out while there are none)."""
-        return {"seed": np.int64(self._seed)} | ({"actions": np.stack(self._actions)} if self._actions else {})
+    def play(self, act: Callable, num_steps: int, watch: Stopwatch, check: Callable = lambda: None) -> Steps:
+        """Plays `num_steps` steps with actions int [N] = act(obs, age); calls check() before each."""
+        shape = (num_steps, len(self.age))
+        rewards, (terminated, truncated, done) = np.zeros(shape, np.float32), np.zeros((3, *shape), bool)
+        age = np.zeros((num_steps + 1, shape[1]), np.int32)
+        for t in range(num_steps):
+            check()
+            age[t], done[t] = self.age, self.done
+            with watch("inference"):
+                actions = np.asarray(act(self.obs, self.age))
+            with watch("game"):
+                rewards[t], terminated[t], truncated[t] = self.step(actions)
+        age[-1] = self.age
+        return Steps(rewards, terminated, truncated, done, age)
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been played since the last restart."""
+        return len(self._actions)
+
+    def save(self, steps: int | None = None) -> dict[str, np.ndarray]:
+        """Seed and actions uint8 [steps, N] since the last restart (left out while there are none).
+
+        With `steps`, the point in time after so many of them.
+        """
+        actions = self._actions[:steps]
+        return {"seed": np.int64(self._seed)} | ({"actions": np.stack(actions)} if actions else {})
 
     def restore(self, saved: dict[str, np.ndarray]) -> None:
         """Plays the games forward to the point in time that `save` was called at."""
@@ -231,10 +288,9 @@ class EpisodeStatistics:
         self._return, self._length = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._recent = np.full((100, 2), np.nan)  # return, length; oldest first
 
-    def add(self, rewards: np.ndarray, dones: np.ndarray, mask: np.ndarray) -> None:
-        """Takes a rollout: rewards float [T, N], dones bool [T, N] (ended by this step), mask bool [T, N]
-        (False for steps that are no transition)."""
-        for reward, done, valid in zip(rewards, dones, mask, strict=True):
+    def add(self, steps: Steps) -> None:
+        """Takes the steps of a rollout; those that are no transition are left out."""
+        for reward, done, valid in zip(steps.rewards, steps.ended, ~steps.done, strict=True):
             self._return += reward * valid
             self._length += valid
             if done.any():
@@ -277,7 +333,8 @@ def play_episodes(
 
     Args:
       env: an EnvPool, not yet reset.
-      policy: policy(frames uint8 [N, 64, 64, C], key) -> int [N] actions.
+      policy: policy(frames uint8 [N, 64, 64, C], age int32 [N], key, memory) -> int [N] actions, memory. Its memory,
+        None at first, is handed back to it at the next step; an episode's first frame has age 0.
       offsets: from `stack_offsets`.
       episodes: at least this many in all, rounded up to a multiple of N.
       record: keep the frames of the first game's first episode (else its first frame only).
@@ -287,7 +344,7 @@ def play_episodes(
     """
     obs, info = env.reset()
     num_envs, key = len(obs), jax.random.PRNGKey(seed)
-    quota = -(-episodes // num_envs)
+    quota, memory = -(-episodes // num_envs), None
     totals, counts = np.zeros((quota, num_envs)), np.zeros(num_envs, np.int64)
     done, columns = np.zeros(num_envs, bool), np.arange(num_envs)
     film, filming = [obs[0].copy()], record  # a copy: obs[0] keeps all games' frames alive
@@ -297,9 +354,9 @@ def play_episodes(
             return None
         frames, stacked = _slide(frames, obs, info["elapsed_step"], tuple(offsets))
         key, now = jax.random.split(key)
-        actions = np.asarray(policy(stacked, now))
+        actions, memory = policy(stacked, info["elapsed_step"], now, memory)
         counted = ~done & (counts < quota)
-        obs, reward, terminated, truncated, info = env.step(actions)
+        obs, reward, terminated, truncated, info = env.step(np.asarray(actions))
         totals[counts[counted], columns[counted]] += reward[counted]
         done = terminated | truncated
         counts += done & counted

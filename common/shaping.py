@@ -60,6 +60,19 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
     return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -10, 10)
 
 
+def prepare_rewards(args, state: ReturnFilter, steps, gamma: jax.Array) -> tuple[ReturnFilter, jax.Array]:
+    """The rewards that a script learns from (`args`: reward_shaping, reward_clip, normalize_rewards).
+
+    Returns the filter with these `envs.Steps` added, and rewards float32 [T, N].
+    """
+    rewards = shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
+    if args.reward_clip:
+        rewards = jnp.clip(rewards, -args.reward_clip, args.reward_clip)
+    if args.normalize_rewards:
+        return normalize(state, rewards, steps.ended, ~steps.done, gamma)
+    return state, rewards
+
+
 def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mean and variance [] of x where mask."""
     count = jnp.maximum(mask.sum(), 1)

@@ -1,9 +1,17 @@
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from common import runs
 from ppo_procgen import Args, main
+
+ROOT = Path(__file__).parent.parent
 
 # Small enough to compile in seconds; the games are real.
 TINY = {
@@ -27,5 +35,38 @@ def train(tmp_path):
 def read_metrics(run_dir, clocks=False):
     """The lines of metrics.jsonl; without `clocks`, without what depends on the machine's speed."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time", "charts/SPS")
+    timed = ("time", "charts/SPS", "charts/queue_size")
     return [{k: v for k, v in line.items() if clocks or not (k in timed or k.startswith("time/"))} for line in lines]
+
+
+def parameters(run_dir):
+    return jax.tree.leaves(runs.load_checkpoint(run_dir)[1]["state"])
+
+
+def assert_same_run(a, b):
+    assert read_metrics(a) == read_metrics(b)
+    for x, y in zip(parameters(a), parameters(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def start(*argv):
+    """Runs a script in a process of its own."""
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def flags_of(args):
+    """A dict of flags as command-line words."""
+    words = []
+    for name, value in args.items():
+        flag = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", value]
+    return words
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)

@@ -33,12 +33,14 @@ def test_episode_statistics_leave_out_steps_that_are_no_transition():
     rewards = np.array([[1, 1], [2, 1], [99, 1], [4, 1]], np.float32)
     ends = np.array([[0, 0], [1, 0], [0, 0], [1, 0]], bool)
     mask = np.array([[1, 1], [1, 1], [0, 1], [1, 1]], bool)
-    stats.add(rewards, ends, mask)
+    age = np.zeros((5, 2), np.int32)
+    stats.add(envs.Steps(rewards, ends, np.zeros_like(ends), ~mask, age))
     assert stats.metrics() == {"charts/episodic_return": 3.5, "charts/episodic_length": 1.5}
     copy = envs.EpisodeStatistics(2)
     copy.restore(stats.save())
     for s in (stats, copy):
-        s.add(np.ones((1, 2), np.float32), np.ones((1, 2), bool), np.ones((1, 2), bool))
+        no = np.zeros((1, 2), bool)
+        s.add(envs.Steps(np.ones((1, 2), np.float32), no, ~no, no, age[:2]))
     assert stats.metrics() == copy.metrics() == {
         "charts/episodic_return": np.mean([3, 4, 1, 5]), "charts/episodic_length": np.mean([2, 1, 1, 5])
     }  # fmt: skip
@@ -126,11 +128,12 @@ def test_each_game_plays_its_quota_of_episodes():
     """Three games, five episodes: two a game, whatever their lengths; the film is one whole episode."""
     seen = []
 
-    def policy(frames, key):
-        seen.append(frames.shape)
-        return np.ones(3, np.int32)
+    def policy(frames, age, key, memory):
+        seen.append((frames.shape, memory))
+        assert (age == [len(seen) - 1] * 3).all() or len(seen) > 2
+        return np.ones(3, np.int32), len(seen)
 
     returns, film = envs.play_episodes(Scripted(3), policy, envs.stack_offsets(4, True), 5, 0, record=True)
     assert returns.tolist() == [2, 2, 3, 3, 4, 4]
-    assert set(seen) == {(3, 64, 64, 6)}
+    assert seen == [((3, 64, 64, 6), i or None) for i in range(len(seen))]
     assert film[:, 0, 0, :2].tolist() == [[0, 0], [0, 1], [0, 2]]

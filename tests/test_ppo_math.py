@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import ppo_procgen as ppo
 from common import runs, shaping
+from common.envs import Steps
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -32,8 +33,7 @@ def random_steps(rng, steps, envs):
         terminated[t], truncated[t], done[t + 1] = ends & early, ends & ~early, ends
         age[t + 1] = np.where(done[t], 0, age[t] + 1)
     raw = (rng.normal(size=(steps, envs)) * 3).astype(np.float32) * ~done[:-1]
-    obs = rng.integers(0, 256, (envs, 3, 64, 64), np.uint8)
-    return ppo.Steps(raw, terminated, truncated, done[:-1], age, obs)
+    return Steps(raw, terminated, truncated, done[:-1], age)
 
 
 @relaxed
@@ -159,6 +159,7 @@ def tiny():
     for t in range(8):
         obs = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
         rollout, _ = ppo.act(args, agent, state.params, rollout, obs, steps.age[t])
+    rollout = ppo.end_rollout(args, rollout, obs)
     return SimpleNamespace(args=args, agent=agent, rollout=rollout, steps=steps, rng=rng)
 
 

@@ -6,32 +6,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import TINY, read_metrics
+from conftest import ROOT, TINY, assert_same_run, flags_of, parameters, read_metrics, start, wait_for
 
 import evaluate
 import ppo_procgen as ppo
 from common import envs, networks, runs
-
-ROOT = Path(__file__).parent.parent
-
-
-def parameters(run_dir):
-    return jax.tree.leaves(runs.load_checkpoint(run_dir)[1]["state"])
-
-
-def assert_same_run(a, b):
-    assert read_metrics(a) == read_metrics(b)
-    for x, y in zip(parameters(a), parameters(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
 
 # Everything that has a state of its own is on.
 STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 200, "kl_target": 1e-4}
@@ -136,28 +121,6 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch):
     assert "eval/test_levels/mean_return" in lines[-1]
 
 
-def start(*argv):
-    command = [sys.executable, "ppo_procgen.py", *map(str, argv)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def flags_of(args):
-    """A dict of flags as command-line words."""
-    words = []
-    for name, value in args.items():
-        flag = name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", value]
-    return words
-
-
-def wait_for(condition, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.05)
-
-
 LONG = STATEFUL | {"total_timesteps": 4000}
 
 
@@ -168,7 +131,7 @@ def long_run(tmp_path_factory):
 
 def interrupt(tmp_path, number, after):
     """Starts LONG, sends a signal once `after` checkpoints are there; returns the run directory, exit code, output."""
-    process = start(*flags_of(TINY | LONG | {"run_dir": str(tmp_path)}))
+    process = start("ppo_procgen.py", *flags_of(TINY | LONG | {"run_dir": str(tmp_path)}))
     wait_for(lambda: len(list(tmp_path.glob("*/checkpoints/[0-9]*/commit_success.txt"))) >= after, process)
     process.send_signal(number)
     output = process.communicate()[0]
@@ -181,7 +144,7 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path, long_run):
     assert f"python ppo_procgen.py --resume {run_dir}" in output
     step = runs.load_checkpoint(run_dir)[0]
     assert step == read_metrics(run_dir)[-1]["global_step"] < 4000
-    resumed = start("--resume", run_dir)
+    resumed = start("ppo_procgen.py", "--resume", run_dir)
     assert resumed.wait(120) == 0, resumed.communicate()[0]
     assert_same_run(long_run, run_dir)
 
@@ -205,7 +168,7 @@ def test_ten_thousand_frames(tmp_path):
          "eval_every": 6_000, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 3_000,
          "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test"}
     )  # fmt: skip
-    process = start(*command)
+    process = start("ppo_procgen.py", *command)
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     (run_dir,) = tmp_path.iterdir()
