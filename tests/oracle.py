@@ -1,6 +1,7 @@
 """The same maths written a second time: float64 NumPy, the slow, obvious way, one number at a time."""
 
 import itertools
+import math
 
 import numpy as np
 
@@ -18,6 +19,60 @@ def gae(rewards, values, terminated, truncated, gamma, gae_lambda):
                 break
             factor *= gamma * gae_lambda
     return advantages
+
+
+def vtrace(args, log_ratio, rewards, values, terminated, done, gamma):
+    """Espeholt et al. 2018, equation 1 as it is printed, a sum of products for each step; values [T + 1].
+
+    An episode at a time: junk steps are no part of any. Where one does not terminate, its last frame's value stands
+    for the rest. Returns targets and advantages, NaN at junk steps.
+    """
+    targets, advantages = np.full((2, len(rewards)), np.nan)
+    start = 0
+    while start < len(rewards):
+        if done[start]:
+            start += 1
+            continue
+        end = start  # the episode's transitions are start .. end - 1, and `end` is the frame after the last
+        while end < len(rewards) and not done[end]:
+            end += 1
+            if terminated[end - 1]:
+                break
+        final = 0.0 if terminated[end - 1] else float(values[end])
+        value = lambda t: float(values[t]) if t < end else final  # noqa: B023, E731
+        ratio = [math.exp(x) for x in log_ratio]
+        for s in range(start, end):
+            target = value(s)
+            for t in range(s, end):
+                c = math.prod(args.vtrace_lambda * min(args.c_bar, ratio[i]) for i in range(s, t))
+                delta = min(args.rho_bar, ratio[t]) * (float(rewards[t]) + gamma * value(t + 1) - value(t))
+                target += gamma ** (t - s) * c * delta
+            targets[s] = target
+        for s in range(start, end):
+            following = targets[s + 1] if s + 1 < end else final
+            rho = min(args.pg_rho_bar, ratio[s])
+            advantages[s] = rho * (float(rewards[s]) + gamma * following - value(s))
+        start = end
+    return targets, advantages
+
+
+def impala_loss(args, ent_coef, logits, values, sequence, gamma):
+    """The loss and its parts of one sequence, step by step, averaged over its transitions; values [T + 1]."""
+    p, q = (np.stack([softmax(x.astype(np.float64)) for x in many]) for many in (logits, sequence.logits))
+    steps = np.arange(len(logits))
+    log_ratio = np.log(p[steps, sequence.actions]) - np.log(q[steps, sequence.actions])
+    targets, advantages = vtrace(args, log_ratio, sequence.rewards, values, sequence.terminated, sequence.done, gamma)
+    kept = [t for t in steps if not sequence.done[t]]
+    mean = lambda x: sum(x(t) for t in kept) / len(kept)  # noqa: E731
+    parts = {
+        "policy_loss": mean(lambda t: -advantages[t] * np.log(p[t, sequence.actions[t]])),
+        "value_loss": mean(lambda t: (values[t] - targets[t]) ** 2 / 2),
+        "entropy": mean(lambda t: -sum(p[t] * np.log(p[t]))),
+        "approx_kl": mean(lambda t: sum(q[t] * np.log(q[t] / p[t]))),
+        "rho": mean(lambda t: min(args.rho_bar, math.exp(log_ratio[t]))),
+        "rho_clipfrac": mean(lambda t: float(math.exp(log_ratio[t]) > args.rho_bar)),
+    }
+    return parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"], parts
 
 
 def softmax(logits):

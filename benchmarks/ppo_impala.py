@@ -1,0 +1,112 @@
+"""PPO and IMPALA in turns, in one run: steps per second, and how busy the learner, the actors and the games are.
+
+Runs the scripts themselves, as a user does, and reads their metrics; prints a table and appends its rows to a CSV
+file. The flags in quotes go to both scripts, then to each:
+
+python benchmarks/ppo_impala.py nature --flags="--encoder nature --width 1 --pool flatten --num-envs 64 --num-steps 64"
+"""
+
+import csv
+import json
+import shlex
+import tempfile
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import throughput  # the script beside this one; it makes the repository's modules importable
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import impala_procgen as impala
+import ppo_procgen as ppo
+from common import runs
+
+
+@dataclass(frozen=True)
+class Args:
+    name: tyro.conf.Positional[str]
+    """what to call this setting in the table"""
+    flags: str = ""
+    """flags of both scripts, in one string, after a ="""
+    ppo_flags: str = "--update-epochs 1 --num-minibatches 2"
+    """more flags, of ppo_procgen.py"""
+    impala_flags: str = "--num-sgd-iter 1 --num-minibatches 2"
+    """more flags, of impala_procgen.py"""
+    updates: int = 10
+    """timed iterations in a round, after two that compile"""
+    rounds: int = 3
+    """how often each script runs, in turns; the table has the medians"""
+    csv: str = "benchmarks/results/ppo_impala.csv"
+    """file that rows are appended to; empty for none"""
+
+
+def measure(script, flags: str, updates: int) -> dict[str, float]:
+    """One run of a script, from its third line of metrics on."""
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["--eval-episodes", "0", "--wandb-mode", "disabled", "--run-dir", folder]
+        args = tyro.cli(script.Args, args=[*shlex.split(flags), *fixed])
+        args = tyro.cli(
+            script.Args,
+            args=["--total-timesteps", str(args.num_envs * args.num_steps * (updates + 1))],
+            default=args,
+        )
+        run = script.main(args)
+        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    timed = lines[2:]
+    seconds = timed[-1]["time"] - lines[1]["time"]
+
+    def percent(*parts):
+        return 100 * float(np.mean([sum(line.get(f"time/{part}", 0) for part in parts) for line in timed]))
+
+    actor = ("actor_inference", "actor_game") if script is impala else ("inference", "game")
+    return {
+        "steps/s": (timed[-1]["global_step"] - lines[1]["global_step"]) / seconds,
+        "learner busy %": percent("update", "transfer"),
+        "of it transfer %": percent("transfer"),
+        "learner waits %": percent("waiting"),
+        "actors busy %": percent(*actor),
+        "of it game %": percent(actor[1]),
+        "actors blocked %": percent("actor_blocked"),
+        "lag": float(np.mean([line.get("charts/policy_lag", 0) for line in timed])),
+        "queue": float(np.mean([line.get("charts/queue_size", 0) for line in timed])),
+    }
+
+
+def main(args: Args) -> None:
+    settings = {"ppo": (ppo, f"{args.flags} {args.ppo_flags}"), "impala": (impala, f"{args.flags} {args.impala_flags}")}
+    results = {name: [] for name in settings}
+    for _ in range(args.rounds):
+        for name, (script, flags) in settings.items():
+            results[name].append(measure(script, flags, args.updates))
+    ratio = np.median([i["steps/s"] / p["steps/s"] for p, i in zip(results["ppo"], results["impala"], strict=True)])
+    alone = throughput.game_rate(tyro.cli(ppo.Args, args=shlex.split(args.flags)))
+    table, rows = Table(), []
+    for name, (_, flags) in settings.items():
+        row = {"setting": args.name, "script": name}
+        row |= {k: f"{np.median([x[k] for x in results[name]]):.4g}" for k in results[name][0]}
+        row["game alone steps/s"] = f"{alone:.4g}"
+        row |= {"times PPO's steps/s": f"{ratio if name == 'impala' else 1:.3g}", "rounds": args.rounds, "flags": flags}
+        row |= {"machine": throughput.machine(), "jax": throughput.jax.__version__, "commit": throughput.commit()}
+        rows.append(row | {"date": date.today().isoformat()})
+    table.add_column("")
+    for name in settings:
+        table.add_column(name)
+    for key in rows[0]:
+        table.add_row(key, *(str(row[key]) for row in rows))
+    Console().print(table)
+    if args.csv:
+        path = Path(args.csv)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
