@@ -42,6 +42,8 @@ class Args:
     """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
     reference: Literal["", "easy-all", "easy-200-train", "easy-200-test"] = ""
     """also draw OpenAI's PPO"""
+    hours: bool = False
+    """draw the curves over wall time too, in a second panel"""
     points: int = 400
     """at most this many rows a run"""
 
@@ -68,44 +70,46 @@ def main(args: Args) -> None:
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one run directory")
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120)
-    rows = []
+    panels = ("global_step", "hours") if args.hours else ("global_step",)
+    figure, axes = plt.subplots(1, len(panels), figsize=(8 if len(panels) == 1 else 12, 4.5), dpi=120, squeeze=False)
+    rows, scripts = [], []
     for run_dir, style in zip(args.run_dirs, ("-", "--", "-.", ":") * len(args.run_dirs), strict=False):
         content, lines = read_run(run_dir)
-        game, seed = content["args"]["env_id"], content["args"]["seed"]
+        script, game, seed = content["script"], content["args"]["env_id"], content["args"]["seed"]
+        scripts = list(dict.fromkeys([*scripts, script]))
+        name, color = f"{script.removesuffix('_procgen').upper()}, seed {seed}", f"C{3 * scripts.index(script)}"
         lines = thin(lines, args.points)
-        shown = [x for x in lines if "charts/episodic_return" in x]
-        steps = [x["global_step"] for x in shown]
-        axis.plot(
-            steps, [x["charts/episodic_return"] for x in shown], style, color="C0", lw=1,
-            label=f"training, last 100 episodes (seed {seed})",
-        )  # fmt: skip
-        for levels, marker, color in (("train", "s", "C1"), ("test", "o", "C3")):
-            key = f"eval/{levels}_levels/mean_return"
-            shown = [x for x in lines if key in x]
-            if shown:
-                points = [x["global_step"] for x in shown], [x[key] for x in shown]
-                axis.plot(*points, marker, color=color, label=f"evaluation, {levels} levels (seed {seed})")
-        for x in lines:
-            row = {"seed": seed, "hours": f"{x['hours']:.4f}"}
-            rows.append(row | {short: f"{x[k]:.6g}" for k, short in COLUMNS.items() if k in x})
-        axis.set_title(f"{content['script']} on {game}")
+        for axis, x in zip(axes[0], panels, strict=True):
+            shown = [line for line in lines if "charts/episodic_return" in line]
+            points = [line[x] for line in shown], [line["charts/episodic_return"] for line in shown]
+            axis.plot(*points, style, color=color, lw=1, label=f"{name}: training, last 100 episodes")
+            for levels, marker in (("train", "s"), ("test", "o")):
+                key = f"eval/{levels}_levels/mean_return"
+                shown = [line for line in lines if key in line]
+                if shown:
+                    points = [line[x] for line in shown], [line[key] for line in shown]
+                    axis.plot(*points, marker, color=color, mec="k", ms=5, label=f"{name}: evaluation, {levels} levels")
+        for line in lines:
+            row = {"script": script, "seed": seed, "hours": f"{line['hours']:.4f}"}
+            rows.append(row | {short: f"{line[k]:.6g}" for k, short in COLUMNS.items() if k in line})
     if args.random is not None:
-        axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
+        for axis in axes[0]:
+            axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
     if args.reference:
         with REFERENCE.open() as file:
             curve = [x for x in csv.DictReader(file) if x["split"] == args.reference and x["game"] == game]
         last = max(float(row["global_step"]) for row in rows)
         curve = [x for x in curve if float(x["env_steps"]) <= 1.3 * last]
         points = [float(x["env_steps"]) for x in curve], [float(x["mean_return"]) for x in curve]
-        axis.plot(*points, "^-", color="0.6", ms=4, label=f"OpenAI's PPO, {args.reference}")
-    axis.set(xlabel="environment steps", ylabel="return of an episode")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+        axes[0, 0].plot(*points, "^-", color="0.6", ms=4, label=f"OpenAI's PPO, {args.reference}")
+    for axis, label in zip(axes[0], ("environment steps", "hours"), strict=False):
+        axis.set(xlabel=label, ylabel="return of an episode", title=f"{' and '.join(scripts)} on {game}")
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(out.with_suffix(".png"))
     with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["seed", "hours", *COLUMNS.values()])
+        writer = csv.DictWriter(file, ["script", "seed", "hours", *COLUMNS.values()])
         writer.writeheader()
         writer.writerows(rows)
     print(f"{out.with_suffix('.csv')}, {out.with_suffix('.png')}")
