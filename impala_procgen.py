@@ -276,7 +276,7 @@ class Memory(NamedTuple):
 class Carry(NamedTuple):
     """What an actor needs besides its games to go on with n of them."""
 
-    history: jax.Array  # uint8 [H, n, 64, 64, 3]: the frames before the newest
+    history: jax.Array  # uint8 [n, H, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [n]: what the games played last
     core: Core
 
@@ -322,7 +322,7 @@ def initial_memory(args: Args) -> Memory:
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
     size = args.num_envs // args.num_actors
-    history = jnp.zeros((history_length(args), size, *envs.FRAME_SHAPE), jnp.uint8)
+    history = jnp.zeros((size, history_length(args), *envs.FRAME_SHAPE), jnp.uint8)
     return Carry(history, jnp.zeros(size, jnp.int32), initial_core(args, size))
 
 
@@ -330,11 +330,11 @@ def initial_carry(args: Args) -> Carry:
 
 
 class Rollout(NamedTuple):
-    """What stays on an actor's device while it plays T steps of n games; H rows of older frames come first."""
+    """What stays on an actor's device while it plays T steps of n games, game by game; H older frames come first."""
 
-    frames: jax.Array  # uint8 [H + T + 1, n, 64, 64, 3]: row H + t is what step t acts on
-    actions: jax.Array  # int32 [T, n]
-    logits: jax.Array  # float32 [T, n, 15]
+    frames: jax.Array  # uint8 [n, H + T + 1, 64, 64, 3]: column H + t is what step t acts on
+    actions: jax.Array  # int32 [n, T]
+    logits: jax.Array  # float32 [n, T, 15]
     last_action: jax.Array  # int32 [n]
     first_core: Core
     core: Core
@@ -352,13 +352,12 @@ class Unroll(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
-    size = len(carry.last_action)
-    rows = history_length(args) + args.num_steps + 1
-    frames = jnp.zeros((rows, size, *envs.FRAME_SHAPE), jnp.uint8)
+    size, past = len(carry.last_action), history_length(args)
+    frames = jnp.zeros((size, past + args.num_steps + 1, *envs.FRAME_SHAPE), jnp.uint8)
     return Rollout(
-        frames=frames.at[: history_length(args)].set(carry.history),
-        actions=jnp.zeros((args.num_steps, size), jnp.int32),
-        logits=jnp.zeros((args.num_steps, size, envs.NUM_ACTIONS)),
+        frames=frames.at[:, :past].set(carry.history),
+        actions=jnp.zeros((size, args.num_steps), jnp.int32),
+        logits=jnp.zeros((size, args.num_steps, envs.NUM_ACTIONS)),
         last_action=carry.last_action,
         first_core=carry.core,
         core=carry.core,
@@ -367,22 +366,31 @@ def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
     )
 
 
+def put_frames(args: Args, rollout: Rollout, obs: jax.Array) -> jax.Array:
+    """The rollout's frames with obs uint8 [n, 3, 64, 64], of its step t, added."""
+    return rollout.frames.at[:, history_length(args) + rollout.t].set(obs.transpose(0, 2, 3, 1))
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def end_rollout(args: Args, rollout: Rollout, obs: jax.Array) -> tuple[Rollout, Carry]:
     """Adds the frames after the last step."""
-    past = history_length(args)
-    history = rollout.frames[args.num_steps : args.num_steps + past]
-    rollout = rollout._replace(frames=envs.put_frames(rollout.frames, past + args.num_steps, obs))
-    return rollout, Carry(history, rollout.last_action, rollout.core)
+    history = rollout.frames[:, args.num_steps : args.num_steps + history_length(args)]
+    return rollout._replace(frames=put_frames(args, rollout, obs)), Carry(history, rollout.last_action, rollout.core)
+
+
+def stack(args: Args, frames: jax.Array, age: jax.Array, times: jax.Array) -> jax.Array:
+    """Stacks uint8 [B, S, 64, 64, C] of the frames [B, H + T + 1, 64, 64, 3] of B games, at steps `times` [S] with
+    ages [B, S]."""
+    offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
+    game = lambda frames, age: envs.stack_frames(frames[:, None], age, history_length(args) + times, 0, offsets)  # noqa: E731
+    return jax.vmap(game)(frames, age)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
-    t, row = rollout.t, history_length(args) + rollout.t
-    frames = envs.put_frames(rollout.frames, row, obs)
-    offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
-    stacked = envs.stack_frames(frames, age, row, jnp.arange(len(age)), offsets)
+    t, frames = rollout.t, put_frames(args, rollout, obs)
+    stacked = stack(args, frames, age[:, None], t[None])[:, 0]
     features = networks.in_chunks(partial(agent.apply, params, method="encode"), stacked)
     logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, rollout.core, method="decode")
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
@@ -391,8 +399,8 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     played = jnp.where(stick, rollout.last_action, actions)
     rollout = rollout._replace(
         frames=frames,
-        actions=rollout.actions.at[t].set(actions),
-        logits=rollout.logits.at[t].set(logits[:, 0]),
+        actions=rollout.actions.at[:, t].set(actions),
+        logits=rollout.logits.at[:, t].set(logits[:, 0]),
         last_action=played,
         core=core,
         t=t + 1,
@@ -447,13 +455,6 @@ def vtrace(args: Args, log_ratio, rewards, values, terminated, done, next_value,
     next_targets = jnp.append(targets[1:], next_target)
     advantages = jnp.minimum(args.pg_rho_bar, ratio) * (rewards + discounts * next_targets - values)
     return targets, advantages
-
-
-def stack(args: Args, frames: jax.Array, age: jax.Array, times: jax.Array) -> jax.Array:
-    """Stacks uint8 [B, S, 64, 64, C] of sequences' frames [B, H + T + 1, 64, 64, 3] at times [S], ages [B, S]."""
-    offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
-    one = lambda frames, age: envs.stack_frames(frames[:, None], age, history_length(args) + times, 0, offsets)  # noqa: E731
-    return jax.vmap(one)(frames, age)
 
 
 def loss(args: Args, agent: Agent, gamma, ent_coef, params: dict, data, start, size, after):
@@ -513,15 +514,17 @@ def last_value(args: Args, agent: Agent, params: dict, batch: Sequences) -> jax.
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: envs.Steps, step: int, i: int):
-    """Makes the i-th update's batch of the actors' rollouts [T, n] and all their steps [T, N], at environment step
+    """Makes the i-th update's batch of the actors' rollouts [n, T] and all their steps [T, N], at environment step
     `step`: returns the memory and Sequences [B, ...], the new ones first, then those replayed."""
     gamma = runs.parse_schedule(args.gamma)(step)
     reward_filter, reward = shaping.prepare_rewards(args, memory.reward_filter, steps, gamma)
-    by_time = ((r.frames, r.actions, r.logits) for r in rollouts)
-    frames, actions, logits = (jnp.concatenate(x, axis=1) for x in zip(*by_time, strict=True))
-    by_time = (frames, steps.age, actions, logits, reward, steps.terminated, steps.done)
-    core = jax.tree.map(lambda *x: jnp.concatenate(x), *(r.first_core for r in rollouts))
-    new = Sequences(*(jnp.swapaxes(x, 0, 1) for x in by_time), core)
+
+    def join(*arrays):  # as long rows, which XLA copies twice as fast on a CPU
+        return jnp.concatenate([x.reshape(len(x), -1) for x in arrays]).reshape(-1, *arrays[0].shape[1:])
+
+    arrays = ((r.frames, r.actions, r.logits, r.first_core) for r in rollouts)
+    frames, actions, logits, core = jax.tree.map(join, *arrays)
+    new = Sequences(frames, steps.age.T, actions, logits, reward.T, steps.terminated.T, steps.done.T, core)
     if not args.replay_fraction:
         return memory._replace(reward_filter=reward_filter), new
     rows = (memory.written + jnp.arange(args.num_envs)) % args.replay_size

@@ -292,7 +292,7 @@ BAD = {
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other script": (None, "--resume", "ppo_procgen.py"),
     "other actors": (None, "--num-actors 1", "keeps its own, 2"),
-    "shapes": (None, "does not fit", "(3, 4, 64, 64, 3) here"),
+    "shapes": (None, "does not fit", "(4, 3, 64, 64, 3) here"),
     "core": (None, "bigfish__impala_procgen__1", "does not fit"),
 }
 
