@@ -704,6 +704,7 @@ def main(args: Args) -> runs.Run:
                 episodes.add(steps)
                 for part in ("inference", "game", "blocked"):
                     charts[f"time/actor_{part}"] = np.mean([item.shares[f"time/{part}"] for item in items])
+                charts["charts/return_std"] = np.sqrt(memory.reward_filter.var)
                 charts |= episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions()
                 run.log(step, metrics | charts)
                 if runs.crossed(args.checkpoint_every, before, step):

@@ -212,9 +212,12 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
         tree = serialization.from_state_dict(template, saved)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{differ} ({str(error).splitlines()[0]})") from None
-    for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
+    except AttributeError:  # Flax found None where there should be a tuple
+        raise UsageError(f"{differ}: something that they need is not in it") from None
+    for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=False):
         name = jax.tree_util.keystr(path)
         check(want.shape == got.shape, f"{differ} ({name} is {got.shape} there, {want.shape} here)")
+    check(len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)), f"{differ}: they need not all that is in it")
     return jax.tree.map(jax.numpy.asarray, tree)
 
 

@@ -294,6 +294,7 @@ BAD = {
     "other actors": (None, "--num-actors 1", "keeps its own, 2"),
     "shapes": (None, "does not fit", "(4, 3, 64, 64, 3) here"),
     "core": (None, "bigfish__impala_procgen__1", "does not fit"),
+    "no buffer to go on with": (None, "bigfish__impala_procgen__1", "does not fit"),
 }
 
 
@@ -305,7 +306,8 @@ def finished(tmp_path_factory):
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capfd):
     words, names, valid = BAD[case]
-    more = {"other actors": ["--num-actors", 1], "shapes": ["--num-envs", 8], "core": ["--lstm"]}
+    more = {"other actors": ["--num-actors", 1], "shapes": ["--num-envs", 8], "core": ["--lstm"],
+            "no buffer to go on with": ["--replay-fraction", 0.5]}  # fmt: skip
     if case == "other script":
         (tmp_path / "args.json").write_text('{"script": "ppo_procgen", "args": {}}')
         words = ["--resume", tmp_path]
