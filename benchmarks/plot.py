@@ -71,7 +71,8 @@ def main(args: Args) -> None:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     panels = ("global_step", "hours") if args.hours else ("global_step",)
-    figure, axes = plt.subplots(1, len(panels), figsize=(8 if len(panels) == 1 else 12, 4.5), dpi=120, squeeze=False)
+    width = 8 if len(panels) == 1 else 12
+    figure, axes = plt.subplots(1, len(panels), figsize=(width, 5), dpi=120, squeeze=False, layout="constrained")
     rows, scripts = [], []
     for run_dir, style in zip(args.run_dirs, ("-", "--", "-.", ":") * len(args.run_dirs), strict=False):
         content, lines = read_run(run_dir)
@@ -105,8 +106,7 @@ def main(args: Args) -> None:
     for axis, label in zip(axes[0], ("environment steps", "hours"), strict=False):
         axis.set(xlabel=label, ylabel="return of an episode", title=f"{' and '.join(scripts)} on {game}")
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(out.with_suffix(".png"))
     with out.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["script", "seed", "hours", *COLUMNS.values()])
