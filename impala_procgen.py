@@ -77,14 +77,14 @@ class Args:
     max_lag: int = 1
     """how many updates older than the learner an unroll's policy may be; 0 for none: actors and learner take turns"""
     deterministic: bool = False
-    """play each unroll with a policy exactly max_lag updates old, so that the same seed gives the same metrics;
-    without it the threads' timing decides how old"""
+    """play each unroll with a policy exactly max_lag updates old, so that the same seed gives the same metrics (bit for
+    bit on a CPU); without it the threads' timing decides how old"""
     num_sgd_iter: int = 3
     """passes over a batch"""
     num_minibatches: int = 2
     """minibatches in a pass, each of whole unrolls"""
     replay_fraction: float = 0.0
-    """share of each batch that is drawn from a buffer of recent unrolls; 0 for no buffer"""
+    """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
     replay_size: int = 128
     """unrolls of one game that the buffer holds, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: str = "0:1e-4,1000000:5e-4,8000000:1e-4"
@@ -171,15 +171,14 @@ def check_args(args: Args) -> None:
         f"--num-minibatches {args.num_minibatches}: must divide a batch's unrolls, {batch}"
         + (f" ({args.num_envs} new and {batch - args.num_envs} replayed)" if args.replay_fraction else ""),
     )
-    check(
-        args.replay_fraction == 0 or abs(num_replayed(args) - args.replay_fraction * batch) < 1e-3,
-        f"--replay-fraction {args.replay_fraction}: with {args.num_envs} new unrolls that is no whole number of "
-        f"replayed ones; try {num_replayed(args) / batch:.4g}",
-    )
-    check(
-        args.replay_fraction == 0 or args.replay_size >= args.num_envs,
-        f"--replay-size {args.replay_size}: must hold one unroll of each game, {args.num_envs} or more",
-    )
+    if args.replay_fraction:
+        least = 1 / (args.num_envs + 1)
+        check(batch > args.num_envs, f"--replay-fraction {args.replay_fraction}: give 0, or at least {least:.2g}")
+        check(
+            args.num_envs <= args.replay_size <= 2**24 // args.num_steps,
+            f"--replay-size {args.replay_size}: must be from {args.num_envs}, one unroll of each game, to "
+            f"{2**24 // args.num_steps}",
+        )
     check(
         batch * args.num_steps <= 2**24,
         f"--num-envs {args.num_envs}: a batch of {batch * args.num_steps} steps is too large, at most {2**24}",
@@ -285,7 +284,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
     clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     if args.optimizer == "rmsprop":
-        return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.optimizer_eps))
+        return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.optimizer_eps, bias_correction=True))
     return optax.chain(clip, optax.scale_by_adam(eps=args.optimizer_eps))
 
 
@@ -512,6 +511,11 @@ def last_value(args: Args, agent: Agent, params: dict, batch: Sequences) -> jax.
     return agent.apply(params, features.reshape(*age.shape, -1), age == 0, batch.core, method="decode")[1][:, -1]
 
 
+def join_steps(unrolls: Sequence[Unroll]) -> envs.Steps:
+    """All actors' steps [T, N], in the order of `remember`'s rollouts."""
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(unroll.steps for unroll in unrolls))
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: envs.Steps, step: int, i: int):
     """Makes the i-th update's batch of the actors' rollouts [n, T] and all their steps [T, N], at environment step
@@ -527,12 +531,14 @@ def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: env
     new = Sequences(frames, steps.age.T, actions, logits, reward.T, steps.terminated.T, steps.done.T, core)
     if not args.replay_fraction:
         return memory._replace(reward_filter=reward_filter), new
+    key = jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, args.num_actors)), i)
+    filled = jnp.minimum(memory.written, args.replay_size)  # in the first update, nothing: it draws from the new ones
+    drawn = jax.random.randint(key, num_replayed(args), 0, jnp.where(filled == 0, args.num_envs, filled))
+    draw = lambda x, buffer: jnp.where(filled == 0, x[drawn], buffer[drawn])  # noqa: E731
+    batch = jax.tree.map(lambda x, buffer: join(x, draw(x, buffer)), new, memory.replay)
     rows = (memory.written + jnp.arange(args.num_envs)) % args.replay_size
     replay = jax.tree.map(lambda buffer, x: buffer.at[rows].set(x), memory.replay, new)
     written = memory.written + args.num_envs
-    key = jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, args.num_actors)), i)
-    drawn = jax.random.randint(key, num_replayed(args), 0, jnp.minimum(written, args.replay_size))
-    batch = jax.tree.map(lambda x, buffer: jnp.concatenate([x, buffer[drawn]]), new, replay)
     # Counted modulo the size once it is full, so that it never overflows.
     written = jnp.where(written < 2 * args.replay_size, written, written - args.replay_size)
     return Memory(reward_filter, replay, written), batch
@@ -540,7 +546,11 @@ def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: env
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def update(args: Args, agent: Agent, state: TrainState, batch: Sequences) -> tuple[TrainState, dict]:
-    """Passes of minibatches over Sequences [B, ...], V-trace anew in each: returns the next state and metrics []."""
+    """Passes of minibatches over Sequences [B, ...], V-trace anew in each: returns the next state and metrics [].
+
+    The losses are means of the last pass, over replayed unrolls too: rho and approx_kl are of all that the policy has
+    moved since an unroll was played, in this batch's own steps as well.
+    """
     learning_rate, ent_coef, gamma = (
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
@@ -604,7 +614,8 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
     """For evaluate.py: the step of a run's newest checkpoint, and its policy."""
     agent = make_agent(args)
-    state = networks.replicate(load(args, agent, run_dir)["state"])
+    template = jax.eval_shape(partial(initial_state, args, agent))
+    state = networks.replicate(runs.restore_tree(template, runs.load_checkpoint(run_dir)[1]["state"], run_dir))
     return int(state.global_step), make_policy(args, agent, state.params)
 
 
@@ -691,7 +702,7 @@ def main(args: Args) -> runs.Run:
                 played, version = [unroll.games for unroll in unrolls], int(state.updates)
                 charts["charts/policy_lag"] = version - np.mean([item.version for item in items])
                 with watch("transfer"):
-                    steps = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(unroll.steps for unroll in unrolls))
+                    steps = join_steps(unrolls)
                     rollouts = jax.device_put([unroll.rollout for unroll in unrolls], devices[0])
                     memory, batch = remember(args, memory, rollouts, steps, step, version)
                     batch = jax.block_until_ready(networks.replicate(batch))
@@ -718,6 +729,7 @@ def main(args: Args) -> runs.Run:
                     save()
                     start()
             save()
+            actors.check()  # one that failed after the last batch
         for mine in games:
             mine.close()
     return run

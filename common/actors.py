@@ -62,14 +62,17 @@ class Actors:
     def __enter__(self) -> "Actors":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.stop()
+    def __exit__(self, kind, *_) -> None:
+        if kind is KeyboardInterrupt:  # asked twice: do not wait for the games, the threads end with the process
+            self._stopping = True
+        else:
+            self.stop()
 
     def start(self, i: int, carries: Sequence[Any]) -> None:
         """Starts a thread for each actor, from its i-th unroll and its carry on."""
         self._stopping = False
         for actor, carry in enumerate(carries):
-            thread = threading.Thread(target=self._run, args=(actor, i, carry), name=f"actor {actor}")
+            thread = threading.Thread(target=self._run, args=(actor, i, carry), name=f"actor {actor}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -79,7 +82,8 @@ class Actors:
             self._stopping = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         self._threads = []
         for queue in self._ready:
             queue.clear()
@@ -90,12 +94,12 @@ class Actors:
         copies = {device: jax.device_put(copy, device) for device in set(self._devices)}
         with self._changed:
             self._published[version] = copies
-            for old in [v for v in self._published if v < version - self._max_lag]:
+            for old in [v for v in self._published if v < version - (self._max_lag if self._lockstep else 0)]:
                 del self._published[old]
             self._changed.notify_all()
 
     def published(self) -> dict[int, Any]:
-        """Parameters by version, the last max_lag + 1 of them."""
+        """Parameters by version: the newest, and in lock-step the last max_lag + 1."""
         return {version: copies[self._devices[0]] for version, copies in self._published.items()}
 
     @property
@@ -106,14 +110,19 @@ class Actors:
     def take(self, stop: Callable[[], Any]) -> list[Item] | None:
         """Waits for every actor's next unroll; None if `stop()` says yes before. Raises ActorError."""
         with self._changed:
-            while self._error is None:
+            while True:
+                self.check()
                 if all(self._ready):
                     return [queue.popleft() for queue in self._ready]
                 if stop():
                     return None
                 self._changed.wait(0.2)
+
+    def check(self) -> None:
+        """Raises ActorError if an actor's thread has raised."""
+        if self._error:
             actor, error = self._error
-        raise ActorError(f"actor {actor} failed") from error
+            raise ActorError(f"actor {actor} failed") from error
 
     def _run(self, actor: int, i: int, carry: Any) -> None:
         watch = Stopwatch()
@@ -136,8 +145,8 @@ class Actors:
 
     def _parameters(self, actor: int, i: int) -> tuple[int, Any]:
         """Waits for the parameters of unroll i; returns their version and themselves."""
-        oldest = max(i - self._max_lag, min(self._published))
         with self._changed:
+            oldest = max(i - self._max_lag, min(self._published))
             while max(self._published) < oldest:
                 self._check()
                 self._changed.wait()

@@ -172,7 +172,8 @@ def value_and_grad_backwards(loss: Callable, params, batch, after, steps: int, w
     """As `value_and_grad`, for a loss of sequences in which a step needs later ones only through what they hand back.
 
     V-trace runs from the last step to the first, and so can its gradient: on a CPU each few samples go forward and,
-    still in the cache, backward, the last steps first. Nothing is computed twice and no activation is kept.
+    still in the cache, backward, the last steps first. Nothing is computed twice and no activation is kept (but with
+    `whole` those of a sequence are).
 
     Args:
       loss: loss(params, batch, start, size, after) -> (scalar, (tree of scalars, before)): sums over the `size` steps

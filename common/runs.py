@@ -214,10 +214,11 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
         raise UsageError(f"{differ} ({str(error).splitlines()[0]})") from None
     except AttributeError:  # Flax found None where there should be a tuple
         raise UsageError(f"{differ}: something that they need is not in it") from None
-    for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=False):
+    same = len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree))
+    check(same, f"{differ}: there is something in it that they do not need")
+    for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
         name = jax.tree_util.keystr(path)
         check(want.shape == got.shape, f"{differ} ({name} is {got.shape} there, {want.shape} here)")
-    check(len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)), f"{differ}: they need not all that is in it")
     return jax.tree.map(jax.numpy.asarray, tree)
 
 

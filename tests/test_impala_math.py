@@ -197,7 +197,7 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
 
 def test_replay_holds_the_newest_and_draws_from_them():
     args = make_args(replay_fraction=0.5, replay_size=6, num_actors=2, normalize_rewards=True, lstm=True)
-    memory, seen, rng = impala.initial_memory(args), [], np.random.default_rng(0)
+    memory, seen, drawn, rng = impala.initial_memory(args), {}, [], np.random.default_rng(0)
     for i in range(9):
         rollouts = []
         for actor in range(2):
@@ -209,14 +209,16 @@ def test_replay_holds_the_newest_and_draws_from_them():
         memory, batch = impala.remember(args, memory, rollouts, steps, 0, i)
         numbers = np.asarray(batch.core[0][:, 0])
         assert numbers[:4].tolist() == [100 * i + k for k in range(4)]
-        seen += numbers[:4].tolist()
         assert len(numbers) == 8
-        assert set(numbers[4:]) <= set(seen[-6:])
         np.testing.assert_array_equal(batch.age[:4], steps.age.T)
-        for row, number in enumerate(numbers[4:]):  # all that belongs to a sequence is drawn together
-            if number in numbers[:4]:
-                twin = jax.tree.map(lambda x: x[4 + row], batch), jax.tree.map(lambda x: x[int(number) % 100], batch)  # noqa: B023
-                jax.tree.map(np.testing.assert_array_equal, *twin)
+        held = list(seen)[-6:] or numbers[:4]  # the first update has no older ones
+        assert set(numbers[4:]) <= set(held)
+        drawn += numbers[4:].tolist()
+        seen |= {number: jax.device_get(jax.tree.map(lambda x: x[k], batch)) for k, number in enumerate(numbers[:4])}  # noqa: B023
+        for k, number in enumerate(numbers[4:]):  # all that belongs to a sequence is drawn together
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[4 + k], batch), seen[number])  # noqa: B023
+    assert len({number % 100 for number in drawn}) == 4
+    assert any(number < 100 * (i - 1) for i, number in zip(np.arange(36) // 4, drawn, strict=True))  # two updates old
     assert 6 <= memory.written < 12
 
 
@@ -224,22 +226,28 @@ def test_same_parameters_give_the_actors_probabilities():
     """What the learner rebuilds (stacks, ages, cores) is what the actor saw: with no lag, on real games, all
     ratios of the first minibatch are 1, across episode ends too."""
     for lstm in (False, True):
-        args = make_args(lstm=lstm, num_steps=150, num_sgd_iter=1, num_minibatches=1, num_actors=1, env_id="bigfish",
+        args = make_args(lstm=lstm, num_steps=150, num_sgd_iter=1, num_minibatches=1, num_actors=2, env_id="bigfish",
                          learning_rate="0", sticky_actions=0.25)  # fmt: skip
         agent = impala.make_agent(args)
-        games = [impala.envs.Games(partial(impala.envs.make_levels, args, GAMES), 3)]
+        games = [impala.envs.Games(partial(impala.envs.make_levels, args, GAMES // 2), 3 + actor) for actor in range(2)]
         state, memory = impala.initial_state(args, agent), impala.initial_memory(args)
         state.params["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
-        state, carry = networks.replicate(state), impala.initial_carry(args)
+        state, carries = networks.replicate(state), [impala.initial_carry(args)] * 2
         ends = 0
         for i in range(2):
             watch, check = runs.Stopwatch(), threading.Event().is_set
-            unroll, carry = impala.collect(args, agent, games, 0, i, state.params, carry, watch, check)
-            memory, batch = impala.remember(args, memory, [unroll.rollout], unroll.steps, 0, i)
-            ends += unroll.steps.ended.sum()
+            collected = [
+                impala.collect(args, agent, games, actor, i, state.params, carries[actor], watch, check)
+                for actor in range(2)
+            ]
+            unrolls, carries = zip(*collected, strict=True)
+            steps = impala.join_steps(unrolls)
+            memory, batch = impala.remember(args, memory, [unroll.rollout for unroll in unrolls], steps, 0, i)
+            ends += steps.ended.sum()
             state, metrics = impala.update(args, agent, state, networks.replicate(batch))
             assert metrics["losses/entropy"] < 2.6
             assert abs(metrics["losses/approx_kl"]) < 1e-5
             assert abs(metrics["losses/rho"] - 1) < 1e-3
         assert ends > 0
-        games[0].close()
+        for mine in games:
+            mine.close()
