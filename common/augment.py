@@ -1,0 +1,223 @@
+"""Random image transforms of stacked frames, uint8 in, uint8 out: the competition entry's five and RAD's.
+
+Each takes a key and one stack uint8 [H, W, 3 * frames], and does the same to all of its frames. `augment` applies
+several, one key a sample, within the learner's jitted update; nothing stores an augmented image.
+
+Sources: the competition entry (facts of its transforms: flip, rotate, crop_resize, translate, pad_crop); RAD (Laskin et
+al. 2020, arXiv 2004.14990, section 4); random convolutions are Lee et al. 2020 (arXiv 1910.05396), squashed as in RAD;
+DrAC is Raileanu et al. 2020 (arXiv 2006.12862).
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from common.runs import UsageError
+
+GREY = (0.299, 0.587, 0.114)  # luma of red, green and blue (ITU-R BT.601)
+
+
+# GEOMETRY
+
+
+def flip(key: jax.Array, image: jax.Array) -> jax.Array:
+    """Left to right or upside down, each as likely."""
+    return jnp.where(jax.random.bernoulli(key), image[:, ::-1], image[::-1])
+
+
+def rotate(key: jax.Array, image: jax.Array, degrees: float = 20) -> jax.Array:
+    """Turns by -20 to 20 degrees around the middle, bilinear; black comes in at the corners."""
+    angle = jax.random.uniform(key, minval=-degrees, maxval=degrees) * jnp.pi / 180
+    height, width = image.shape[:2]
+    y, x = jnp.arange(height)[:, None] - (height - 1) / 2, jnp.arange(width) - (width - 1) / 2
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    rows, columns = cos * y - sin * x + (height - 1) / 2, sin * y + cos * x + (width - 1) / 2
+    top, left = jnp.floor(rows).astype(jnp.int32), jnp.floor(columns).astype(jnp.int32)
+    total = 0.0
+    for down in (0, 1):
+        for right in (0, 1):
+            row, column = top + down, left + right
+            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            weight = inside * (1 - jnp.abs(rows - row)) * (1 - jnp.abs(columns - column))
+            total += weight[..., None] * image[row.clip(0, height - 1), column.clip(0, width - 1)]
+    return _to_bytes(total)
+
+
+def crop_resize(key: jax.Array, image: jax.Array, smallest: int = 48) -> jax.Array:
+    """A square part of 48 to 64 pixels, from anywhere, bilinearly enlarged to the whole."""
+    size_key, *keys = jax.random.split(key, 3)
+    size = jax.random.randint(size_key, (), smallest, image.shape[0] + 1)
+    for axis, corner_key in enumerate(keys):
+        corner = jax.random.randint(corner_key, (), 0, image.shape[axis] - size + 1)
+        place = (jnp.arange(image.shape[axis]) + 0.5) * size / image.shape[axis] - 0.5
+        place = place.clip(0, size - 1)  # nothing is seen of what lies outside of the part
+        low = jnp.floor(place).astype(jnp.int32)
+        high, part = jnp.minimum(low + 1, size - 1), jnp.expand_dims(place - low, (2, 1 - axis))
+        image = (1 - part) * image.take(corner + low, axis) + part * image.take(corner + high, axis)
+    return _to_bytes(image)
+
+
+def translate(key: jax.Array, image: jax.Array, most: int = 8) -> jax.Array:
+    """Rolls by -8 to 8 pixels in both directions; what leaves on one side comes in on the other."""
+    down, right = jax.random.randint(key, (2,), -most, most + 1)
+    return _take(
+        image, (jnp.arange(len(image)) - down) % len(image), (jnp.arange(image.shape[1]) - right) % image.shape[1]
+    )
+
+
+def pad_crop(key: jax.Array, image: jax.Array, pad: int = 10) -> jax.Array:
+    """Adds a mirrored border of 10 pixels, and cuts an image of the old size from anywhere in that."""
+    places = []
+    for size, move in zip(image.shape[:2], jax.random.randint(key, (2,), -pad, pad + 1), strict=True):
+        place = jnp.abs(jnp.arange(size) + move)  # the first pixel is the mirror, and not seen twice
+        places.append(jnp.where(place < size, place, 2 * (size - 1) - place))
+    return _take(image, *places)
+
+
+def cutout(key: jax.Array, image: jax.Array) -> jax.Array:
+    """A black rectangle with sides of 10 to 30 pixels, anywhere."""
+    return jnp.where(_rectangle(key, image.shape), jnp.uint8(0), image)
+
+
+def cutout_color(key: jax.Array, image: jax.Array) -> jax.Array:
+    """The same rectangle in a random colour."""
+    place_key, color_key = jax.random.split(key)
+    color = jax.random.randint(color_key, (3,), 0, 256).astype(jnp.uint8)
+    return jnp.where(_rectangle(place_key, image.shape), jnp.tile(color, image.shape[2] // 3), image)
+
+
+# COLOUR
+
+
+def color_jitter(key: jax.Array, image: jax.Array, most: float = 0.4, hue: float = 0.5) -> jax.Array:
+    """Brightness, contrast (around the stack's mean) and saturation times 0.6 to 1.4, and hue up to half a turn on."""
+    keys = jax.random.split(key, 4)
+    brightness, contrast, saturation = (jax.random.uniform(k, minval=1 - most, maxval=1 + most) for k in keys[:3])
+    x = jnp.clip(_colors(image) * brightness, 0, 255)
+    mean = (x @ jnp.array(GREY)).mean()
+    x = jnp.clip(mean + contrast * (x - mean), 0, 255)
+    grey = (x @ jnp.array(GREY))[..., None]
+    x = jnp.clip(grey + saturation * (x - grey), 0, 255)
+    return _from_colors(_turn_hue(x, jax.random.uniform(keys[3], minval=-hue, maxval=hue)), image.shape)
+
+
+def grayscale(key: jax.Array, image: jax.Array) -> jax.Array:
+    """No colours; always the same, whatever the key."""
+    grey = (_colors(image) @ jnp.array(GREY))[..., None]
+    return _from_colors(jnp.broadcast_to(grey, (*grey.shape[:-1], 3)), image.shape)
+
+
+def random_convolution(key: jax.Array, image: jax.Array) -> jax.Array:
+    """A random 3 x 3 convolution of the colours (Glorot normal), the border repeated, squashed by a sigmoid."""
+    kernel = jax.nn.initializers.glorot_normal()(key, (3, 3, 3, 3))
+    x = jnp.pad(_colors(image) / 255, ((1, 1), (1, 1), (0, 0), (0, 0)), mode="edge")
+    height, width = image.shape[:2]
+    total = sum(x[i : i + height, j : j + width] @ kernel[i, j] for i in range(3) for j in range(3))
+    return _from_colors(255 * jax.nn.sigmoid(total), image.shape)
+
+
+TRANSFORMS: dict[str, Callable] = {
+    transform.__name__: transform
+    for transform in (
+        flip, rotate, crop_resize, translate, pad_crop, cutout, cutout_color, color_jitter, grayscale,
+        random_convolution,
+    )
+}  # fmt: skip
+
+
+# USE
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """Reads "translate,flip"; raises UsageError."""
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    for name in names:
+        if name not in TRANSFORMS:
+            near = difflib.get_close_matches(name, TRANSFORMS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"give some of {', '.join(TRANSFORMS)}"
+            raise UsageError(f"--augment {text}: {name!r} is no augmentation; {hint}")
+    return names
+
+
+def augment(names: Sequence[str], probability: float, keys: jax.Array, images: jax.Array) -> jax.Array:
+    """Applies the transforms one after the other, each to each sample with this probability.
+
+    Args:
+      names: of TRANSFORMS.
+      keys: uint32 [B, 2], one a sample.
+      images: uint8 [B, H, W, 3 * frames], H = W = 64 for the published ranges.
+
+    Returns uint8 of the same shape.
+    """
+
+    def one(key, image):
+        for i, name in enumerate(names):
+            use_key, transform_key = jax.random.split(jax.random.fold_in(key, i))
+            changed = TRANSFORMS[name](transform_key, image)
+            image = jnp.where(jax.random.bernoulli(use_key, probability), changed, image)
+        return image
+
+    return jax.vmap(one)(keys, images)
+
+
+def drac_loss(logits: jax.Array, values: jax.Array, new_logits: jax.Array, new_values: jax.Array) -> jax.Array:
+    """DrAC's regulariser G_pi + G_V, float32 [...] (Raileanu et al. 2020, equations 4 and 5): policy and value of an
+    augmented frame (`new_*`) are drawn to those of the frame itself, which are taken as constants.
+
+    Args:
+      logits, new_logits: float32 [..., A].
+      values, new_values: float32 [..., V].
+    """
+    logits, values = jax.lax.stop_gradient((logits, values))
+    log_probs, new_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(new_logits)
+    kl = (jnp.exp(log_probs) * (log_probs - new_log_probs)).sum(axis=-1)
+    return kl + ((new_values - values) ** 2).sum(axis=-1)
+
+
+# HELPERS
+
+
+def _take(image, rows, columns):
+    return image[rows][:, columns]
+
+
+def _to_bytes(x):
+    return jnp.round(jnp.clip(x, 0, 255)).astype(jnp.uint8)
+
+
+def _colors(image):
+    """uint8 [H, W, 3 * frames] to float32 [H, W, frames, 3]."""
+    return image.reshape(*image.shape[:2], -1, 3).astype(jnp.float32)
+
+
+def _from_colors(x, shape):
+    return _to_bytes(x).reshape(shape)
+
+
+def _rectangle(key, shape, smallest=10, largest=30):
+    """Whether a pixel lies in a random rectangle, bool [H, W, 1]."""
+    inside = []
+    for size, one in zip(shape[:2], jax.random.split(key), strict=True):
+        side_key, corner_key = jax.random.split(one)
+        side = jax.random.randint(side_key, (), smallest, largest + 1)
+        corner = jax.random.randint(corner_key, (), 0, size - side + 1)
+        inside.append((jnp.arange(size) >= corner) & (jnp.arange(size) < corner + side))
+    return (inside[0][:, None] & inside[1])[..., None]
+
+
+def _turn_hue(x, turns):
+    """Colours float32 [..., 3] from 0 to 255, their hue moved on by so many turns; saturation and value stay."""
+    high, low = x.max(axis=-1), x.min(axis=-1)
+    spread = jnp.maximum(high - low, 1e-6)
+    red, green, blue = x[..., 0], x[..., 1], x[..., 2]
+    sixth = jnp.where(
+        high == red,
+        (green - blue) / spread,
+        jnp.where(high == green, 2 + (blue - red) / spread, 4 + (red - green) / spread),
+    )
+    # Smith 1978: each colour as a function of hue, a trapezium that starts at its own place.
+    start = jnp.array([5.0, 3.0, 1.0]) + (sixth + 6 * turns)[..., None]
+    wave = jnp.clip(jnp.minimum(start % 6, 4 - start % 6), 0, 1)
+    return high[..., None] - (high - low)[..., None] * wave
