@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from common import envs, networks, runs, shaping
+from common import augment, compute, envs, networks, runs, shaping
 from common.actors import ActorError, Actors
 from common.runs import check
 
@@ -52,18 +52,36 @@ class Args:
     """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
 
     # The network
-    encoder: Literal["impala", "nature"] = "impala"
-    """IMPALA's residual CNN, or DQN's"""
+    encoder: str = "impala"
+    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4" (channels, stride)"""
+    channels: str = ""
+    """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
-    """multiplies the encoder's channels (impala: 16, 32, 32; nature: 32, 64, 64)"""
-    pool: Literal["avg", "flatten"] = "avg"
-    """before the dense layer: average over all positions, or keep them"""
+    """multiplies the encoder's own channels (impala: 16, 32, 32; nature: 32, 64, 64; mobilenet: 8, 12, 16, 32)"""
+    blocks: int = 2
+    """residual blocks in a stage (impala, mobilenet)"""
+    downsample: Literal["auto", "maxpool", "stride"] = "auto"
+    """by max-pools or by the stride of convolutions (impala, xresnet); auto is the encoder's own"""
+    separable: int = 0
+    """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
+    norm: Literal["auto", "none", "group"] = "auto"
+    """GroupNorm after each convolution, or none; auto is none but in mobilenet"""
+    conv_bias: Literal["auto", "yes", "no"] = "auto"
+    """whether convolutions have a bias; auto is yes in impala and nature"""
+    init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
+    """the encoder's initial weights"""
+    activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
+    """the encoder's nonlinearity"""
+    pool: Literal["avg", "max", "flatten"] = "avg"
+    """before the dense layer: average or maximum over all positions, or keep them"""
     hidden: int = 256
-    """units of the dense layer"""
+    """units of the dense layer, and of the core"""
+    dropout: float = 0.0
+    """share of the dense layer's outputs that the learner drops"""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
-    lstm: bool = False
-    """put an LSTM of `hidden` units between the encoder and the heads"""
 
     # The algorithm
     total_timesteps: int = 8_000_000
@@ -111,6 +129,14 @@ class Args:
     """the optimiser's epsilon"""
     l2: float = 0.0
     """coefficient of the squared norm of the convolutions' kernels in the loss"""
+    augment: str = ""
+    """random transforms of the learner's frames, such as translate,flip (a wrong name lists them)"""
+    augment_prob: float = 0.5
+    """probability of each of these transforms, for each sample"""
+    augment_mode: Literal["rad", "drac"] = "rad"
+    """learn from the augmented frames, or only draw policy and value on them to those on the frames themselves"""
+    drac_coef: float = 0.1
+    """coefficient of that regulariser"""
 
     # The run
     seed: int = 1
@@ -140,13 +166,13 @@ class Args:
 # Closed ranges of the numbers among the flags; None: no bound.
 LIMITS = {
     "num_levels": (0, envs.MAX_SEED), "start_level": (0, envs.MAX_SEED), "sticky_actions": (0, 0.99),
-    "frame_stack": (1, 64), "reward_clip": (0, None), "width": (1, 64), "hidden": (1, 65536),
+    "frame_stack": (1, 64), "reward_clip": (0, None), "dropout": (0, 0.99),
     "total_timesteps": (1, 2**31 - 2**24), "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 65536),
     "max_lag": (0, 64), "num_sgd_iter": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
     "replay_size": (1, 2**20), "rho_bar": (0, None), "c_bar": (0, None), "pg_rho_bar": (0, None),
     "vtrace_lambda": (0, 1), "vf_coef": (0, None), "max_grad_norm": (0, None), "optimizer_eps": (1e-30, None),
-    "l2": (0, None), "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None),
-    "keep_checkpoints": (1, None), "eval_every": (0, None), "eval_episodes": (0, 10**6),
+    "l2": (0, None), "augment_prob": (0, 1), "drac_coef": (0, None), "seed": (0, envs.MAX_SEED),
+    "checkpoint_every": (1, None), "keep_checkpoints": (1, None), "eval_every": (0, None), "eval_episodes": (0, 10**6),
 }  # fmt: skip
 # What a run cannot change when it is resumed: its games have been played.
 FIXED = ("env_id", "distribution_mode", "num_levels", "start_level", "seed", "num_actors")
@@ -161,6 +187,8 @@ def check_args(args: Args) -> None:
     """Raises UsageError, one sentence, if a flag's value makes no sense."""
     runs.check_limits(args, LIMITS)
     envs.check_flags(args)
+    networks.check_flags(args)
+    augment.parse(args.augment)
     check(
         args.num_envs % args.num_actors == 0,
         f"--num-actors {args.num_actors}: must divide the number of games, {args.num_envs}",
@@ -190,52 +218,40 @@ def check_args(args: Args) -> None:
 
 # NETWORK
 
-Core = tuple[jax.Array, ...]  # the LSTM's cell and hidden state, float32 [B, hidden] each; empty without one
-
 
 class Agent(nn.Module):
-    """Policy and value heads on an encoder, with an LSTM between them if `lstm`."""
+    """Policy and value heads on an encoder, with a recurrent core between them."""
 
     encoder: nn.Module
-    lstm: bool
-    hidden: int
+    core: networks.Recurrent
+    dropout: float
 
     def setup(self):
-        self.cell = nn.OptimizedLSTMCell(self.hidden) if self.lstm else None
         # A small first policy layer makes the first policy nearly uniform.
         self.policy = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
-    def encode(self, frames: jax.Array) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] -> features float32 [B, hidden]."""
-        return self.encoder(frames)
+    def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
+        """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
+        return networks.dropout(self.encoder(frames), keys, self.dropout)
 
-    def decode(self, x: jax.Array, first: jax.Array, core: Core) -> tuple[jax.Array, jax.Array, Core]:
+    def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
         """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the core before them
         -> logits float32 [B, S, 15], values float32 [B, S] and the core after them."""
-
-        def step(cell, core, inputs):
-            x, first = inputs
-            return cell(jax.tree.map(lambda c: jnp.where(first[:, None], 0, c), core), x)
-
-        if self.lstm:
-            scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-            core, x = scan(self.cell, core, (x, first))
+        x, core = self.core(x, first, core)
         return self.policy(x), self.value(x)[..., 0], core
 
-    def __call__(self, frames: jax.Array, first: jax.Array, core: Core):
+    def __call__(self, frames: jax.Array, first: jax.Array, core: networks.Core):
         """All of it, for frames [B, 64, 64, C] of one step."""
         return self.decode(self.encode(frames)[:, None], first[:, None], core)
 
 
 def make_agent(args: Args) -> Agent:
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not networks.on_cpu())
-    dtype = jnp.bfloat16 if bfloat16 else jnp.float32
-    return Agent(networks.make_encoder(args.encoder, args.width, args.pool, args.hidden, dtype), args.lstm, args.hidden)
+    return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
 
 
-def initial_core(args: Args, size: int) -> Core:
-    return (jnp.zeros((size, args.hidden)),) * 2 if args.lstm else ()
+def initial_core(args: Args, size: int) -> networks.Core:
+    return networks.initial_core(args.core, args.hidden, size)
 
 
 # TRAINING STATE
@@ -261,7 +277,7 @@ class Sequences(NamedTuple):
     rewards: jax.Array  # float32 [B, T]
     terminated: jax.Array  # bool [B, T]
     done: jax.Array  # bool [B, T]: EnvPool resets here, this step is no transition
-    core: Core  # before the first step
+    core: networks.Core  # before the first step
 
 
 class Memory(NamedTuple):
@@ -277,7 +293,7 @@ class Carry(NamedTuple):
 
     history: jax.Array  # uint8 [n, H, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [n]: what the games played last
-    core: Core
+    core: networks.Core
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -335,8 +351,8 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [n, T]
     logits: jax.Array  # float32 [n, T, 15]
     last_action: jax.Array  # int32 [n]
-    first_core: Core
-    core: Core
+    first_core: networks.Core
+    core: networks.Core
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -390,7 +406,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
     t, frames = rollout.t, put_frames(args, rollout, obs)
     stacked = stack(args, frames, age[:, None], t[None])[:, 0]
-    features = networks.in_chunks(partial(agent.apply, params, method="encode"), stacked)
+    features = compute.in_chunks(partial(agent.apply, params, method="encode"), stacked)
     logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, rollout.core, method="decode")
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
     actions = jax.random.categorical(choose_key, logits[:, 0])
@@ -460,20 +476,31 @@ def loss(args: Args, agent: Agent, gamma, ent_coef, params: dict, data, start, s
     """IMPALA's loss (Espeholt et al. 2018, section 4.2) of the `size` steps from `start` on.
 
     Args:
-      data: Sequences [B, ...] and a weight [B, T], 0 for what is no transition.
+      data: Sequences [B, ...], a weight [B, T], 0 for what is no transition, and keys [B, 2] for augmentation and
+        dropout, or None.
       after: value and target [B] of the step that follows.
 
     Returns the loss float32 [], its parts (sums by weight), and value and target of the first step.
     """
     part = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)  # noqa: E731
-    batch, weight, age = data[0], part(data[1]), part(data[0].age)
+    (batch, weight, keys), age = data, part(data[0].age)
+    weight, times = part(weight), start + jnp.arange(size)
     actions, old_logits, rewards = part(batch.actions), part(batch.logits), part(batch.rewards)
     terminated, done = part(batch.terminated), part(batch.done)
 
-    stacked = stack(args, batch.frames, age, start + jnp.arange(size))
-    encode = partial(agent.apply, params, method="encode")
-    features = networks.in_chunks(encode, stacked.reshape(-1, *stacked.shape[2:])).reshape(*age.shape, -1)
-    logits, values, _ = agent.apply(params, features, age == 0, batch.core, method="decode")
+    if keys is not None:
+        keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(times))(keys).reshape(-1, 2)
+    frames = stack(args, batch.frames, age, times)
+    frames = frames.reshape(-1, *frames.shape[2:])
+
+    def forward(frames):
+        encode = lambda x: agent.apply(params, *x, method="encode")  # noqa: E731
+        features = compute.in_chunks(encode, (frames, keys)).reshape(*age.shape, -1)
+        return agent.apply(params, features, age == 0, batch.core, method="decode")[:2]
+
+    if args.augment:
+        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, keys, frames)
+    logits, values = forward(augmented if args.augment and args.augment_mode == "rad" else frames)
     chex.assert_equal_shape([logits, old_logits])
     chex.assert_equal_shape([values, actions, rewards, done, weight])
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
@@ -496,18 +523,22 @@ def loss(args: Args, agent: Agent, gamma, ent_coef, params: dict, data, start, s
         "target": targets,
         "target_square": targets**2,
     }
+    if args.augment and args.augment_mode == "drac":
+        new_logits, new_values = forward(augmented)
+        parts["drac_loss"] = augment.drac_loss(logits, values[..., None], new_logits, new_values[..., None])
     parts = {name: (weight * part).sum() for name, part in parts.items()}
     total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
+    total += args.drac_coef * parts.get("drac_loss", 0)
     return total, (parts | {"loss": total}, (values[:, 0], targets[:, 0]))
 
 
 def last_value(args: Args, agent: Agent, params: dict, batch: Sequences) -> jax.Array:
     """Values float32 [B] of the frame after the last step."""
-    first = 0 if args.lstm else args.num_steps  # an LSTM has to see all that came before
+    first = args.num_steps if args.core == "none" else 0  # a core has to see all that came before
     times = jnp.arange(first, args.num_steps + 1)
     age = batch.age[:, first:]
     stacked = stack(args, batch.frames, age, times)
-    features = networks.apply(agent, params, stacked.reshape(-1, *stacked.shape[2:]), method="encode")
+    features = compute.apply(partial(agent.apply, method="encode"), params, stacked.reshape(-1, *stacked.shape[2:]))
     return agent.apply(params, features.reshape(*age.shape, -1), age == 0, batch.core, method="decode")[1][:, -1]
 
 
@@ -557,13 +588,14 @@ def update(args: Args, agent: Agent, state: TrainState, batch: Sequences) -> tup
     key, shuffle_key = jax.random.split(state.key)
     tx = make_optimizer(args)
 
-    def minibatch(learner, index):
+    def minibatch(learner, key, index):
         params, opt_state = learner
         part = jax.tree.map(lambda x: x[index], batch)
         weight = ~part.done / jnp.maximum((~part.done).sum(), 1)
         objective, value = partial(loss, args, agent, gamma, ent_coef), last_value(args, agent, params, part)
-        (_, parts), grads = networks.value_and_grad_backwards(
-            objective, params, (part, weight), (value, value), args.num_steps, whole=args.lstm
+        keys = jax.vmap(partial(jax.random.fold_in, key))(index) if args.augment or args.dropout else None
+        (_, parts), grads = compute.value_and_grad_backwards(
+            objective, params, (part, weight, keys), (value, value), args.num_steps, whole=args.core != "none"
         )
         if args.l2:  # the gradient of l2 x the squared norm of each convolution's kernel
             grads = jax.tree.map(lambda g, w: g + 2 * args.l2 * w if w.ndim == 4 else g, grads, params)
@@ -572,8 +604,9 @@ def update(args: Args, agent: Agent, state: TrainState, batch: Sequences) -> tup
         return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
 
     def one_pass(learner, key):
-        order = jax.random.permutation(key, len(batch.age)).reshape(args.num_minibatches, -1)
-        learner, parts = jax.lax.scan(minibatch, learner, order)
+        shuffle_key, sample_key = jax.random.split(key)
+        order = jax.random.permutation(shuffle_key, len(batch.age)).reshape(args.num_minibatches, -1)
+        learner, parts = jax.lax.scan(lambda learner, index: minibatch(learner, sample_key, index), learner, order)
         return learner, jax.tree.map(jnp.mean, parts)
 
     keys = jax.random.split(shuffle_key, args.num_sgd_iter)
@@ -595,9 +628,9 @@ def update(args: Args, agent: Agent, state: TrainState, batch: Sequences) -> tup
 
 
 @partial(jax.jit, static_argnums=(0,))
-def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: Core):
+def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
     """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; its memory is the core."""
-    features = networks.apply(agent, params, frames, method="encode")
+    features = compute.apply(partial(agent.apply, method="encode"), params, frames)
     logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, core, method="decode")
     return jax.random.categorical(key, logits[:, 0]), core
 
@@ -615,7 +648,7 @@ def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
     """For evaluate.py: the step of a run's newest checkpoint, and its policy."""
     agent = make_agent(args)
     template = jax.eval_shape(partial(initial_state, args, agent))
-    state = networks.replicate(runs.restore_tree(template, runs.load_checkpoint(run_dir)[1]["state"], run_dir))
+    state = compute.replicate(runs.restore_tree(template, runs.load_checkpoint(run_dir)[1]["state"], run_dir))
     return int(state.global_step), make_policy(args, agent, state.params)
 
 
@@ -657,7 +690,7 @@ def main(args: Args) -> runs.Run:
         start_from = saved or initial(args, agent)
         # The learner has the first device (and on a CPU, all of them); the actors begin at the last.
         homes = [devices[-1 - actor % len(devices)] for actor in everyone]
-        state, memory = networks.replicate(start_from["state"]), jax.device_put(start_from["memory"], devices[0])
+        state, memory = compute.replicate(start_from["state"]), jax.device_put(start_from["memory"], devices[0])
         carries = [start_from["carries"][str(actor)] for actor in everyone]
         step, played = int(state.global_step), [mine.steps for mine in games]
         if step >= args.total_timesteps:
@@ -705,7 +738,7 @@ def main(args: Args) -> runs.Run:
                     steps = join_steps(unrolls)
                     rollouts = jax.device_put([unroll.rollout for unroll in unrolls], devices[0])
                     memory, batch = remember(args, memory, rollouts, steps, step, version)
-                    batch = jax.block_until_ready(networks.replicate(batch))
+                    batch = jax.block_until_ready(compute.replicate(batch))
                 with watch("update"):
                     state, metrics = update(args, agent, state, batch)
                     metrics = jax.device_get(metrics)

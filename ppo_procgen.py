@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from common import envs, networks, runs, shaping
+from common import augment, compute, envs, networks, runs, shaping
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
@@ -50,14 +50,34 @@ class Args:
     """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
 
     # The network
-    encoder: Literal["impala", "nature"] = "impala"
-    """IMPALA's residual CNN, or DQN's"""
+    encoder: str = "impala"
+    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4" (channels, stride)"""
+    channels: str = ""
+    """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
-    """multiplies the encoder's channels (impala: 16, 32, 32; nature: 32, 64, 64)"""
-    pool: Literal["avg", "flatten"] = "avg"
-    """before the dense layer: average over all positions, or keep them"""
+    """multiplies the encoder's own channels (impala: 16, 32, 32; nature: 32, 64, 64; mobilenet: 8, 12, 16, 32)"""
+    blocks: int = 2
+    """residual blocks in a stage (impala, mobilenet)"""
+    downsample: Literal["auto", "maxpool", "stride"] = "auto"
+    """by max-pools or by the stride of convolutions (impala, xresnet); auto is the encoder's own"""
+    separable: int = 0
+    """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
+    norm: Literal["auto", "none", "group"] = "auto"
+    """GroupNorm after each convolution, or none; auto is none but in mobilenet"""
+    conv_bias: Literal["auto", "yes", "no"] = "auto"
+    """whether convolutions have a bias; auto is yes in impala and nature"""
+    init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
+    """the encoder's initial weights"""
+    activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
+    """the encoder's nonlinearity"""
+    pool: Literal["avg", "max", "flatten"] = "avg"
+    """before the dense layer: average or maximum over all positions, or keep them"""
     hidden: int = 256
-    """units of the dense layer"""
+    """units of the dense layer, and of the core"""
+    dropout: float = 0.0
+    """share of the dense layer's outputs that the learner drops"""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
 
@@ -98,6 +118,20 @@ class Args:
     """Adam's epsilon"""
     l2: float = 0.0
     """coefficient of the squared norm of the convolutions' kernels in the loss"""
+    augment: str = ""
+    """random transforms of the learner's frames, such as translate,flip (a wrong name lists them)"""
+    augment_prob: float = 0.5
+    """probability of each of these transforms, for each sample"""
+    augment_mode: Literal["rad", "drac"] = "rad"
+    """learn from the augmented frames, or only draw policy and value on them to those on the frames themselves"""
+    drac_coef: float = 0.1
+    """coefficient of that regulariser"""
+    rnd_coef: float = 0.0
+    """coefficient of a bonus for frames that a network cannot predict another's features of (RND); 0 for none"""
+    rnd_normalize: bool = False
+    """divide the bonus by the running standard deviation of its return; without it, it is clipped to [0, 2]"""
+    rnd_episodic: bool = True
+    """the bonus's return ends with the episode; without it, it goes on and has a value head of its own"""
 
     # The run
     seed: int = 1
@@ -127,11 +161,12 @@ class Args:
 # Closed ranges of the numbers among the flags; None: no bound.
 LIMITS = {
     "num_levels": (0, envs.MAX_SEED), "start_level": (0, envs.MAX_SEED), "sticky_actions": (0, 0.99),
-    "frame_stack": (1, 64), "reward_clip": (0, None), "width": (1, 64), "hidden": (1, 65536),
+    "frame_stack": (1, 64), "reward_clip": (0, None), "dropout": (0, 0.99),
     "total_timesteps": (1, 2**31 - 2**24), "num_envs": (1, 65536), "num_steps": (1, 65536),
     "num_minibatches": (1, None), "update_epochs": (1, 1000), "gae_lambda": (0, 1), "clip_coef": (0, None),
     "kl_coef": (0, 1000), "kl_target": (1e-8, None), "target_kl": (0, None), "vf_coef": (0, None),
     "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "l2": (0, None),
+    "augment_prob": (0, 1), "drac_coef": (0, None), "rnd_coef": (0, None),
     "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None), "keep_checkpoints": (1, None),
     "eval_every": (0, None), "eval_episodes": (0, 10**6),
 }  # fmt: skip
@@ -143,11 +178,14 @@ def check_args(args: Args) -> None:
     """Raises UsageError, one sentence, if a flag's value makes no sense."""
     runs.check_limits(args, LIMITS)
     envs.check_flags(args)
+    networks.check_flags(args)
+    augment.parse(args.augment)
     batch = args.num_envs * args.num_steps
-    check(
-        batch % args.num_minibatches == 0,
-        f"--num-minibatches {args.num_minibatches}: must divide the batch, num_envs x num_steps = {batch}",
-    )
+    if args.core == "none":
+        what, parts = f"the batch, num_envs x num_steps = {batch}", batch
+    else:
+        what, parts = f"the number of games, {args.num_envs} (a core learns from whole rollouts)", args.num_envs
+    check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {what}")
     check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
     runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
     runs.check_schedule("--ent-coef", args.ent_coef, 0, None)
@@ -158,24 +196,58 @@ def check_args(args: Args) -> None:
 
 
 class Agent(nn.Module):
-    """Policy and value heads on a shared encoder."""
+    """Policy and value heads on an encoder, with a recurrent core between them."""
 
     encoder: nn.Module
+    core: networks.Recurrent
+    dropout: float
+    num_values: int
 
-    @nn.compact
-    def __call__(self, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Frames uint8 [B, 64, 64, C] -> logits float32 [B, 15], values float32 [B]."""
-        x = self.encoder(frames)
+    def setup(self):
         # A small first policy layer makes the first policy nearly uniform.
-        logits = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))(x)
-        value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)
-        return logits, value[:, 0]
+        self.policy = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
+        self.value = nn.Dense(self.num_values, kernel_init=nn.initializers.orthogonal(1.0))
+
+    def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
+        """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
+        return networks.dropout(self.encoder(frames), keys, self.dropout)
+
+    def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
+        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the core before them
+        -> logits float32 [B, S, 15], values float32 [B, S, V] and the core after them."""
+        x, core = self.core(x, first, core)
+        return self.policy(x), self.value(x), core
+
+    def __call__(self, frames: jax.Array, first: jax.Array, core: networks.Core):
+        """All of it, for frames [B, 64, 64, C] of one step."""
+        return self.decode(self.encode(frames)[:, None], first[:, None], core)
 
 
 def make_agent(args: Args) -> Agent:
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not networks.on_cpu())
-    dtype = jnp.bfloat16 if bfloat16 else jnp.float32
-    return Agent(networks.make_encoder(args.encoder, args.width, args.pool, args.hidden, dtype))
+    core = networks.Recurrent(args.core, args.hidden)
+    return Agent(networks.make_encoder(args), core, args.dropout, num_values=1 if args.rnd_episodic else 2)
+
+
+def look(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, core: networks.Core):
+    """Logits [N, 15], values [N, V] and the next core for stacked frames [N, 64, 64, C] of one step."""
+    features = compute.apply(partial(agent.apply, method="encode"), params, frames)
+    logits, values, core = agent.apply(params, features[:, None], age[:, None] == 0, core, method="decode")
+    return logits[:, 0], values[:, 0], core
+
+
+# RANDOM NETWORK DISTILLATION (Burda et al. 2018, section 2.2)
+
+
+def rnd_network(args: Args, hidden: int) -> nn.Module:
+    """Small, as the competition entry's: the target has no dense layer before its last, the predictor one."""
+    spec = networks.Spec(width=1, hidden=hidden, dtype=args.dtype)
+    return nn.Sequential([networks.make_encoder(spec), nn.Dense(256)])
+
+
+def novelty(args: Args, params: dict, frames: jax.Array) -> jax.Array:
+    """How badly the predictor knows the target's features of stacked frames [B, 64, 64, C]: mean squares [B]."""
+    target = rnd_network(args, 0).apply({"params": jax.lax.stop_gradient(params["target"])}, frames)
+    return ((rnd_network(args, 256).apply({"params": params["predictor"]}, frames) - target) ** 2).mean(axis=-1)
 
 
 # TRAINING STATE
@@ -190,6 +262,8 @@ class TrainState(NamedTuple):
     global_step: jax.Array  # int32 []: transitions learnt from
     kl_coef: jax.Array  # float32 []
     reward_filter: shaping.ReturnFilter
+    bonus_filter: shaping.ReturnFilter
+    core: networks.Core
     history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [N]: what the games played last
 
@@ -208,7 +282,11 @@ def history_length(args: Args) -> int:
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
-    params = agent.init(init_key, jnp.zeros((1, 64, 64, channels), jnp.uint8))
+    frames = jnp.zeros((1, 64, 64, channels), jnp.uint8)
+    params = agent.init(init_key, frames, jnp.ones(1, bool), networks.initial_core(args.core, args.hidden, 1))
+    if args.rnd_coef:
+        for i, (name, hidden) in enumerate({"target": 0, "predictor": 256}.items()):
+            params[name] = rnd_network(args, hidden).init(jax.random.fold_in(init_key, i), frames)["params"]
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -216,6 +294,8 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
         global_step=jnp.int32(0),
         kl_coef=jnp.float32(args.kl_coef),
         reward_filter=shaping.new_filter(args.num_envs),
+        bonus_filter=shaping.new_filter(args.num_envs),
+        core=networks.initial_core(args.core, args.hidden, args.num_envs),
         history=jnp.zeros((history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
         last_action=jnp.zeros(args.num_envs, jnp.int32),
     )
@@ -230,22 +310,24 @@ class Rollout(NamedTuple):
     frames: jax.Array  # uint8 [H + T + 1, N, 64, 64, 3]: row H + t is what step t acts on
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
-    values: jax.Array  # float32 [T, N]
+    values: jax.Array  # float32 [T, N, V]: V = 2 where the bonus has a value of its own
     last_action: jax.Array  # int32 [N]
+    core: networks.Core
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-@partial(jax.jit, static_argnums=0)
-def begin_rollout(args: Args, state: TrainState) -> Rollout:
+@partial(jax.jit, static_argnums=(0, 1))
+def begin_rollout(args: Args, agent: Agent, state: TrainState) -> Rollout:
     rows, shape = history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
     frames = jnp.zeros((rows, args.num_envs, *envs.FRAME_SHAPE), jnp.uint8)
     return Rollout(
         frames=frames.at[: history_length(args)].set(state.history),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
-        values=jnp.zeros(shape),
+        values=jnp.zeros((*shape, agent.num_values)),
         last_action=state.last_action,
+        core=state.core,
         key=jax.random.split(state.key, 3)[0],
         t=jnp.int32(0),
     )
@@ -260,7 +342,8 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
     t, row = rollout.t, history_length(args) + rollout.t
     frames = envs.put_frames(rollout.frames, row, obs)
-    logits, values = networks.apply(agent, params, stack(args, frames, age, row, jnp.arange(args.num_envs)))
+    stacked = stack(args, frames, age, row, jnp.arange(args.num_envs))
+    logits, values, core = look(agent, params, stacked, age, rollout.core)
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
     actions = jax.random.categorical(choose_key, logits)
     stick = jax.random.bernoulli(stick_key, args.sticky_actions, actions.shape) & (age > 0)
@@ -271,6 +354,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
         logits=rollout.logits.at[t].set(logits),
         values=rollout.values.at[t].set(values),
         last_action=played,
+        core=core,
         t=t + 1,
     )
     return rollout, played
@@ -284,7 +368,7 @@ def end_rollout(args: Args, rollout: Rollout, obs: jax.Array) -> Rollout:
 
 def collect(args: Args, agent: Agent, state: TrainState, games: envs.Games, watch: runs.Stopwatch):
     """Plays num_steps steps of each game; returns Rollout and envs.Steps."""
-    rollout = begin_rollout(args, state)
+    rollout = begin_rollout(args, agent, state)
 
     def choose_actions(obs, age):
         nonlocal rollout
@@ -321,30 +405,50 @@ def gae(rewards, values, terminated, truncated, gamma, gae_lambda) -> jax.Array:
 
 
 class Batch(NamedTuple):
-    """Transitions to learn from; over a rollout [T, N], in a minibatch [B]."""
+    """Transitions to learn from: over a rollout [T, N]; in a minibatch B sequences of S steps, [B, S] (S = 1 without a
+    recurrent core)."""
 
     actions: jax.Array
     logits: jax.Array  # [..., 15], of the policy that acted
-    values: jax.Array
+    values: jax.Array  # [..., V]
     advantages: jax.Array
-    returns: jax.Array
+    returns: jax.Array  # [..., V]
     weight: jax.Array  # 0 for what is no transition; sums to 1 over a minibatch
 
 
-LOSS_PARTS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")
+class Inputs(NamedTuple):
+    """What the networks see of a minibatch."""
+
+    frames: jax.Array  # uint8 [B, S, 64, 64, C]
+    next_frames: jax.Array | None  # the same of the next step, for the bonus
+    first: jax.Array  # bool [B, S]: whether a step is its episode's first
+    core: networks.Core  # before the first step, [B, hidden]
+    keys: jax.Array | None  # uint32 [B, S, 2], for augmentation and dropout
 
 
-def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[jax.Array, Batch]):
-    """PPO's loss (Schulman et al. 2017, equations 7 to 9) of stacked frames uint8 [B, 64, 64, C] and a Batch.
+def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[Inputs, Batch]):
+    """PPO's loss (Schulman et al. 2017, equations 7 to 9).
 
     Returns the loss float32 [] and its parts: sums over the batch, by weight.
     """
-    frames, batch = data
-    logits, values = agent.apply(params, frames)
+    inputs, batch = data
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    keys = None if inputs.keys is None else flat(inputs.keys)
+
+    def forward(frames):
+        encode = lambda x: agent.apply(params, *x, method="encode")  # noqa: E731
+        features = compute.in_chunks(encode, (frames, keys)).reshape(*batch.actions.shape, -1)
+        return agent.apply(params, features, inputs.first, inputs.core, method="decode")[:2]
+
+    frames = flat(inputs.frames)
+    if args.augment:
+        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, keys, frames)
+    logits, values = forward(augmented if args.augment and args.augment_mode == "rad" else frames)
     chex.assert_equal_shape([logits, batch.logits])
-    chex.assert_equal_shape([values, batch.actions, batch.values, batch.advantages, batch.returns, batch.weight])
+    chex.assert_equal_shape([values, batch.values, batch.returns])
+    chex.assert_equal_shape([values[..., 0], batch.actions, batch.advantages, batch.weight])
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
-    log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=1)[:, 0]
+    log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[..., None], axis=-1)[..., 0]
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages)
@@ -356,15 +460,20 @@ def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[
 
     parts = {
         "policy_loss": policy_loss,
-        "value_loss": 0.5 * value_loss,
-        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=1),
+        "value_loss": 0.5 * value_loss.sum(axis=-1),
+        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
+    if args.augment and args.augment_mode == "drac":
+        parts["drac_loss"] = augment.drac_loss(logits, values, *forward(augmented))
+    if args.rnd_coef:
+        parts["rnd_loss"] = novelty(args, params, flat(inputs.next_frames)).reshape(batch.weight.shape)
     parts = {name: (batch.weight * part).sum() for name, part in parts.items()}
     total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
     if args.kl_coef:
         total += kl_coef * parts["approx_kl"]
+    total += args.drac_coef * parts.get("drac_loss", 0) + parts.get("rnd_loss", 0)
     return total, parts | {"loss": total}
 
 
@@ -377,45 +486,84 @@ def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array
     return jnp.clip(kl_coef * factor, 1e-6, 1e6)
 
 
+def bonuses(args: Args, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
+    """RND's bonus of each transition, for the frame it leads to: the filter and float32 [T, N]."""
+
+    def after(t):
+        stacked = stack(args, rollout.frames, steps.age[t + 1], history_length(args) + t + 1, jnp.arange(args.num_envs))
+        return compute.apply(partial(novelty, args), state.params, stacked)
+
+    bonus = jax.lax.map(after, jnp.arange(args.num_steps)) * ~steps.done
+    if not args.rnd_normalize:
+        return state.bonus_filter, jnp.clip(bonus, 0, 2)
+    return shaping.normalize(state.bonus_filter, bonus, steps.ended & args.rnd_episodic, ~steps.done, gamma)
+
+
 def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
-    """Rewards and advantages: returns a Batch [T, N] and the reward filter."""
-    mask = ~steps.done
+    """Rewards and advantages: returns a Batch [T, N], the two filters and the mean bonus."""
+    mask, (terminated, truncated) = ~steps.done, (jnp.asarray(steps.terminated), jnp.asarray(steps.truncated))
     reward_filter, reward = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
+    bonus_filter, bonus = bonuses(args, state, rollout, steps, gamma) if args.rnd_coef else (state.bonus_filter, 0.0)
+    rewards = (reward + args.rnd_coef * bonus)[..., None]
+    ends = jnp.ones(1, bool)
+    if agent.num_values == 2:  # what the bonus brings goes on after an episode's end, also over EnvPool's junk step
+        rewards, ends = jnp.stack([reward, args.rnd_coef * bonus], axis=-1), jnp.array([True, False])
     last_row = history_length(args) + args.num_steps
     last_stack = stack(args, rollout.frames, steps.age[-1], last_row, jnp.arange(args.num_envs))
-    values = jnp.concatenate([rollout.values, networks.apply(agent, state.params, last_stack)[1][None]])
+    last_value = look(agent, state.params, last_stack, steps.age[-1], rollout.core)[1]
+    columns = lambda x: x.reshape(len(x), -1)  # noqa: E731
     advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
-        reward, values, steps.terminated, steps.truncated, gamma, args.gae_lambda
+        columns(rewards), columns(jnp.concatenate([rollout.values, last_value[None]])),
+        columns(terminated[..., None] & ends), columns(truncated[..., None] & ends), gamma, args.gae_lambda,
+    ).reshape(rollout.values.shape)  # fmt: skip
+    total = advantages.sum(axis=-1)
+    mean, var = shaping.masked_moments(total, mask)
+    batch = Batch(
+        actions=rollout.actions,
+        logits=rollout.logits,
+        values=rollout.values,
+        advantages=(total - mean) / jnp.sqrt(var + 1e-8),
+        returns=advantages + rollout.values,
+        weight=mask.astype(jnp.float32),
     )
-    mean, var = shaping.masked_moments(advantages, mask)
-    normalized = (advantages - mean) / jnp.sqrt(var + 1e-8)
-    values = values[:-1]
-    batch = Batch(rollout.actions, rollout.logits, values, normalized, advantages + values, mask.astype(jnp.float32))
-    return batch, reward_filter
+    return batch, (reward_filter, bonus_filter), shaping.masked_moments(bonus * mask, mask)[0]
 
 
 def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Batch, learning_rate, ent_coef, key):
     """Epochs of minibatches; returns parameters, Adam's state, the last epoch's mean metrics and the epochs done."""
-    tx, first_row = make_optimizer(args), history_length(args)
+    tx, first_row, recurrent = make_optimizer(args), history_length(args), args.core != "none"
 
-    def minibatch(learner, index):
+    def minibatch(learner, key, index):
         params, opt_state = learner
-        time, env = index // args.num_envs, index % args.num_envs
+        if recurrent:  # whole rollouts of some games
+            time, env = jnp.arange(args.num_steps)[None], index[:, None]
+        else:
+            time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
         part = jax.tree.map(lambda x: x[time, env], batch)
         part = part._replace(weight=part.weight / jnp.maximum(part.weight.sum(), 1))
-        stacked = stack(args, frames, age[time, env], first_row + time, env)
+        keys = jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(time * args.num_envs + env)
+        inputs = Inputs(
+            frames=stack(args, frames, age[time, env], first_row + time, env),
+            next_frames=stack(args, frames, age[time + 1, env], first_row + time + 1, env) if args.rnd_coef else None,
+            first=age[time, env] == 0,
+            core=jax.tree.map(lambda x: x[index], state.core),
+            keys=keys if args.augment or args.dropout else None,
+        )
         objective = partial(loss, args, agent, state.kl_coef, ent_coef)
-        (_, parts), grads = networks.value_and_grad(objective, params, (stacked, part))
+        few = 1 if recurrent else compute.CHUNK
+        (_, parts), grads = compute.value_and_grad(objective, params, (inputs, part), few)
         if args.l2:  # the gradient of l2 x the squared norm of each convolution's kernel
-            grads = jax.tree.map(lambda g, w: g + 2 * args.l2 * w if w.ndim == 4 else g, grads, params)
+            decay = lambda g, w: g + 2 * args.l2 * w if w.ndim == 4 else g  # noqa: E731
+            grads = grads | {"params": jax.tree.map(decay, grads["params"], params["params"])}
         direction, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
 
     def epoch(carry, key):
         def run():
-            order = jax.random.permutation(key, batch.weight.size).reshape(args.num_minibatches, -1)
-            learner, parts = jax.lax.scan(minibatch, carry[0], order)
+            shuffle_key, sample_key = jax.random.split(key)
+            order = jax.random.permutation(shuffle_key, count).reshape(args.num_minibatches, -1)
+            learner, parts = jax.lax.scan(lambda learner, index: minibatch(learner, sample_key, index), carry[0], order)
             return learner, jax.tree.map(jnp.mean, parts)
 
         if not args.target_kl:
@@ -423,9 +571,12 @@ def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Ba
         stop = carry[1]["approx_kl"] > args.target_kl
         return jax.lax.cond(stop, lambda: carry, run), ~stop
 
-    nothing = dict.fromkeys((*LOSS_PARTS, "loss", "grad_norm"), jnp.float32(0))
-    start, keys = ((state.params, state.opt_state), nothing), jax.random.split(key, args.update_epochs)
-    ((params, opt_state), parts), ran = jax.lax.scan(epoch, start, keys)
+    count = args.num_envs if recurrent else batch.weight.size
+    learner, some = (state.params, state.opt_state), jnp.zeros(count // args.num_minibatches, jnp.int32)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(minibatch, learner, key, some)[1])
+    ((params, opt_state), parts), ran = jax.lax.scan(
+        epoch, (learner, nothing), jax.random.split(key, args.update_epochs)
+    )
     return params, opt_state, parts, ran.sum()
 
 
@@ -436,7 +587,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     _, key, shuffle_key = jax.random.split(state.key, 3)
-    batch, reward_filter = prepare(args, agent, state, rollout, steps, gamma)
+    batch, (reward_filter, bonus_filter), bonus = prepare(args, agent, state, rollout, steps, gamma)
     params, opt_state, parts, epochs = optimize(
         args, agent, state, rollout.frames, steps.age, batch, learning_rate, ent_coef, shuffle_key
     )
@@ -447,11 +598,13 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         global_step=state.global_step + (~steps.done).sum(),
         kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
         reward_filter=reward_filter,
+        bonus_filter=bonus_filter,
+        core=rollout.core,
         history=rollout.frames[args.num_steps : args.num_steps + history_length(args)],
         last_action=rollout.last_action,
     )
-    _, unexplained = shaping.masked_moments(batch.returns - batch.values, batch.weight)
-    _, spread = shaping.masked_moments(batch.returns, batch.weight)
+    _, unexplained = shaping.masked_moments((batch.returns - batch.values)[..., 0], batch.weight)
+    _, spread = shaping.masked_moments(batch.returns[..., 0], batch.weight)
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - unexplained / jnp.maximum(spread, 1e-8),
         "losses/kl_coef": state.kl_coef,
@@ -462,22 +615,35 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         "charts/gamma": gamma,
         "charts/return_std": jnp.sqrt(reward_filter.var),
     }
+    if args.rnd_coef:
+        metrics |= {"charts/rnd_bonus": bonus}
     return new_state, metrics
 
 
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=(0,))
-def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, memory: None):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; it needs no memory."""
-    return jax.random.categorical(key, networks.apply(agent, params, frames)[0]), None
+@partial(jax.jit, static_argnums=0)
+def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; its memory is the core."""
+    logits, _, core = look(agent, params, frames, age, core)
+    return jax.random.categorical(key, logits), core
+
+
+def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
+    """A policy as `envs.play_episodes` calls it."""
+
+    def policy(frames, age, key, core):
+        core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
+        return choose(agent, params, frames, age, key, core)
+
+    return policy
 
 
 def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
-    """For evaluate.py: the step of a run's newest checkpoint, and its policy as `envs.play_episodes` calls it."""
+    """For evaluate.py: the step of a run's newest checkpoint, and its policy."""
     state, _ = load_state(args, run_dir)
-    return int(state.global_step), partial(choose, make_agent(args), state.params)
+    return int(state.global_step), make_policy(args, make_agent(args), state.params)
 
 
 # MAIN
@@ -487,7 +653,7 @@ def load_state(args: Args, run_dir: str) -> tuple[TrainState, dict]:
     """The newest checkpoint of a run: its training state, and the rest of what `main` saved."""
     _, saved = runs.load_checkpoint(run_dir)
     template = jax.eval_shape(partial(initial_state, args, make_agent(args)))
-    return networks.replicate(runs.restore_tree(template, saved["state"], run_dir)), saved
+    return compute.replicate(runs.restore_tree(template, saved["state"], run_dir)), saved
 
 
 def main(args: Args) -> runs.Run:
@@ -506,7 +672,7 @@ def main(args: Args) -> runs.Run:
             episodes.restore(saved["episodes"])
             run.restore(saved["run"])
         else:
-            state = networks.replicate(initial_state(args, agent))
+            state = compute.replicate(initial_state(args, agent))
         step = int(state.global_step)
         if step >= args.total_timesteps:
             run.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
@@ -517,7 +683,7 @@ def main(args: Args) -> runs.Run:
         while not run.stop:
             finished = step >= args.total_timesteps
             if args.eval_episodes and run.evaluation_due(args.eval_every, step, finished):
-                results = envs.evaluate_run(args, run, partial(choose, agent, state.params), step)
+                results = envs.evaluate_run(args, run, make_policy(args, agent, state.params), step)
                 if results:
                     run.log_evaluation(step, results)
             if finished or run.stop:
@@ -534,7 +700,8 @@ def main(args: Args) -> runs.Run:
                 # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
                 games.restart(envs.derive_seed(args.seed, step))
                 episodes.restart()
-                state = state._replace(reward_filter=shaping.restart(state.reward_filter))
+                filters = {name: shaping.restart(getattr(state, name)) for name in ("reward_filter", "bonus_filter")}
+                state = state._replace(**filters)
                 save()
         save()
         games.close()

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ppo_procgen as ppo
-from common import envs, networks, runs
+from common import compute, envs, networks, runs
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Args:
 
 
 def machine() -> str:
-    if not networks.on_cpu():
+    if not compute.on_cpu():
         return f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -62,6 +62,12 @@ def commit() -> str:
 
     changed = git("status", "--porcelain", "--", ":/", ":!results")
     return git("rev-parse", "--short=9", "HEAD").strip() + ("+" if changed else "")
+
+
+def outputs(args: ppo.Args, agent: ppo.Agent, params: dict, frames):
+    """Logits and values of the first step of an episode."""
+    core = networks.initial_core(args.core, args.hidden, len(frames))
+    return agent.apply(params, frames, np.ones(len(frames), bool), core)[:2]
 
 
 def game_rate(args: ppo.Args, steps: int = 500) -> float:
@@ -82,10 +88,12 @@ def flops(args: ppo.Args) -> tuple[float, float]:
     agent = ppo.make_agent(args)
 
     def total(params):
-        return sum(x.sum() for x in agent.apply(params, frames))
+        return sum(x.sum() for x in outputs(args, agent, params, frames))
 
-    with unittest.mock.patch.object(networks, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
-        params = agent.init(jax.random.PRNGKey(0), frames)  # on the CPU: XLA counts there, on a GPU it does not
+    with unittest.mock.patch.object(compute, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
+        params = agent.init(
+            jax.random.PRNGKey(0), frames, np.ones(16, bool), networks.initial_core(args.core, args.hidden, 16)
+        )  # on the CPU: XLA counts there, on a GPU it does not
         return tuple(jax.jit(f).lower(params).cost_analysis()["flops"] / 16 for f in (total, jax.grad(total)))
 
 
@@ -105,11 +113,11 @@ def matrix_rate(size: int = 4096) -> float:
 def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
     """One step's frames to the device and its actions back."""
     frames = np.zeros((args.num_envs, 3, 64, 64), np.uint8)
-    actions = networks.replicate(jnp.zeros(args.num_envs, jnp.int32))
+    actions = compute.replicate(jnp.zeros(args.num_envs, jnp.int32))
     seconds = []
     for i in range(repeats):
         start = time.perf_counter()
-        networks.replicate(frames + np.uint8(i)).block_until_ready()
+        compute.replicate(frames + np.uint8(i)).block_until_ready()
         np.asarray(actions + i)
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds))
@@ -121,12 +129,12 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
     frames = np.random.default_rng(0).integers(0, 256, (128, *envs.FRAME_SHAPE[:2], channels), np.uint8)
 
     def loss(params, frames):
-        return sum((x**2).sum() for x in agent.apply(params, frames)), {}
+        return sum((x**2).sum() for x in outputs(args, agent, params, frames)), {}
 
-    ours = jax.jit(lambda p, x: networks.value_and_grad(loss, p, x)[1])
+    ours = jax.jit(lambda p, x: compute.value_and_grad(loss, p, x)[1])
     plain = jax.jit(jax.grad(lambda p, x: loss(p, x)[0]))
     ours(params, frames)
-    with unittest.mock.patch.object(networks, "on_cpu", return_value=False):
+    with unittest.mock.patch.object(compute, "on_cpu", return_value=False):
         local = jax.device_put(jax.device_get(params), jax.devices()[0])
         plain(local, frames)
     seconds = {ours: [], plain: []}
@@ -141,7 +149,7 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
 def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
     agent = ppo.make_agent(args)
-    state = networks.replicate(ppo.initial_state(args, agent))
+    state = compute.replicate(ppo.initial_state(args, agent))
     games = envs.Games(lambda seed: envs.make_levels(args, args.num_envs, seed), 0)
     watch, marks = runs.Stopwatch(), []
     for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
@@ -170,7 +178,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
         "MFLOP a step": flops_a_step / 1e6,
         "GFLOP/s": flops_a_step * done / seconds / 1e9,
         "matrix product GFLOP/s": matrix_rate(),
-        "gradient speed-up": gradient_speedup(args, agent, state.params) if networks.on_cpu() else 1.0,
+        "gradient speed-up": gradient_speedup(args, agent, state.params) if compute.on_cpu() else 1.0,
         "peak host MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 

@@ -21,6 +21,13 @@ TINY = {
 }  # fmt: skip
 
 
+# What each flag of an encoder is changed to where it must change the network (tests/test_networks.py).
+ENCODER_FLAGS = {
+    "channels": "4,8,8", "blocks": 1, "downsample": "stride", "separable": 1, "norm": "group", "conv_bias": "no",
+    "init": "orthogonal", "activation": "elu",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache():
     runs.use_compilation_cache()

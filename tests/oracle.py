@@ -149,3 +149,116 @@ def schedule(points, step):
         if step <= x1:
             return y0 + (y1 - y0) * (step - x0) / (x1 - x0)
     return points[-1][1]
+
+
+class Hand:
+    """The encoders' layers in float64, fed with a Flax module's parameters in the order in which it made them."""
+
+    def __init__(self, params):
+        self.params, self.used = params, {}
+
+    def next(self, kind):
+        number = self.used[kind] = self.used.get(kind, -1) + 1
+        return {name: np.asarray(x, np.float64) for name, x in self.params[f"{kind}_{number}"].items()}
+
+    def all_used(self):
+        return sum(n + 1 for n in self.used.values()) + sum("attention" in name for name in self.params)
+
+    def conv(self, x, stride=1, padding="SAME"):
+        """Groups are read off the kernel: one a channel where it has one input."""
+        layer = self.next("Conv")
+        w, n = layer["kernel"], x.shape[1]
+        size, _, inputs, outputs = w.shape
+        places = -(-n // stride) if padding == "SAME" else (n - size) // stride + 1
+        more = max((places - 1) * stride + size - n, 0) if padding == "SAME" else 0
+        x = np.pad(x, ((0, 0), (more // 2, more - more // 2), (more // 2, more - more // 2), (0, 0)))
+        group = outputs // (x.shape[3] // inputs)  # filters that see the same channels
+        y = np.zeros((len(x), places, places, outputs))
+        for i, j, o in itertools.product(range(places), range(places), range(outputs)):
+            first = o // group * inputs
+            seen = x[:, i * stride : i * stride + size, j * stride : j * stride + size, first : first + inputs]
+            y[:, i, j, o] = (seen * w[..., o]).sum(axis=(1, 2, 3))
+        return y + layer.get("bias", 0)
+
+    def group_norm(self, x):
+        layer, groups = self.next("GroupNorm"), math.gcd(x.shape[3], 8)
+        parts = x.reshape(*x.shape[:3], groups, -1)
+        parts = parts - parts.mean(axis=(1, 2, 4), keepdims=True)
+        parts = parts / np.sqrt((parts**2).mean(axis=(1, 2, 4), keepdims=True) + 1e-6)
+        return parts.reshape(x.shape) * layer["scale"] + layer["bias"]
+
+    def dense(self, x):
+        layer = self.next("Dense")
+        return x @ layer["kernel"] + layer.get("bias", 0)
+
+    def head(self, x, pool):
+        x = {"avg": lambda: x.mean(axis=(1, 2)), "max": lambda: x.max(axis=(1, 2)), "flatten": lambda: x}[pool]()
+        return relu(self.dense(relu(x.reshape(len(x), -1))))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def max_pool(x):
+    """3 x 3 with stride 2, SAME: for even sizes that is one row and column behind."""
+    x = np.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=-np.inf)
+    places = range(0, x.shape[1] - 1, 2)
+    return np.array([[x[:, i : i + 3, j : j + 3].max(axis=(1, 2)) for j in places] for i in places]).transpose(
+        2, 0, 1, 3
+    )
+
+
+def impala_cnn(params, frames, channels, blocks, pool, by_stride=False, separable=False, norm=False):
+    hand, x = Hand(params), (frames.astype(np.float64) - 128) / 255
+
+    def conv(x, stride=1):
+        x = hand.conv(x, stride)
+        x = hand.conv(x) if separable else x
+        return hand.group_norm(x) if norm else x
+
+    for _ in range(channels):
+        x = conv(x, 2) if by_stride else max_pool(conv(x))
+        for _ in range(blocks):
+            x = x + conv(relu(conv(relu(x))))
+    return hand.head(x, pool), hand.all_used()
+
+
+def xresnet(params, frames, blocks, stem=False, squeeze=False, attention=0, by_pool=False):
+    hand, x = Hand(params), (frames.astype(np.float64) - 128) / 73.9
+    x = max_pool(relu(hand.conv(x))) if stem else x
+    for number, (features, stride) in enumerate(blocks):
+        y = hand.conv(x, 1 if by_pool else stride)
+        y = hand.conv(relu(max_pool(y) if by_pool and stride == 2 else y))
+        if squeeze:
+            weight = 1 / (1 + np.exp(-hand.dense(relu(hand.dense(y.mean(axis=(1, 2)))))))
+            y = y * weight[:, None, None]
+        if number >= len(blocks) - attention:
+            flat = y.reshape(len(y), -1, features)
+            query, key, value = (hand.dense(flat) for _ in range(3))
+            attended = [[softmax(k @ q) @ v for q in query] for query, k, v in zip(query, key, value, strict=True)]
+            y = y + float(params[f"attention_{number}"]) * np.array(attended).reshape(y.shape)
+        if stride == 2:
+            x = (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) / 4
+        if x.shape[3] != features:
+            x = hand.conv(x)
+        x = relu(y + x)
+    return hand.head(x, "avg"), hand.all_used()
+
+
+def mobilenet(params, frames, channels, blocks):
+    hand, x = Hand(params), (frames.astype(np.float64) - 128) / 255
+    layer = lambda x, stride=1: hand.group_norm(hand.conv(x, stride))  # noqa: E731
+    x = relu(layer(x, 2))
+    for stage in range(channels):
+        for block in range(blocks):
+            y = layer(relu(layer(relu(layer(x)), 2 if stage and not block else 1)))
+            x = x + y if x.shape == y.shape else y
+    return hand.head(relu(layer(x)), "avg"), hand.all_used()
+
+
+def nature_cnn(params, frames, pool):
+    hand = Hand(params)
+    x = relu(hand.conv(frames.astype(np.float64) / 255, 4, "VALID"))
+    x = relu(hand.conv(x, 2, "VALID"))
+    return hand.head(hand.conv(x, 1, "VALID"), pool), hand.all_used()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_ppo_math import random_steps
 
 import impala_procgen as impala
-from common import networks, runs
+from common import augment, compute, runs
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -112,10 +112,10 @@ def outputs(args, agent, params, batch):
     return np.stack(logits[:-1], axis=1), np.stack(values, axis=1)
 
 
-@pytest.mark.parametrize("lstm", [False, True])
-def test_loss_equals_the_sums_by_hand(lstm):
+@pytest.mark.parametrize("core", ["none", "lstm", "gru"])
+def test_loss_equals_the_sums_by_hand(core):
     """One sequence at a time, since the oracle averages over one."""
-    args = make_args(lstm=lstm, vf_coef=0.7)
+    args = make_args(core=core, vf_coef=0.7)
     agent, batch = impala.make_agent(args), random_sequences(np.random.default_rng(0), args)
     params = impala.initial_state(args, agent).params
     logits, values = outputs(args, agent, params, batch)
@@ -124,7 +124,7 @@ def test_loss_equals_the_sums_by_hand(lstm):
         weight = (~one.done / (~one.done).sum()).astype(np.float32)
         value = impala.last_value(args, agent, params, one)
         np.testing.assert_allclose(value, values[b : b + 1, -1], rtol=1e-3, atol=1e-4)
-        total, (parts, _) = impala.loss(args, agent, 0.9, 0.02, params, (one, weight), 0, STEPS, (value, value))
+        total, (parts, _) = impala.loss(args, agent, 0.9, 0.02, params, (one, weight, None), 0, STEPS, (value, value))
         sequence = jax.tree.map(lambda x: x[0], one)
         want_total, want = oracle.impala_loss(args, 0.02, logits[b], values[b], sequence, 0.9)
         np.testing.assert_allclose(total, want_total, rtol=1e-3, atol=1e-3)
@@ -132,28 +132,63 @@ def test_loss_equals_the_sums_by_hand(lstm):
             np.testing.assert_allclose(parts[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize(("lstm", "size"), [(False, 4), (False, 3), (True, 2)])
-def test_gradient_backwards_in_time_equals_the_whole(lstm, size, monkeypatch):
-    args = make_args(lstm=lstm, num_envs=size)
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (4, {}),
+        (3, {"dropout": 0.5, "augment": "translate", "augment_mode": "drac", "drac_coef": 1}),
+        (2, {"core": "lstm", "augment": "flip"}),
+    ],
+)
+def test_gradient_backwards_in_time_equals_the_whole(size, flags, monkeypatch):
+    args = make_args(num_envs=size, **flags)
     agent, batch = impala.make_agent(args), random_sequences(np.random.default_rng(1), args, size)
     params = impala.initial_state(args, agent).params
     weight = (~batch.done / (~batch.done).sum()).astype(np.float32)
+    data = (batch, weight, jax.random.split(jax.random.PRNGKey(5), size))
 
     def gradient():
         value = impala.last_value(args, agent, params, batch)
         objective = partial(impala.loss, args, agent, 0.9, 0.01)
-        return networks.value_and_grad_backwards(objective, params, (batch, weight), (value, value), STEPS, lstm)
+        return compute.value_and_grad_backwards(objective, params, data, (value, value), STEPS, args.core != "none")
 
     (value, parts), grads = jax.jit(gradient)()
-    monkeypatch.setattr(networks, "on_cpu", lambda: False)
+    monkeypatch.setattr(compute, "on_cpu", lambda: False)
     (want_value, want_parts), want_grads = jax.jit(lambda: gradient())()
     np.testing.assert_allclose(value, want_value, rtol=1e-4, atol=1e-5)
     for got, want in ((parts, want_parts), (grads, want_grads)):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), got, want)
 
 
+def test_augmentation_is_of_the_learners_frames_or_a_regulariser():
+    args = make_args()
+    agent, batch = impala.make_agent(args), random_sequences(np.random.default_rng(2), args)
+    params, weight = impala.initial_state(args, agent).params, (~batch.done / (~batch.done).sum()).astype(np.float32)
+    images = batch.frames.reshape(-1, 64, 64, 3)
+    grey = batch._replace(frames=jax.vmap(augment.grayscale, (None, 0))(None, images).reshape(batch.frames.shape))
+    keys, after = jax.random.split(jax.random.PRNGKey(0), GAMES), (np.zeros(GAMES, np.float32),) * 2
+
+    def parts(batch, **flags):
+        args = make_args(**flags)
+        run = lambda: impala.loss(args, agent, 0.9, 0.01, params, (batch, weight, keys), 0, STEPS, after)  # noqa: E731
+        return jax.jit(run)()[1][0]
+
+    flags = {"augment": "grayscale", "augment_prob": 1.0}
+    plain, of_grey, rad = parts(batch), parts(grey), parts(batch, **flags)
+    drac = parts(batch, **flags, augment_mode="drac", drac_coef=0.5)
+    for name, want in of_grey.items():
+        np.testing.assert_allclose(rad[name], want, rtol=1e-4, atol=1e-5)
+    assert rad["loss"] != plain["loss"]
+    outputs_of = partial(outputs, args, agent, params)
+    (logits, values), (new_logits, new_values) = outputs_of(batch), outputs_of(grey)
+    regulariser = augment.drac_loss(logits, values[:, :-1, None], new_logits, new_values[:, :-1, None])
+    want = (weight * regulariser).sum()
+    np.testing.assert_allclose(drac["drac_loss"], want, rtol=1e-3)
+    np.testing.assert_allclose(drac["loss"], plain["loss"] + 0.5 * want, rtol=1e-4)
+
+
 def test_core_is_forgotten_at_an_episodes_first_frame():
-    args = make_args(lstm=True)
+    args = make_args(core="lstm")
     agent, rng = impala.make_agent(args), np.random.default_rng(0)
     params = impala.initial_state(args, agent).params
     x, core = normal(rng, 2, 6, 8), jax.tree.map(lambda c: normal(rng, *c.shape), impala.initial_core(args, 2))
@@ -174,7 +209,7 @@ def tiny():
 
 
 def run_update(tiny, batch):
-    state = networks.replicate(impala.initial_state(tiny.args, tiny.agent))
+    state = compute.replicate(impala.initial_state(tiny.args, tiny.agent))
     return jax.device_get(impala.update(tiny.args, tiny.agent, state, batch))
 
 
@@ -196,7 +231,7 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
 
 
 def test_replay_holds_the_newest_and_draws_from_them():
-    args = make_args(replay_fraction=0.5, replay_size=6, num_actors=2, normalize_rewards=True, lstm=True)
+    args = make_args(replay_fraction=0.5, replay_size=6, num_actors=2, normalize_rewards=True, core="lstm")
     memory, seen, drawn, rng = impala.initial_memory(args), {}, [], np.random.default_rng(0)
     for i in range(9):
         rollouts = []
@@ -225,14 +260,14 @@ def test_replay_holds_the_newest_and_draws_from_them():
 def test_same_parameters_give_the_actors_probabilities():
     """What the learner rebuilds (stacks, ages, cores) is what the actor saw: with no lag, on real games, all
     ratios of the first minibatch are 1, across episode ends too."""
-    for lstm in (False, True):
-        args = make_args(lstm=lstm, num_steps=150, num_sgd_iter=1, num_minibatches=1, num_actors=2, env_id="bigfish",
+    for core in ("none", "gru"):
+        args = make_args(core=core, num_steps=150, num_sgd_iter=1, num_minibatches=1, num_actors=2, env_id="bigfish",
                          learning_rate="0", sticky_actions=0.25)  # fmt: skip
         agent = impala.make_agent(args)
         games = [impala.envs.Games(partial(impala.envs.make_levels, args, GAMES // 2), 3 + actor) for actor in range(2)]
         state, memory = impala.initial_state(args, agent), impala.initial_memory(args)
         state.params["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
-        state, carries = networks.replicate(state), [impala.initial_carry(args)] * 2
+        state, carries = compute.replicate(state), [impala.initial_carry(args)] * 2
         ends = 0
         for i in range(2):
             watch, check = runs.Stopwatch(), threading.Event().is_set
@@ -244,7 +279,7 @@ def test_same_parameters_give_the_actors_probabilities():
             steps = impala.join_steps(unrolls)
             memory, batch = impala.remember(args, memory, [unroll.rollout for unroll in unrolls], steps, 0, i)
             ends += steps.ended.sum()
-            state, metrics = impala.update(args, agent, state, networks.replicate(batch))
+            state, metrics = impala.update(args, agent, state, compute.replicate(batch))
             assert metrics["losses/entropy"] < 2.6
             assert abs(metrics["losses/approx_kl"]) < 1e-5
             assert abs(metrics["losses/rho"] - 1) < 1e-3

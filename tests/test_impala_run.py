@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import ROOT, assert_same_run, flags_of, read_metrics, start, wait_for
+from conftest import ENCODER_FLAGS, ROOT, assert_same_run, flags_of, read_metrics, start, wait_for
 
 import evaluate
 import impala_procgen as impala
-from common import envs, networks, runs
+from common import compute, envs, runs
 from common.actors import ActorError, Actors
 
 # Small enough to compile in seconds; the games are real.
@@ -26,7 +26,7 @@ TINY = {
     "eval_episodes": 0, "wandb_mode": "disabled", "deterministic": True,
 }  # fmt: skip
 # Everything that has a state of its own is on.
-STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 200, "lstm": True,
+STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 200, "core": "lstm",
             "replay_fraction": 0.5, "replay_size": 16, "max_lag": 2}  # fmt: skip
 
 
@@ -191,23 +191,25 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
 FLAGS = {
     "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
     "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "normalize_rewards": True,
-    "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "lstm": True,
+    "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "core": "lstm",
     "total_timesteps": 100, "num_actors": 1, "num_envs": 8, "num_steps": 16, "max_lag": 0, "num_sgd_iter": 1,
     "num_minibatches": 4, "replay_fraction": 0.5, "replay_size": 4, "learning_rate": "0:0.003,1000:0.001",
     "gamma": "0.5", "rho_bar": 0.5, "c_bar": 0.5, "pg_rho_bar": 0.5, "vtrace_lambda": 0.5, "vf_coef": 0.1,
     "ent_coef": "0.1", "max_grad_norm": 0.01, "optimizer": "rmsprop", "optimizer_eps": 0.1, "l2": 0.1, "seed": 2,
+    "dropout": 0.5, "augment": "translate", "augment_prob": 1.0, "augment_mode": "drac", "drac_coef": 0.5,
     "checkpoint_every": 100, "eval_every": 100, "eval_episodes": 1,
 }  # fmt: skip
 # Tested elsewhere: these change files, or let the clock in.
 ELSEWHERE = {
     "run_dir", "resume", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project", "wandb_entity",
-    "deterministic",
+    "deterministic", *ENCODER_FLAGS,
 }  # fmt: skip
 # Bigfish's random episodes pay too little for some flags to show; with these they must.
 NEEDS = {
     "start_level": {"num_levels": 1}, "reward_clip": {"env_id": "starpilot", "total_timesteps": 500},
     "reward_shaping": {"env_id": "starpilot", "total_timesteps": 500}, "eval_every": {"eval_episodes": 1},
-    "replay_size": {"replay_fraction": 0.5, "total_timesteps": 500},
+    "replay_size": {"replay_fraction": 0.5, "total_timesteps": 500}, "augment_prob": {"augment": "translate"},
+    "augment_mode": {"augment": "translate"}, "drac_coef": {"augment": "translate", "augment_mode": "drac"},
 }  # fmt: skip
 
 
@@ -238,11 +240,11 @@ def test_every_flag_changes_something(metrics_of, flag):
     assert metrics_of(**needs) != metrics_of(**needs, **{flag: FLAGS[flag]})
 
 
-@pytest.mark.parametrize("lstm", [False, True])
-def test_the_form_for_accelerators_trains_too(train, monkeypatch, lstm):
+@pytest.mark.parametrize("core", ["none", "gru"])
+def test_the_form_for_accelerators_trains_too(train, monkeypatch, core):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
-    monkeypatch.setattr(networks, "on_cpu", lambda: False)
-    lines = read_metrics(train(lstm=lstm, eval_episodes=1).path)
+    monkeypatch.setattr(compute, "on_cpu", lambda: False)
+    lines = read_metrics(train(core=core, eval_episodes=1).path)
     assert "losses/loss" in lines[-2]
     assert "eval/test_levels/mean_return" in lines[-1]
 
@@ -284,7 +286,7 @@ def test_ten_thousand_frames(tmp_path):
     """The command line as a user types it, threads free to run: W&B, evaluation, video, then evaluate.py."""
     command = flags_of(
         {"env_id": "starpilot", "gap_stack": True, "width": 1, "num_levels": 3, "num_envs": 16, "num_steps": 64,
-         "num_minibatches": 4, "num_sgd_iter": 1, "learning_rate": "5e-4", "total_timesteps": 10_000, "lstm": True,
+         "num_minibatches": 4, "num_sgd_iter": 1, "learning_rate": "5e-4", "total_timesteps": 10_000, "core": "lstm",
          "eval_every": 6_000, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 3_000,
          "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test"}
     )  # fmt: skip
@@ -320,6 +322,8 @@ BAD = {
     "lag": (["--max-lag", -1], "--max-lag -1", "from 0 to 64"),
     "lambda": (["--vtrace-lambda", 1.5], "--vtrace-lambda 1.5", "from 0 to 1"),
     "rho": (["--rho-bar", "nan"], "--rho-bar nan", "0 or more"),
+    "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
+    "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
     "schedule": (["--learning-rate", "0:1e-4,oops"], "--learning-rate '0:1e-4,oops'", "step:value"),
     "batch too large": (["--num-envs", 65536, "--num-steps", 1024], "--num-envs 65536", "at most 16777216"),
     "no evaluation to film": (["--capture-video", "--eval-episodes", 0], "--capture-video", "--eval-episodes 1"),
@@ -340,7 +344,7 @@ def finished(tmp_path_factory):
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capfd):
     words, names, valid = BAD[case]
-    more = {"other actors": ["--num-actors", 1], "shapes": ["--num-envs", 8], "core": ["--lstm"],
+    more = {"other actors": ["--num-actors", 1], "shapes": ["--num-envs", 8], "core": ["--core", "lstm"],
             "no buffer to go on with": ["--replay-fraction", 0.5]}  # fmt: skip
     if case == "other script":
         (tmp_path / "args.json").write_text('{"script": "ppo_procgen", "args": {}}')

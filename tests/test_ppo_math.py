@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ppo_procgen as ppo
-from common import runs, shaping
+from common import augment, compute, envs, runs, shaping
 from common.envs import Steps
 
 relaxed = settings(deadline=None, max_examples=25)
@@ -58,46 +58,59 @@ def test_gae_equals_rlax():
 
 
 class Table:
-    """Stands for the network: its parameters are the outputs."""
+    """Stands for the network: its parameters are the outputs of each step, [B, S, 15] and [B, S, V]."""
 
     @staticmethod
-    def apply(params, frames):
-        return params
+    def apply(params, *inputs, method):
+        return inputs[0] if method == "encode" else (*params, ())
 
 
-def random_batch(rng, size):
-    weight = (rng.random(size) < 0.8).astype(np.float32)
+def data_of(batch):
+    """The Inputs of a Table, with the batch."""
+    frames = np.zeros((*batch.weight.shape, 1), np.float32)
+    return ppo.Inputs(frames, None, frames[..., 0] == 0, (), None), batch
+
+
+def random_batch(rng, *shape, num_values=1):
+    weight = (rng.random(shape) < 0.8).astype(np.float32)
     weight[0] = 1
-    old = rng.normal(size=(size, 15)).astype(np.float32)
-    new = old + rng.normal(size=(size, 15)).astype(np.float32) * 0.3
-    normal = partial(rng.normal, size=size)
-    values, old_values, advantages, returns = (normal().astype(np.float32) * 3 for _ in range(4))
-    actions = rng.integers(0, 15, size).astype(np.int32)
-    return (new, values), ppo.Batch(actions, old, old_values, advantages, returns, weight / weight.sum())
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    old = normal(*shape, 15)
+    new = old + 0.3 * normal(*shape, 15)
+    values, old_values, returns = (3 * normal(*shape, num_values) for _ in range(3))
+    actions = rng.integers(0, 15, shape).astype(np.int32)
+    return (new, values), ppo.Batch(actions, old, old_values, 3 * normal(*shape), returns, weight / weight.sum())
 
 
 @relaxed
-@given(seeds, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.3]))
-def test_loss_equals_the_sums_by_hand(seed, vf_clip, kl_coef):
+@given(seeds, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.3]), st.sampled_from([(20, 1, 1), (5, 4, 2)]))
+def test_loss_equals_the_sums_by_hand(seed, vf_clip, kl_coef, shape):
     args = ppo.Args(vf_clip=vf_clip, kl_coef=kl_coef, vf_coef=0.7)
-    outputs, batch = random_batch(np.random.default_rng(seed), 20)
-    total, parts = ppo.loss(args, Table, kl_coef, 0.02, outputs, (None, batch))
-    want_total, want_parts = oracle.ppo_loss(args, kl_coef, 0.02, *outputs, batch)
-    np.testing.assert_allclose(total, want_total, rtol=2e-4, atol=1e-5)
-    for name, want in want_parts.items():
-        np.testing.assert_allclose(parts[name], want, rtol=2e-4, atol=1e-5, err_msg=name)
+    outputs, batch = random_batch(np.random.default_rng(seed), *shape[:2], num_values=shape[2])
+    total, parts = ppo.loss(args, Table, kl_coef, 0.02, outputs, data_of(batch))
+    (logits, values), flat = jax.tree.map(lambda x: x.reshape(20, *x.shape[2:]), (outputs, batch))
+    want, value_losses = 0.0, []
+    for head in range(shape[2]):
+        one = flat._replace(values=flat.values[:, head], returns=flat.returns[:, head])
+        some, want_parts = oracle.ppo_loss(args, kl_coef, 0.02, logits, values[:, head], one)
+        value_losses.append(want_parts.pop("value_loss"))
+        want = some + args.vf_coef * (sum(value_losses) - value_losses[-1])
+    np.testing.assert_allclose(total, want, rtol=2e-4, atol=1e-5)
+    for name, x in (want_parts | {"value_loss": sum(value_losses)}).items():
+        np.testing.assert_allclose(parts[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
 
 
 def test_policy_gradient_equals_rlax():
-    outputs, batch = random_batch(np.random.default_rng(1), 32)
-    batch = batch._replace(weight=np.full(32, 1 / 32, np.float32))
+    outputs, batch = random_batch(np.random.default_rng(1), 32, 1)
+    batch = batch._replace(weight=np.full((32, 1), 1 / 32, np.float32))
 
     def theirs(logits):
-        log_ratio = jax.nn.log_softmax(logits) - jax.nn.log_softmax(batch.logits)
-        return rlax.clipped_surrogate_pg_loss(jnp.exp(log_ratio[jnp.arange(32), batch.actions]), batch.advantages, 0.2)
+        log_ratio = (jax.nn.log_softmax(logits) - jax.nn.log_softmax(batch.logits))[:, 0]
+        ratio = jnp.exp(log_ratio[jnp.arange(32), batch.actions[:, 0]])
+        return rlax.clipped_surrogate_pg_loss(ratio, batch.advantages[:, 0], 0.2)
 
     def ours(logits):
-        return ppo.loss(ppo.Args(), Table, 0, 0, (logits, outputs[1]), (None, batch))[1]["policy_loss"]
+        return ppo.loss(ppo.Args(), Table, 0, 0, (logits, outputs[1]), data_of(batch))[1]["policy_loss"]
 
     np.testing.assert_allclose(jax.grad(ours)(outputs[0]), jax.grad(theirs)(outputs[0]), rtol=1e-4, atol=1e-6)
 
@@ -145,22 +158,26 @@ def test_reward_normaliser_filters_over_time(seed):
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def tiny():
+def make_tiny(**flags):
     """Args, agent, state, rollout and steps of made-up frames, with episode ends."""
     args = ppo.Args(
         num_envs=3, num_steps=8, num_minibatches=2, update_epochs=2, encoder="nature", width=1, hidden=8,
-        learning_rate="0.001", normalize_rewards=True,
+        learning_rate="0.001", normalize_rewards=True, **flags,
     )  # fmt: skip
     rng, agent = np.random.default_rng(0), ppo.make_agent(args)
     steps = random_steps(rng, 8, 3)
     state = ppo.initial_state(args, agent)
-    rollout = ppo.begin_rollout(args, state)
+    rollout = ppo.begin_rollout(args, agent, state)
     for t in range(8):
         obs = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
         rollout, _ = ppo.act(args, agent, state.params, rollout, obs, steps.age[t])
     rollout = ppo.end_rollout(args, rollout, obs)
-    return SimpleNamespace(args=args, agent=agent, rollout=rollout, steps=steps, rng=rng)
+    return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, steps=steps, rng=rng)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make_tiny()
 
 
 def run_update(tiny, rollout, steps):
@@ -194,3 +211,133 @@ def test_history_continues_the_rollout(tiny):
     state, _ = run_update(tiny, tiny.rollout, tiny.steps)
     past = ppo.history_length(tiny.args)
     np.testing.assert_array_equal(state.history, tiny.rollout.frames[8 : 8 + past])
+
+
+# AUGMENTATION, BONUS AND CORE
+
+
+def minibatch_of(tiny, rng, next_frames=False):
+    """Inputs and a batch of 6 sequences of one step; the frames' stack has 2."""
+    frames = rng.integers(0, 256, (2, 6, 1, 64, 64, 6), np.uint8)
+    keys = jax.random.split(jax.random.PRNGKey(1), 6)[:, None]
+    inputs = ppo.Inputs(frames[0], frames[1] if next_frames else None, np.zeros((6, 1), bool), (), keys)
+    return inputs, random_batch(rng, 6, 1, num_values=tiny.agent.num_values)[1]
+
+
+def test_augmentation_is_of_the_learners_frames_or_a_regulariser(tiny):
+    inputs, batch = minibatch_of(tiny, np.random.default_rng(3))
+    grey = jax.vmap(augment.grayscale, in_axes=(None, 0))(None, inputs.frames[:, 0])
+    flags = {"augment": "grayscale", "augment_prob": 1.0}
+
+    def parts(frames, **flags):
+        args, params = ppo.Args(**vars(tiny.args) | flags), tiny.state.params
+        data = (inputs._replace(frames=frames), batch)
+        return jax.jit(lambda: ppo.loss(args, tiny.agent, 0.1, 0.01, params, data)[1])()
+
+    def outputs(frames):
+        return tiny.agent.apply(tiny.state.params, frames, np.zeros(6, bool), ())[:2]
+
+    plain, rad = parts(inputs.frames), parts(inputs.frames, **flags)
+    assert rad.keys() == plain.keys()
+    for name, want in parts(grey[:, None]).items():
+        np.testing.assert_allclose(rad[name], want, rtol=1e-4, atol=1e-6)
+        assert rad[name] != plain[name] or name == "clipfrac"
+
+    drac = parts(inputs.frames, **flags, augment_mode="drac", drac_coef=0.5)
+    want = (batch.weight * augment.drac_loss(*outputs(inputs.frames[:, 0]), *outputs(grey))).sum()
+    np.testing.assert_allclose(drac["drac_loss"], want, rtol=1e-3)
+    np.testing.assert_allclose(drac["loss"], plain["loss"] + 0.5 * want, rtol=1e-4)
+    np.testing.assert_allclose(drac["policy_loss"], plain["policy_loss"], rtol=1e-4)
+
+
+def test_predictor_learns_the_target_and_nothing_else_does():
+    tiny = make_tiny(rnd_coef=1.0)
+    data = minibatch_of(tiny, np.random.default_rng(3), next_frames=True)
+
+    def grads(**flags):
+        args = ppo.Args(**vars(tiny.args) | flags)
+        total = lambda params: ppo.loss(args, tiny.agent, 0.1, 0.01, params, data)  # noqa: E731
+        return jax.jit(jax.grad(total, has_aux=True))(tiny.state.params)
+
+    (with_rnd, parts), (without, _) = grads(), grads(rnd_coef=0.0)
+    size = lambda tree: sum(np.abs(x).sum() for x in jax.tree.leaves(tree))  # noqa: E731
+    assert size(with_rnd["target"]) == 0
+    assert size(with_rnd["predictor"]) > 0
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), with_rnd["params"], without["params"])
+    features = {
+        name: ppo.rnd_network(tiny.args, hidden).apply({"params": tiny.state.params[name]}, data[0].next_frames[:, 0])
+        for name, hidden in {"target": 0, "predictor": 256}.items()
+    }
+    error = ((np.float64(features["predictor"]) - features["target"]) ** 2).mean(axis=1)
+    np.testing.assert_allclose(parts["rnd_loss"], (data[1].weight[:, 0] * error).sum(), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("normalize", "episodic"), [(False, True), (True, True), (True, False)])
+def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize, episodic):
+    tiny = make_tiny(rnd_coef=0.5, rnd_normalize=normalize, rnd_episodic=episodic)
+    params, steps, past = tiny.state.params, tiny.steps, ppo.history_length(tiny.args)
+    kernel = params["predictor"]["layers_1"]["kernel"]  # random frames are much alike: make some bonuses exceed 2
+    params = params | {"predictor": params["predictor"] | {"layers_1": {"kernel": 2.5 * kernel, "bias": jnp.ones(256)}}}
+    frames, want = np.asarray(tiny.rollout.frames), np.zeros((8, 3))
+    for t in range(8):
+        for n in range(3):
+            row = past + t + 1
+            seen = np.concatenate([frames[row - min(3, steps.age[t + 1, n]), n], frames[row, n]], axis=2)
+            want[t, n] = ppo.novelty(tiny.args, params, seen[None])[0] * ~steps.done[t, n]
+    state = tiny.state._replace(params=params)
+    bonus_filter, got = jax.jit(partial(ppo.bonuses, tiny.args))(state, tiny.rollout, steps, 0.9)
+    assert ((want > 2) & ~steps.done).any()
+    assert ((want < 2) & ~steps.done).any()
+    if normalize:
+        ends = steps.ended & episodic
+        (normalized,), mean, var = oracle.normalize_rewards([(want, ends, ~steps.done)], 0.9)
+        np.testing.assert_allclose([bonus_filter.mean, bonus_filter.var], [mean, var], rtol=1e-3)
+        np.testing.assert_allclose(got, normalized, rtol=1e-3, atol=1e-5)
+    else:
+        np.testing.assert_allclose(got, want.clip(0, 2), rtol=1e-3, atol=1e-5)
+
+    batch, _, mean = jax.jit(partial(ppo.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps, 0.9)
+    kept = ~steps.done
+    np.testing.assert_allclose(mean, np.asarray(got)[kept].mean(), rtol=1e-3)
+    last_row = past + 8
+    last = np.stack([np.concatenate([frames[last_row - min(3, a), n], frames[last_row, n]], axis=2)
+                     for n, a in enumerate(steps.age[-1])])  # fmt: skip
+    last_value = tiny.agent.apply(params, last, np.zeros(3, bool), ())[1][:, 0]
+    values = np.concatenate([tiny.rollout.values, last_value[None]])
+    reward = shaping.prepare_rewards(tiny.args, tiny.state.reward_filter, steps, 0.9)[1]
+    rewards, never = [np.asarray(reward), 0.5 * np.asarray(got)], np.zeros((8, 3), bool)
+    if episodic:
+        rewards = [sum(rewards)]
+    total = 0
+    for head, r in enumerate(rewards):
+        ends = (steps.terminated, steps.truncated) if head == 0 else (never, never)
+        one = [oracle.gae(r[:, n], values[:, n, head], *(e[:, n] for e in ends), 0.9, tiny.args.gae_lambda)
+               for n in range(3)]  # fmt: skip
+        total = total + np.stack(one, axis=1)
+        np.testing.assert_allclose(
+            (batch.returns - batch.values)[..., head][kept], np.stack(one, axis=1)[kept], rtol=1e-3, atol=1e-4
+        )
+    want = (total - total[kept].mean()) / total[kept].std()
+    np.testing.assert_allclose(batch.advantages[kept], want[kept], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_same_parameters_give_the_probabilities_that_acted(core):
+    """What the learner rebuilds of real games (stacks, ages, cores) is what was acted on: all ratios are 1."""
+    args = ppo.Args(
+        num_envs=4, num_steps=150, num_minibatches=2, update_epochs=1, encoder="nature", width=1, hidden=8,
+        pool="flatten", learning_rate="0", sticky_actions=0.25, core=core, clip_coef=1e-3,
+    )  # fmt: skip
+    agent, games = ppo.make_agent(args), envs.Games(partial(envs.make_levels, args, 4), 3)
+    state, ends = ppo.initial_state(args, agent), 0
+    state.params["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
+    state = compute.replicate(state)
+    for _ in range(2):
+        rollout, steps = ppo.collect(args, agent, state, games, runs.Stopwatch())
+        ends += steps.ended.sum()
+        state, metrics = ppo.update(args, agent, state, rollout, steps)
+        assert metrics["losses/entropy"] < 2.6
+        assert abs(metrics["losses/approx_kl"]) < 1e-5
+        assert metrics["losses/clipfrac"] == 0
+    games.close()
+    assert ends > 3

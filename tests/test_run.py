@@ -12,14 +12,16 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import ROOT, TINY, assert_same_run, flags_of, parameters, read_metrics, start, wait_for
+from conftest import ENCODER_FLAGS, ROOT, TINY, assert_same_run, flags_of, parameters, read_metrics, start, wait_for
 
 import evaluate
 import ppo_procgen as ppo
-from common import envs, networks, runs
+from common import compute, envs, runs
 
 # Everything that has a state of its own is on.
-STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 200, "kl_target": 1e-4}
+STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 200, "kl_target": 1e-4,
+            "core": "gru", "rnd_coef": 0.5, "rnd_normalize": True, "rnd_episodic": False, "augment": "translate",
+            "dropout": 0.1}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +75,22 @@ FLAGS = {
     "num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 1, "learning_rate": "0:0.003,1000:0.001",
     "gamma": "0.5", "gae_lambda": 0.5, "clip_coef": 0.01, "kl_coef": 0.0, "kl_target": 1e-6, "target_kl": 1e-9,
     "vf_coef": 0.1, "vf_clip": 0.01, "ent_coef": "0.1", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
+    "dropout": 0.5, "core": "gru", "augment": "translate", "augment_prob": 1.0, "augment_mode": "drac",
+    "drac_coef": 0.5, "rnd_coef": 1, "rnd_normalize": True, "rnd_episodic": False,
     "checkpoint_every": 100, "eval_every": 100, "eval_episodes": 1,
 }  # fmt: skip
 # Tested elsewhere: these change files, not metrics.
 ELSEWHERE = {
-    "run_dir", "resume", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project", "wandb_entity"
+    "run_dir", "resume", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project", "wandb_entity",
+    *ENCODER_FLAGS,
 }  # fmt: skip
 # Bigfish's random episodes pay too little for some flags to show; with these they must.
 NEEDS = {
     "start_level": {"num_levels": 1}, "gamma": {"normalize_rewards": True}, "reward_clip": {"env_id": "starpilot"},
     "reward_shaping": {"env_id": "starpilot"}, "eval_every": {"eval_episodes": 1},
+    "augment_prob": {"augment": "translate"}, "augment_mode": {"augment": "translate"},
+    "drac_coef": {"augment": "translate", "augment_mode": "drac"}, "rnd_normalize": {"rnd_coef": 1},
+    "rnd_episodic": {"rnd_coef": 1},
 }  # fmt: skip
 
 
@@ -115,7 +123,7 @@ def test_every_flag_changes_something(metrics_of, flag):
 
 def test_the_form_for_accelerators_trains_too(train, monkeypatch):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
-    monkeypatch.setattr(networks, "on_cpu", lambda: False)
+    monkeypatch.setattr(compute, "on_cpu", lambda: False)
     lines = read_metrics(train(width=2, eval_episodes=1).path)
     assert "losses/loss" in lines[-2]
     assert "eval/test_levels/mean_return" in lines[-1]
@@ -280,6 +288,10 @@ BAD = {
     "schedule empty": (["--ent-coef", ""], "--ent-coef ''", "number"),
     "schedule nan": (["--learning-rate", "nan"], "--learning-rate 'nan'", "number"),
     "discount": (["--gamma", "1.5"], "--gamma '1.5'", "from 0 to 1"),
+    "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
+    "network's flags": (["--encoder", "nature", "--channels", "8"], "--channels 8", "3 numbers"),
+    "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
+    "whole rollouts": (["--core", "lstm", "--num-minibatches", 128], "--num-minibatches 128", "64 (a core"),
     "negative": (["--vf-clip", -1], "--vf-clip -1", "0 or more"),
     "nan": (["--clip-coef", "nan"], "--clip-coef nan", "0 or more"),
     "zero": (["--num-envs", 0], "--num-envs 0", "from 1 to 65536"),
@@ -335,7 +347,7 @@ def test_commands_in_the_readme_are_valid():
 
 
 def test_flags_that_do_not_parse_exit_with_2():
-    for words in (["--num-envs", "many"], ["--pool", "max"], ["--no-such-flag"]):
+    for words in (["--num-envs", "many"], ["--pool", "min"], ["--no-such-flag"]):
         with pytest.raises(SystemExit) as stopped:
             runs.cli(ppo.Args, ppo.main, words)
         assert stopped.value.code == 2
