@@ -375,21 +375,21 @@ def initial_core(kind: str, hidden: int, size: int) -> Core:
 
 IMPALA, BEST = Spec(width=1), "[32,2],[32,1],[64,2],[64,1]x4"
 NAMED = {
-    "Nature CNN": Spec("nature", width=1, pool="flatten", hidden=512),
-    "IMPALA CNN": replace(IMPALA, pool="flatten"),
-    "IMPALA CNN, average-pooled": IMPALA,
-    "IMPALA CNN, max-pooled": replace(IMPALA, pool="max"),
-    "IMPALA CNN, strides": replace(IMPALA, downsample="stride"),
-    "IMPALA CNN, GroupNorm": replace(IMPALA, norm="group"),
-    "wide IMPALA CNN (default)": Spec(),
-    "wide IMPALA CNN, separable": Spec(separable=1),
-    "IMPALA CNN, 4 x": Spec(width=4),
+    "Nature": Spec("nature", width=1, pool="flatten", hidden=512),
+    "IMPALA, flattened": replace(IMPALA, pool="flatten"),
+    "IMPALA": IMPALA,
+    "IMPALA, max-pooled": replace(IMPALA, pool="max"),
+    "IMPALA, strides": replace(IMPALA, downsample="stride"),
+    "IMPALA, GroupNorm": replace(IMPALA, norm="group"),
+    "IMPALA 2x (default)": Spec(),
+    "IMPALA 2x, separable": Spec(separable=1),
+    "IMPALA 4x": Spec(width=4),
     "XResNet": Spec(f"xresnet:{BEST}"),
-    "XResNet, squeeze-and-excitation": Spec(f"xresnet:{BEST},se"),
-    "XResNet, self-attention": Spec(f"xresnet:{BEST},sa2"),
+    "XResNet, se": Spec(f"xresnet:{BEST},se"),
+    "XResNet, sa2": Spec(f"xresnet:{BEST},sa2"),
     "XResNet, max-pools": Spec(f"xresnet:{BEST}", downsample="maxpool"),
     "XResNet, stem": Spec(f"xresnet:stem,{BEST}"),
-    "MobileNetV2, small": Spec("mobilenet"),
+    "MobileNetV2": Spec("mobilenet"),
 }
 
 
@@ -411,21 +411,31 @@ def cost(spec: Spec, channels: int = 6) -> dict[str, float]:
     return {"parameters": size, "MFLOP": flops / 1e6, "KiB kept": bytes_kept / 1024}
 
 
-def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) -> tuple[float, float]:
-    """Median time of a forward pass, and of a forward and backward pass as `update` makes it, of one frame."""
+def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
+    """Median time of one frame: of a forward pass, of a forward and backward pass as `update` makes it, and on a CPU
+    of the same in plain Flax."""
     frames = np.random.default_rng(0).integers(0, 256, (batch, 64, 64, channels), np.uint8)
     encoder = make_encoder(spec)
-    params = compute.replicate(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
+    params = jax.device_get(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
     loss = lambda params, frames: ((encoder.apply(params, frames) ** 2).sum(), {})  # noqa: E731
-    forward = jax.jit(lambda params, frames: compute.apply(encoder.apply, params, frames))
-    both = jax.jit(lambda params, frames: compute.value_and_grad(loss, params, frames))
-    times = {forward: [], both: []}
+    both = lambda params, frames: compute.value_and_grad(loss, params, frames)  # noqa: E731
+    everywhere = compute.replicate(params)
+    runs = {
+        "forward": (jax.jit(lambda params, frames: compute.apply(encoder.apply, params, frames)), everywhere),
+        "forward + backward": (jax.jit(both), everywhere),
+    }
+    if compute.on_cpu():
+        plain = jax.jit(lambda params, frames: both(params, frames))
+        with unittest.mock.patch.object(compute, "on_cpu", return_value=False):
+            plain(params, frames)  # compiled here
+        runs["in plain Flax"] = (plain, params)
+    times = {name: [] for name in runs}
     for round in range(rounds + 1):
-        for function, values in times.items():
+        for name, (function, params) in runs.items():
             start = time.perf_counter()
             jax.block_until_ready(function(params, frames))
-            values += [time.perf_counter() - start] if round else []
-    return tuple(float(np.median(values)) / batch for values in times.values())
+            times[name] += [time.perf_counter() - start] if round else []
+    return {name: float(np.median(values)) / batch for name, values in times.items()}
 
 
 @dataclass(frozen=True)
@@ -436,17 +446,21 @@ class Args:
 
 
 def main(args: Args) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     check_flags(args.spec)
     named = NAMED if args.spec == Spec() else {args.spec.encoder: args.spec}
-    rows, columns = [], ("encoder", "parameters", "MFLOP", "KiB kept", "forward ms", "forward + backward ms")
-    table = Table(*columns, title=f"one frame of 64 x 64 x 6 on {jax.devices()[0].device_kind}")
+    rows = []
+    table = Table(title=f"one frame of 64 x 64 x 6 on {jax.devices()[0].device_kind}", box=box.SIMPLE)
     for name, one in named.items():
-        forward, both = seconds(one)
-        numbers = (*cost(one).values(), 1e3 * forward, 1e3 * both)
-        rows.append(dict(zip(columns, (name, *(f"{x:.4g}" if x < 1e4 else f"{x:.0f}" for x in numbers)), strict=True)))
+        numbers = cost(one) | {f"{what} ms": 1e3 * value for what, value in seconds(one).items()}
+        rows.append({"encoder": name} | {k: f"{x:.3g}" if x < 100 else f"{x:.0f}" for k, x in numbers.items()})
+        if not table.columns:
+            for column in rows[0]:
+                name = column == "encoder"
+                table.add_column(column, justify="left" if name else "right", no_wrap=name, overflow="fold")
         table.add_row(*rows[-1].values())
         changed = {f.name: getattr(one, f.name) for f in fields(Spec) if getattr(one, f.name) != getattr(Spec, f.name)}
         rows[-1]["flags"] = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in changed.items())
