@@ -66,6 +66,13 @@ def thin(lines: list[dict], points: int) -> list[dict]:
     return [x for i, x in enumerate(lines) if i % every == 0 or any(k.startswith("eval/") for k in x)]
 
 
+def differing(content: dict, everything: list) -> str:
+    """The flags that tell a run of a script from the others', such as "pool avg", but for seeds and places."""
+    others = [other["args"] for other, _ in everything if other["script"] == content["script"]]
+    names = [k for k in content["args"] if k not in ("seed", "run_dir", "resume", "total_timesteps")]
+    return " ".join(f"{k} {content['args'][k]}" for k in names if any(o.get(k) != content["args"][k] for o in others))
+
+
 def main(args: Args) -> None:
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one run directory")
     out = Path(args.out)
@@ -73,26 +80,28 @@ def main(args: Args) -> None:
     panels = ("global_step", "hours") if args.hours else ("global_step",)
     width = 8 if len(panels) == 1 else 12
     figure, axes = plt.subplots(1, len(panels), figsize=(width, 5), dpi=120, squeeze=False, layout="constrained")
-    rows, scripts = [], []
-    for run_dir, style in zip(args.run_dirs, ("-", "--", "-.", ":") * len(args.run_dirs), strict=False):
-        content, lines = read_run(run_dir)
+    rows, kinds = [], []
+    everything = [read_run(run_dir) for run_dir in args.run_dirs]
+    for (content, lines), style in zip(everything, ("-", "--", "-.", ":") * len(everything), strict=False):
         script, game, seed = content["script"], content["args"]["env_id"], content["args"]["seed"]
-        scripts = list(dict.fromkeys([*scripts, script]))
-        name, color = f"{script.removesuffix('_procgen').upper()}, seed {seed}", f"C{3 * scripts.index(script)}"
+        kinds = list(dict.fromkeys([*kinds, (script, flags := differing(content, everything))]))
+        color = f"C{kinds.index((script, flags)) % 10}"
+        name = ", ".join(filter(None, (script.removesuffix("_procgen").upper(), flags, f"seed {seed}")))
         lines = thin(lines, args.points)
         for axis, x in zip(axes[0], panels, strict=True):
             shown = [line for line in lines if "charts/episodic_return" in line]
             points = [line[x] for line in shown], [line["charts/episodic_return"] for line in shown]
-            axis.plot(*points, style, color=color, lw=1, label=f"{name}: training, last 100 episodes")
+            axis.plot(*points, style, color=color, lw=1, label=name)
             for levels, marker in (("train", "s"), ("test", "o")):
                 key = f"eval/{levels}_levels/mean_return"
                 shown = [line for line in lines if key in line]
-                if shown:
-                    points = [line[x] for line in shown], [line[key] for line in shown]
-                    axis.plot(*points, marker, color=color, mec="k", ms=5, label=f"{name}: evaluation, {levels} levels")
+                points = [line[x] for line in shown], [line[key] for line in shown]
+                axis.plot(*points, marker, color=color, mec="k", ms=5)
         for line in lines:
-            row = {"script": script, "seed": seed, "hours": f"{line['hours']:.4f}"}
+            row = {"script": script, "flags": flags, "seed": seed, "hours": f"{line['hours']:.4f}"}
             rows.append(row | {short: f"{line[k]:.6g}" for k, short in COLUMNS.items() if k in line})
+    for levels, marker in (("train", "s"), ("test", "o")):
+        axes[0, 0].plot([], [], marker, color="w", mec="k", ms=5, label=f"evaluation, {levels} levels")
     if args.random is not None:
         for axis in axes[0]:
             axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
@@ -103,13 +112,14 @@ def main(args: Args) -> None:
         curve = [x for x in curve if float(x["env_steps"]) <= 1.3 * last]
         points = [float(x["env_steps"]) for x in curve], [float(x["mean_return"]) for x in curve]
         axes[0, 0].plot(*points, "^-", color="0.6", ms=4, label=f"OpenAI's PPO, {args.reference}")
+    title = f"{' and '.join(dict.fromkeys(script for script, _ in kinds))} on {game}"
     for axis, label in zip(axes[0], ("environment steps", "hours"), strict=False):
-        axis.set(xlabel=label, ylabel="return of an episode", title=f"{' and '.join(scripts)} on {game}")
+        axis.set(xlabel=label, ylabel="return of an episode, mean of the last 100 in training", title=title)
         axis.grid(alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(out.with_suffix(".png"))
     with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["script", "seed", "hours", *COLUMNS.values()])
+        writer = csv.DictWriter(file, ["script", "flags", "seed", "hours", *COLUMNS.values()])
         writer.writeheader()
         writer.writerows(rows)
     print(f"{out.with_suffix('.csv')}, {out.with_suffix('.png')}")
