@@ -53,7 +53,9 @@ class Args:
 
     # The network
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4" (channels, stride)"""
+    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4": channels and stride of
+    each block, x4 for four of them; then stem (a convolution and a max-pool first), se (squeeze-and-excitation) or
+    sa2 (self-attention in the last two)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
@@ -61,7 +63,7 @@ class Args:
     blocks: int = 2
     """residual blocks in a stage (impala, mobilenet)"""
     downsample: Literal["auto", "maxpool", "stride"] = "auto"
-    """by max-pools or by the stride of convolutions (impala, xresnet); auto is the encoder's own"""
+    """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
     separable: int = 0
     """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
     norm: Literal["auto", "none", "group"] = "auto"
@@ -69,7 +71,7 @@ class Args:
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
-    """the encoder's initial weights"""
+    """initial weights of convolutions and dense layer"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
     """the encoder's nonlinearity"""
     pool: Literal["avg", "max", "flatten"] = "avg"
@@ -134,7 +136,8 @@ class Args:
     augment_prob: float = 0.5
     """probability of each of these transforms, for each sample"""
     augment_mode: Literal["rad", "drac"] = "rad"
-    """learn from the augmented frames, or only draw policy and value on them to those on the frames themselves"""
+    """rad: learn from the augmented frames, whose policy V-trace then compares with the one that acted on the frames as
+    they were; drac: learn from these, and draw policy and value on augmented ones to theirs"""
     drac_coef: float = 0.1
     """coefficient of that regulariser"""
 
@@ -188,7 +191,7 @@ def check_args(args: Args) -> None:
     runs.check_limits(args, LIMITS)
     envs.check_flags(args)
     networks.check_flags(args)
-    augment.parse(args.augment)
+    augment.check_flags(args)
     check(
         args.num_envs % args.num_actors == 0,
         f"--num-actors {args.num_actors}: must divide the number of games, {args.num_envs}",
@@ -488,18 +491,20 @@ def loss(args: Args, agent: Agent, gamma, ent_coef, params: dict, data, start, s
     actions, old_logits, rewards = part(batch.actions), part(batch.logits), part(batch.rewards)
     terminated, done = part(batch.terminated), part(batch.done)
 
+    one = other = None
     if keys is not None:
         keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(times))(keys).reshape(-1, 2)
+        one, other = jax.vmap(jax.random.split, out_axes=1)(keys)
     frames = stack(args, batch.frames, age, times)
     frames = frames.reshape(-1, *frames.shape[2:])
 
     def forward(frames):
         encode = lambda x: agent.apply(params, *x, method="encode")  # noqa: E731
-        features = compute.in_chunks(encode, (frames, keys)).reshape(*age.shape, -1)
+        features = compute.in_chunks(encode, (frames, other)).reshape(*age.shape, -1)
         return agent.apply(params, features, age == 0, batch.core, method="decode")[:2]
 
     if args.augment:
-        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, keys, frames)
+        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, one, frames)
     logits, values = forward(augmented if args.augment and args.augment_mode == "rad" else frames)
     chex.assert_equal_shape([logits, old_logits])
     chex.assert_equal_shape([values, actions, rewards, done, weight])

@@ -51,7 +51,9 @@ class Args:
 
     # The network
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4" (channels, stride)"""
+    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4": channels and stride of
+    each block, x4 for four of them; then stem (a convolution and a max-pool first), se (squeeze-and-excitation) or
+    sa2 (self-attention in the last two)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
@@ -59,7 +61,7 @@ class Args:
     blocks: int = 2
     """residual blocks in a stage (impala, mobilenet)"""
     downsample: Literal["auto", "maxpool", "stride"] = "auto"
-    """by max-pools or by the stride of convolutions (impala, xresnet); auto is the encoder's own"""
+    """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
     separable: int = 0
     """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
     norm: Literal["auto", "none", "group"] = "auto"
@@ -67,7 +69,7 @@ class Args:
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
-    """the encoder's initial weights"""
+    """initial weights of convolutions and dense layer"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
     """the encoder's nonlinearity"""
     pool: Literal["avg", "max", "flatten"] = "avg"
@@ -123,15 +125,17 @@ class Args:
     augment_prob: float = 0.5
     """probability of each of these transforms, for each sample"""
     augment_mode: Literal["rad", "drac"] = "rad"
-    """learn from the augmented frames, or only draw policy and value on them to those on the frames themselves"""
+    """rad: learn from the augmented frames, whose policy the ratio and the KL penalty then compare with the one that
+    acted on the frames as they were; drac: learn from these, and draw policy and value on augmented ones to theirs"""
     drac_coef: float = 0.1
     """coefficient of that regulariser"""
     rnd_coef: float = 0.0
-    """coefficient of a bonus for frames that a network cannot predict another's features of (RND); 0 for none"""
+    """coefficient of a bonus for frames that a network cannot predict another's features of (RND), added to the rewards
+    after their shaping and normalisation; 0 for none"""
     rnd_normalize: bool = False
-    """divide the bonus by the running standard deviation of its return; without it, it is clipped to [0, 2]"""
+    """divide the bonus by the running standard deviation of its return and clip it to +-10; else clip it to [0, 2]"""
     rnd_episodic: bool = True
-    """the bonus's return ends with the episode; without it, it goes on and has a value head of its own"""
+    """the bonus's return ends with the episode; else it goes on, and has a value head of its own"""
 
     # The run
     seed: int = 1
@@ -179,7 +183,8 @@ def check_args(args: Args) -> None:
     runs.check_limits(args, LIMITS)
     envs.check_flags(args)
     networks.check_flags(args)
-    augment.parse(args.augment)
+    augment.check_flags(args)
+    runs.check_needs(args, args.rnd_coef, "--rnd-coef", ("rnd_normalize", "rnd_episodic"))
     batch = args.num_envs * args.num_steps
     if args.core == "none":
         what, parts = f"the batch, num_envs x num_steps = {batch}", batch
@@ -388,6 +393,7 @@ def gae(rewards, values, terminated, truncated, gamma, gae_lambda) -> jax.Array:
     Args:
       rewards, terminated, truncated: [T], of the transition from step t to t + 1.
       values: [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
+      gamma, gae_lambda: [T], or [] if they are the same at each step.
 
     Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
     """
@@ -427,22 +433,22 @@ class Inputs(NamedTuple):
 
 
 def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[Inputs, Batch]):
-    """PPO's loss (Schulman et al. 2017, equations 7 to 9).
+    """PPO's loss (Schulman et al. 2017, equations 7 to 9), with DrAC's regulariser and RND's prediction error if asked.
 
     Returns the loss float32 [] and its parts: sums over the batch, by weight.
     """
     inputs, batch = data
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-    keys = None if inputs.keys is None else flat(inputs.keys)
+    one, other = (None, None) if inputs.keys is None else jax.vmap(jax.random.split, out_axes=1)(flat(inputs.keys))
 
     def forward(frames):
         encode = lambda x: agent.apply(params, *x, method="encode")  # noqa: E731
-        features = compute.in_chunks(encode, (frames, keys)).reshape(*batch.actions.shape, -1)
+        features = compute.in_chunks(encode, (frames, other)).reshape(*batch.actions.shape, -1)
         return agent.apply(params, features, inputs.first, inputs.core, method="decode")[:2]
 
     frames = flat(inputs.frames)
     if args.augment:
-        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, keys, frames)
+        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, one, frames)
     logits, values = forward(augmented if args.augment and args.augment_mode == "rad" else frames)
     chex.assert_equal_shape([logits, batch.logits])
     chex.assert_equal_shape([values, batch.values, batch.returns])
@@ -468,7 +474,8 @@ def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[
     if args.augment and args.augment_mode == "drac":
         parts["drac_loss"] = augment.drac_loss(logits, values, *forward(augmented))
     if args.rnd_coef:
-        parts["rnd_loss"] = novelty(args, params, flat(inputs.next_frames)).reshape(batch.weight.shape)
+        error = compute.in_chunks(partial(novelty, args, params), flat(inputs.next_frames))
+        parts["rnd_loss"] = error.reshape(batch.weight.shape)
     parts = {name: (batch.weight * part).sum() for name, part in parts.items()}
     total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
     if args.kl_coef:
@@ -504,18 +511,22 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     mask, (terminated, truncated) = ~steps.done, (jnp.asarray(steps.terminated), jnp.asarray(steps.truncated))
     reward_filter, reward = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
     bonus_filter, bonus = bonuses(args, state, rollout, steps, gamma) if args.rnd_coef else (state.bonus_filter, 0.0)
-    rewards = (reward + args.rnd_coef * bonus)[..., None]
-    ends = jnp.ones(1, bool)
-    if agent.num_values == 2:  # what the bonus brings goes on after an episode's end, also over EnvPool's junk step
-        rewards, ends = jnp.stack([reward, args.rnd_coef * bonus], axis=-1), jnp.array([True, False])
     last_row = history_length(args) + args.num_steps
     last_stack = stack(args, rollout.frames, steps.age[-1], last_row, jnp.arange(args.num_envs))
     last_value = look(agent, state.params, last_stack, steps.age[-1], rollout.core)[1]
-    columns = lambda x: x.reshape(len(x), -1)  # noqa: E731
-    advantages = jax.vmap(gae, in_axes=(1, 1, 1, 1, None, None), out_axes=1)(
-        columns(rewards), columns(jnp.concatenate([rollout.values, last_value[None]])),
-        columns(terminated[..., None] & ends), columns(truncated[..., None] & ends), gamma, args.gae_lambda,
-    ).reshape(rollout.values.shape)  # fmt: skip
+    values = jnp.concatenate([rollout.values, last_value[None]])
+    shared = agent.num_values == 1
+    advantages = jax.vmap(gae, (1, 1, 1, 1, None, None), 1)(
+        reward + args.rnd_coef * bonus if shared else reward, values[..., 0], terminated, truncated, gamma,
+        args.gae_lambda,
+    )[..., None]  # fmt: skip
+    if not shared:  # what the bonus brings goes on after an episode's end, over EnvPool's junk step as if it were not
+        never, through = jnp.zeros_like(mask), jnp.where(mask, values[:-1, :, 1], values[1:, :, 1])
+        intrinsic = jax.vmap(gae, 1, 1)(
+            args.rnd_coef * bonus, jnp.concatenate([through, values[-1:, :, 1]]), never, never,
+            jnp.where(mask, gamma, 1), jnp.where(mask, args.gae_lambda, 1),
+        )  # fmt: skip
+        advantages = jnp.concatenate([advantages, intrinsic[..., None]], axis=-1)
     total = advantages.sum(axis=-1)
     mean, var = shaping.masked_moments(total, mask)
     batch = Batch(

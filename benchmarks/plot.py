@@ -69,8 +69,9 @@ def thin(lines: list[dict], points: int) -> list[dict]:
 def differing(content: dict, everything: list) -> str:
     """The flags that tell a run of a script from the others', such as "pool avg", but for seeds and places."""
     others = [other["args"] for other, _ in everything if other["script"] == content["script"]]
-    names = [k for k in content["args"] if k not in ("seed", "run_dir", "resume", "total_timesteps")]
-    return " ".join(f"{k} {content['args'][k]}" for k in names if any(o.get(k) != content["args"][k] for o in others))
+    same = {"seed", "run_dir", "resume", "total_timesteps"}
+    known = [k for k in content["args"] if k not in same and all(k in other for other in others)]
+    return " ".join(f"{k} {content['args'][k]}" for k in known if any(o[k] != content["args"][k] for o in others))
 
 
 def main(args: Args) -> None:
@@ -114,7 +115,7 @@ def main(args: Args) -> None:
         axes[0, 0].plot(*points, "^-", color="0.6", ms=4, label=f"OpenAI's PPO, {args.reference}")
     title = f"{' and '.join(dict.fromkeys(script for script, _ in kinds))} on {game}"
     for axis, label in zip(axes[0], ("environment steps", "hours"), strict=False):
-        axis.set(xlabel=label, ylabel="return of an episode, mean of the last 100 in training", title=title)
+        axis.set(xlabel=label, ylabel="return of an episode (lines: last 100)", title=title)
         axis.grid(alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(out.with_suffix(".png"))

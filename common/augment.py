@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from common import runs
 from common.runs import UsageError
 
 GREY = (0.299, 0.587, 0.114)  # luma of red, green and blue (ITU-R BT.601)
@@ -128,6 +129,13 @@ TRANSFORMS: dict[str, Callable] = {
 
 
 # USE
+
+
+def check_flags(args) -> None:
+    """Raises UsageError, one sentence, if a script's flags for these transforms make no sense."""
+    parse(args.augment)
+    runs.check_needs(args, args.augment, "--augment", ("augment_prob", "augment_mode", "drac_coef"))
+    runs.check_needs(args, getattr(args, "augment_mode", "") == "drac", "--augment-mode drac", ("drac_coef",))
 
 
 def parse(text: str) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ use_every_core()
 
 def replicate(tree):
     """Puts a tree of arrays on every device of a CPU, or on the accelerator."""
-    return jax.device_put(tree, NamedSharding(_cores(), P()) if on_cpu() else None)
+    return jax.device_put(tree, NamedSharding(_cores(), P()) if on_cpu() else jax.devices()[0])
 
 
 def _cores() -> Mesh:

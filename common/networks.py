@@ -32,7 +32,9 @@ class Spec:
     """The flags that make an encoder; every script has them among its own."""
 
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4" (channels, stride)"""
+    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4": channels and stride of
+    each block, x4 for four of them; then stem (a convolution and a max-pool first), se (squeeze-and-excitation) or
+    sa2 (self-attention in the last two)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
@@ -40,17 +42,17 @@ class Spec:
     blocks: int = 2
     """residual blocks in a stage (impala, mobilenet)"""
     downsample: Literal["auto", "maxpool", "stride"] = "auto"
-    """by max-pools or by the stride of convolutions (impala, xresnet)"""
+    """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
     separable: int = 0
     """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
     norm: Literal["auto", "none", "group"] = "auto"
-    """GroupNorm after each convolution, or none"""
+    """GroupNorm after each convolution, or none; auto is none but in mobilenet"""
     conv_bias: Literal["auto", "yes", "no"] = "auto"
-    """whether convolutions have a bias"""
+    """whether convolutions have a bias; auto is yes in impala and nature"""
     init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
     """initial weights of convolutions and dense layer"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
-    """nonlinearity"""
+    """the encoder's nonlinearity"""
     pool: Literal["avg", "max", "flatten"] = "avg"
     """before the dense layer: average or maximum over all positions, or keep them"""
     hidden: int = 256
@@ -114,13 +116,14 @@ class Layers:
     def act(self, x: jax.Array) -> jax.Array:
         return ACTIVATIONS[self.activation](x)
 
-    def head(self, x: jax.Array) -> jax.Array:
-        """[B, H, W, C] to float32 [B, hidden]: pool, nonlinearity, dense layer (unless `hidden` is 0), nonlinearity."""
+    def reduce(self, x: jax.Array) -> jax.Array:
+        """[B, H, W, C] to [B, C], or [B, H * W * C] flattened."""
         if self.pool == "avg":
-            x = x.mean(axis=(1, 2), dtype=jnp.float32)
-        else:
-            x = x.max(axis=(1, 2)) if self.pool == "max" else x.reshape(len(x), -1)
-        x = self.act(x)
+            return x.mean(axis=(1, 2), dtype=jnp.float32)
+        return x.max(axis=(1, 2)) if self.pool == "max" else x.reshape(len(x), -1)
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """[B, C] to float32 [B, hidden]: a dense layer and its nonlinearity, unless `hidden` is 0."""
         return (self.act(self.dense(x, self.hidden)) if self.hidden else x).astype(jnp.float32)
 
 
@@ -147,7 +150,7 @@ class ImpalaCNN(nn.Module):
             x = compute.max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
             for _ in range(self.blocks):
                 x = x + conv(act(conv(act(x), features)), features)
-        return self.layers.head(x)
+        return self.layers.head(act(self.layers.reduce(x)))
 
 
 class XResNet(nn.Module):
@@ -182,7 +185,7 @@ class XResNet(nn.Module):
             if shortcut.shape[3] != features:
                 shortcut = conv(shortcut, features, size=1)
             x = act(y + shortcut)
-        return self.layers.head(x)
+        return self.layers.head(self.layers.reduce(x))
 
     def squeeze_excitation(self, x: jax.Array, reduction: int = 16) -> jax.Array:
         """The weight of each channel, [B, 1, 1, C] (Hu et al. 2018, section 3)."""
@@ -215,7 +218,8 @@ class NatureCNN(nn.Module):
         x, (first, second, third) = frames.astype(self.layers.dtype) / 255, self.channels
         x = self.layers.act(self.layers.conv(x, first, 8, 4, "VALID"))
         x = self.layers.act(self.layers.conv(x, second, 4, 2, "VALID"))
-        return self.layers.head(self.layers.conv(x, third, 3, 1, "VALID"))
+        x = self.layers.act(self.layers.conv(x, third, 3, 1, "VALID"))
+        return self.layers.head(self.layers.reduce(x))
 
 
 class MobileNet(nn.Module):
@@ -240,7 +244,7 @@ class MobileNet(nn.Module):
                 y = act(conv(x, wide, size=1))
                 y = conv(act(conv(y, wide, stride=stride, depthwise=True)), features, size=1)
                 x = x + y if y.shape == x.shape else y
-        return self.layers.head(act(conv(x, 4 * self.channels[-1], size=1)))
+        return self.layers.head(self.layers.reduce(act(conv(x, 4 * self.channels[-1], size=1))))
 
 
 def make_encoder(args) -> nn.Module:
@@ -275,7 +279,7 @@ def check_flags(args) -> None:
         args.encoder in CHANNELS or args.encoder.startswith("xresnet:"),
         f'--encoder {args.encoder}: give impala, nature, mobilenet or a text such as "xresnet:[32,2],[32,1],[64,2]"',
     )
-    of = {"channels": CHANNELS, "blocks": ("impala", "mobilenet")}
+    of = {"channels": CHANNELS, "width": CHANNELS, "blocks": ("impala", "mobilenet")}
     of |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
     for flag, encoders in of.items():
         value, own = getattr(args, flag), getattr(Spec, flag)
@@ -283,6 +287,10 @@ def check_flags(args) -> None:
             value == own or name in encoders,
             f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {own or 'nothing'}",
         )
+    check(
+        not args.channels or args.width == Spec.width,
+        f"--width {args.width}: has no effect where --channels gives the channels; leave it at {Spec.width}",
+    )
     make_encoder(args)
 
 
@@ -307,7 +315,10 @@ def _parse_xresnet(text: str) -> dict:
     blocks, stem, squeeze, attention = [], False, False, 0
     words = re.split(r",(?![^\[]*\])", text.removeprefix("xresnet:"))  # at the commas outside of brackets
     for word in (word.strip() for word in words):
-        block, last = re.fullmatch(r"\[(\d{1,4}),\s*([12])\](?:x(\d{1,2}))?", word), re.fullmatch(r"sa(\d{0,2})", word)
+        block, last = (
+            re.fullmatch(r"\[(\d{1,4}),\s*([12])\](?:x([1-9]\d?))?", word),
+            re.fullmatch(r"sa([1-9]\d?)?", word),
+        )
         if block and int(block[1]):
             blocks += [(int(block[1]), int(block[2]))] * int(block[3] or 1)
         elif last:
@@ -412,29 +423,29 @@ def cost(spec: Spec, channels: int = 6) -> dict[str, float]:
 
 
 def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
-    """Median time of one frame: of a forward pass, of a forward and backward pass as `update` makes it, and on a CPU
-    of the same in plain Flax."""
+    """Median time of one frame: of a forward pass, of its gradient as `update` takes it (the forward pass included), and
+    on a CPU of the same in plain Flax."""
     frames = np.random.default_rng(0).integers(0, 256, (batch, 64, 64, channels), np.uint8)
     encoder = make_encoder(spec)
     params = jax.device_get(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
     loss = lambda params, frames: ((encoder.apply(params, frames) ** 2).sum(), {})  # noqa: E731
     both = lambda params, frames: compute.value_and_grad(loss, params, frames)  # noqa: E731
     everywhere = compute.replicate(params)
-    runs = {
+    programs = {
         "forward": (jax.jit(lambda params, frames: compute.apply(encoder.apply, params, frames)), everywhere),
-        "forward + backward": (jax.jit(both), everywhere),
+        "gradient": (jax.jit(both), everywhere),
     }
     if compute.on_cpu():
         plain = jax.jit(lambda params, frames: both(params, frames))
         with unittest.mock.patch.object(compute, "on_cpu", return_value=False):
             plain(params, frames)  # compiled here
-        runs["in plain Flax"] = (plain, params)
-    times = {name: [] for name in runs}
-    for round in range(rounds + 1):
-        for name, (function, params) in runs.items():
+        programs["plain Flax"] = (plain, params)
+    times = {name: [] for name in programs}
+    for i in range(rounds + 1):
+        for name, (function, weights) in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(function(params, frames))
-            times[name] += [time.perf_counter() - start] if round else []
+            jax.block_until_ready(function(weights, frames))
+            times[name] += [time.perf_counter() - start] if i else []
     return {name: float(np.median(values)) / batch for name, values in times.items()}
 
 
@@ -451,6 +462,7 @@ def main(args: Args) -> None:
     from rich.table import Table
 
     check_flags(args.spec)
+    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     named = NAMED if args.spec == Spec() else {args.spec.encoder: args.spec}
     rows = []
     table = Table(title=f"one frame of 64 x 64 x 6 on {jax.devices()[0].device_kind}", box=box.SIMPLE)
@@ -458,9 +470,9 @@ def main(args: Args) -> None:
         numbers = cost(one) | {f"{what} ms": 1e3 * value for what, value in seconds(one).items()}
         rows.append({"encoder": name} | {k: f"{x:.3g}" if x < 100 else f"{x:.0f}" for k, x in numbers.items()})
         if not table.columns:
-            for column in rows[0]:
-                name = column == "encoder"
-                table.add_column(column, justify="left" if name else "right", no_wrap=name, overflow="fold")
+            table.add_column("encoder", no_wrap=True)
+            for column in numbers:
+                table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
         table.add_row(*rows[-1].values())
         changed = {f.name: getattr(one, f.name) for f in fields(Spec) if getattr(one, f.name) != getattr(Spec, f.name)}
         rows[-1]["flags"] = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in changed.items())

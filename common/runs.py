@@ -118,6 +118,15 @@ def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> No
         check(inside, f"--{name.replace('_', '-')} {value}: {_range(low, high)}")
 
 
+def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
+    """Raises UsageError if one of these flags (of those that `args` has) is changed and what it needs is not given."""
+    own = {field.name: field.default for field in dataclasses.fields(args) if field.name in flags}
+    for flag, default in own.items():
+        value, name = getattr(args, flag), flag.replace("_", "-")
+        name = f"--no-{name}" if value is False else f"--{name}" if value is True else f"--{name} {value}"
+        check(given or value == default, f"{name}: has no effect without {need}")
+
+
 def _range(low: float, high: float | None) -> str:
     return f"must be {low} or more" if high is None else f"must be from {low} to {high}"
 
@@ -214,7 +223,7 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
         raise UsageError(f"{differ} ({str(error).splitlines()[0]})") from None
     except AttributeError:  # Flax found None where there should be a tuple
         raise UsageError(f"{differ}: something that they need is not in it") from None
-    same = len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree))
+    same = len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)) == len(jax.tree.leaves(saved))
     check(same, f"{differ}: there is something in it that they do not need")
     for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
         name = jax.tree_util.keystr(path)

@@ -60,14 +60,18 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
     return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -10, 10)
 
 
+def shape_and_clip(args, rewards) -> jax.Array:
+    """Rewards of any shape as a script's flags ask for (`args`: reward_shaping, reward_clip)."""
+    rewards = shape_reward(rewards) if args.reward_shaping else jnp.asarray(rewards)
+    return jnp.clip(rewards, -args.reward_clip, args.reward_clip) if args.reward_clip else rewards
+
+
 def prepare_rewards(args, state: ReturnFilter, steps, gamma: jax.Array) -> tuple[ReturnFilter, jax.Array]:
     """The rewards that a script learns from (`args`: reward_shaping, reward_clip, normalize_rewards).
 
     Returns the filter with these `envs.Steps` added, and rewards float32 [T, N].
     """
-    rewards = shape_reward(steps.rewards) if args.reward_shaping else jnp.asarray(steps.rewards)
-    if args.reward_clip:
-        rewards = jnp.clip(rewards, -args.reward_clip, args.reward_clip)
+    rewards = shape_and_clip(args, steps.rewards)
     if args.normalize_rewards:
         return normalize(state, rewards, steps.ended, ~steps.done, gamma)
     return state, rewards

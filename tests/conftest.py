@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -69,6 +70,18 @@ def flags_of(args):
         flag = name.replace("_", "-")
         words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", value]
     return words
+
+
+def documented_flags(script):
+    """The flags of each command with this script in the docs, its docstring's included; loops' variables filled in."""
+    texts = [(ROOT / name).read_text() for name in ("README.md", "benchmarks/TODO.md", script)]
+    lines = [line for text in texts for line in text.splitlines() if f"python {script} -" in line]
+    values = {"$flags": "", "$game": "coinrun", "$transform": "flip", "$n": "3", "$atoms": "51"}
+    for line in lines:
+        if "RUN_DIR" not in line and "--help" not in line:
+            for name, value in values.items():
+                line = line.replace(name, value)
+            yield shlex.split(line, comments=True)[2:]
 
 
 def wait_for(condition, process, seconds=120):

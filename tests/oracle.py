@@ -154,8 +154,8 @@ def schedule(points, step):
 class Hand:
     """The encoders' layers in float64, fed with a Flax module's parameters in the order in which it made them."""
 
-    def __init__(self, params):
-        self.params, self.used = params, {}
+    def __init__(self, params, act=None):
+        self.params, self.used, self.act = params, {}, act or relu
 
     def next(self, kind):
         number = self.used[kind] = self.used.get(kind, -1) + 1
@@ -191,9 +191,9 @@ class Hand:
         layer = self.next("Dense")
         return x @ layer["kernel"] + layer.get("bias", 0)
 
-    def head(self, x, pool):
+    def head(self, x, pool, late=False):
         x = {"avg": lambda: x.mean(axis=(1, 2)), "max": lambda: x.max(axis=(1, 2)), "flatten": lambda: x}[pool]()
-        return relu(self.dense(relu(x.reshape(len(x), -1))))
+        return self.act(self.dense(self.act(x.reshape(len(x), -1)) if late else x.reshape(len(x), -1)))
 
 
 def relu(x):
@@ -221,15 +221,15 @@ def impala_cnn(params, frames, channels, blocks, pool, by_stride=False, separabl
         x = conv(x, 2) if by_stride else max_pool(conv(x))
         for _ in range(blocks):
             x = x + conv(relu(conv(relu(x))))
-    return hand.head(x, pool), hand.all_used()
+    return hand.head(x, pool, late=True), hand.all_used()
 
 
-def xresnet(params, frames, blocks, stem=False, squeeze=False, attention=0, by_pool=False):
-    hand, x = Hand(params), (frames.astype(np.float64) - 128) / 73.9
-    x = max_pool(relu(hand.conv(x))) if stem else x
+def xresnet(params, frames, blocks, stem=False, squeeze=False, attention=0, by_pool=False, pool="avg", act=None):
+    hand, x = Hand(params, act), (frames.astype(np.float64) - 128) / 73.9
+    x = max_pool(hand.act(hand.conv(x))) if stem else x
     for number, (features, stride) in enumerate(blocks):
         y = hand.conv(x, 1 if by_pool else stride)
-        y = hand.conv(relu(max_pool(y) if by_pool and stride == 2 else y))
+        y = hand.conv(hand.act(max_pool(y) if by_pool and stride == 2 else y))
         if squeeze:
             weight = 1 / (1 + np.exp(-hand.dense(relu(hand.dense(y.mean(axis=(1, 2)))))))
             y = y * weight[:, None, None]
@@ -242,8 +242,8 @@ def xresnet(params, frames, blocks, stem=False, squeeze=False, attention=0, by_p
             x = (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) / 4
         if x.shape[3] != features:
             x = hand.conv(x)
-        x = relu(y + x)
-    return hand.head(x, "avg"), hand.all_used()
+        x = hand.act(y + x)
+    return hand.head(x, pool), hand.all_used()
 
 
 def mobilenet(params, frames, channels, blocks):
@@ -261,4 +261,41 @@ def nature_cnn(params, frames, pool):
     hand = Hand(params)
     x = relu(hand.conv(frames.astype(np.float64) / 255, 4, "VALID"))
     x = relu(hand.conv(x, 2, "VALID"))
-    return hand.head(hand.conv(x, 1, "VALID"), pool), hand.all_used()
+    return hand.head(relu(hand.conv(x, 1, "VALID")), pool), hand.all_used()
+
+
+# APE-X
+
+
+def n_step(gamma, n, rewards, terminated, ended, t):
+    """Walks from step t of one game: the return, the discount of the value after it, and the step that has it."""
+    total, factor = 0.0, 1.0
+    for k in range(n):
+        total += factor * float(rewards[t + k])
+        factor *= gamma
+        if ended[t + k]:
+            return total, 0.0 if terminated[t + k] else factor, t + k + 1
+    return total, factor, t + n
+
+
+def project(support, reward, discount, probs):
+    """Bellemare et al. 2017, algorithm 1: each atom's mass goes to the two neighbours of where it moves."""
+    out, width = np.zeros(len(support)), support[1] - support[0]
+    for z, p in zip(support, probs, strict=True):
+        place = (min(max(reward + discount * z, support[0]), support[-1]) - support[0]) / width
+        low = min(int(np.floor(place)), len(support) - 2)
+        out[low] += p * (1 - (place - low))
+        out[low + 1] += p * (place - low)
+    return out
+
+
+def apex_loss(args, support, weight, chosen, next_online, next_target, reward, discount):
+    """Loss and |TD error| of one transition, from the network's outputs [atoms], [A, atoms] and [A, atoms]."""
+    value = lambda x: float(softmax(x) @ support) if len(support) > 1 else float(x[0])  # noqa: E731
+    action = max(range(len(next_online)), key=lambda a: value((next_online if args.double_q else next_target)[a]))
+    following = next_target[action]
+    td = reward + discount * value(following) - value(chosen)
+    if len(support) == 1:
+        return weight * (td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5), abs(td)
+    goal = project(support, reward, discount, softmax(following))
+    return -weight * sum(goal * np.log(softmax(chosen))), abs(td)

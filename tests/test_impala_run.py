@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import ENCODER_FLAGS, ROOT, assert_same_run, flags_of, read_metrics, start, wait_for
+from conftest import ENCODER_FLAGS, assert_same_run, documented_flags, flags_of, read_metrics, start, wait_for
 
 import evaluate
 import impala_procgen as impala
@@ -366,9 +366,7 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
 
 
 def test_commands_in_the_readme_are_valid():
-    text = "".join((ROOT / name).read_text() for name in ("README.md", "benchmarks/TODO.md")) + impala.__doc__
-    commands = [line.split("#")[0].split() for line in text.splitlines() if "python impala_procgen.py -" in line]
-    flags = [words[2:] for words in commands if "RUN_DIR" not in words and "--help" not in words]
+    flags = list(documented_flags("impala_procgen.py"))
     assert len(flags) >= 4
     for words in flags:
-        impala.check_args(tyro.cli(impala.Args, args=["coinrun" if "$" in word else word for word in words]))
+        impala.check_args(tyro.cli(impala.Args, args=words))

@@ -1,6 +1,8 @@
 """The encoders against the same networks by hand, and the forms that are fast on a CPU against plain Flax and XLA."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -152,6 +154,10 @@ NAMES = {
         replace(SMALL, encoder="xresnet:stem, [4,1], [6, 2]x2, se, sa2", downsample="maxpool"),
         lambda p, x: oracle.xresnet(p, x, [(4, 1), (6, 2), (6, 2)], True, True, 2, True),
     ),
+    "xresnet, flattened": (
+        replace(SMALL, encoder="xresnet:[4,2],[4,1]", pool="flatten", activation="silu"),
+        lambda p, x: oracle.xresnet(p, x, [(4, 2), (4, 1)], pool="flatten", act=lambda x: x / (1 + np.exp(-x))),
+    ),
     "mobilenet": (
         replace(SMALL, encoder="mobilenet", channels="4,6"),
         lambda p, x: oracle.mobilenet(p, x, 2, 2),
@@ -159,6 +165,10 @@ NAMES = {
     "nature": (
         replace(SMALL, encoder="nature", channels="2,3,4", pool="flatten"),
         lambda p, x: oracle.nature_cnn(p, x, "flatten"),
+    ),
+    "nature, averaged": (
+        replace(SMALL, encoder="nature", channels="2,3,4"),
+        lambda p, x: oracle.nature_cnn(p, x, "avg"),
     ),
 }  # fmt: skip
 
@@ -200,11 +210,19 @@ def test_arithmetic_and_memory_are_counted():
     assert kept < cost["KiB kept"] < 1.5 * kept
 
 
+def test_every_script_has_the_same_flags():
+    source = Path(networks.__file__).read_text()
+    for flag in (*ENCODER_FLAGS, "encoder", "width", "pool", "dtype"):
+        (text,) = re.findall(rf'^    {flag}: [^\n]* = [^\n]*\n    """.*?"""$', source, re.MULTILINE | re.DOTALL)
+        for script in (ppo, impala):
+            assert text in Path(script.__file__).read_text(), (script, text)
+
+
 @pytest.mark.parametrize("script", [ppo, impala])
 @pytest.mark.parametrize("flag", ENCODER_FLAGS)
 def test_every_flag_changes_the_network(script, flag):
     def program(**flags):
-        args = script.Args(width=1, hidden=8, **flags)
+        args = script.Args(hidden=8, **flags)
         script.check_args(args)
         return str(jax.make_jaxpr(lambda: script.initial_state(args, script.make_agent(args)))())
 
@@ -243,7 +261,10 @@ def test_initial_weights_have_the_spread_that_they_should():
         ({"separable": 1, "encoder": "mobilenet"}, ["--separable 1", "mobilenet"]),
         ({"separable": 17}, ["--separable 17", "16"]),
         ({"width": 0}, ["--width 0"]),
-        ({"width": 2, "channels": "8,8", "encoder": "impala", "hidden": 0}, ["--hidden 0"]),
+        ({"width": 1, "channels": "8,8"}, ["--width 1", "--channels"]),
+        ({"width": 1, "encoder": "xresnet:[32,2]"}, ["--width 1", "xresnet"]),
+        ({"encoder": "xresnet:[32,2],sa0"}, ["'sa0'"]),
+        ({"hidden": 0}, ["--hidden 0"]),
     ],
 )
 def test_bad_networks_get_one_sentence(flags, words):

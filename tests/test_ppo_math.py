@@ -1,6 +1,7 @@
 """The algorithm's parts against independent oracles."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -305,20 +306,29 @@ def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize, episodic):
     last_value = tiny.agent.apply(params, last, np.zeros(3, bool), ())[1][:, 0]
     values = np.concatenate([tiny.rollout.values, last_value[None]])
     reward = shaping.prepare_rewards(tiny.args, tiny.state.reward_filter, steps, 0.9)[1]
-    rewards, never = [np.asarray(reward), 0.5 * np.asarray(got)], np.zeros((8, 3), bool)
+    rewards = [np.asarray(reward), 0.5 * np.asarray(got)]
     if episodic:
         rewards = [sum(rewards)]
     total = 0
     for head, r in enumerate(rewards):
-        ends = (steps.terminated, steps.truncated) if head == 0 else (never, never)
-        one = [oracle.gae(r[:, n], values[:, n, head], *(e[:, n] for e in ends), 0.9, tiny.args.gae_lambda)
-               for n in range(3)]  # fmt: skip
-        total = total + np.stack(one, axis=1)
-        np.testing.assert_allclose(
-            (batch.returns - batch.values)[..., head][kept], np.stack(one, axis=1)[kept], rtol=1e-3, atol=1e-4
-        )
-    want = (total - total[kept].mean()) / total[kept].std()
-    np.testing.assert_allclose(batch.advantages[kept], want[kept], rtol=1e-3, atol=1e-3)
+        advantages = np.zeros((8, 3))
+        for n in range(3):
+            if head == 0:
+                ends = steps.terminated[:, n], steps.truncated[:, n]
+                advantages[:, n] = oracle.gae(r[:, n], values[:, n, 0], *ends, 0.9, tiny.args.gae_lambda)
+            else:  # as one long episode, from which the junk steps have been taken out
+                real, never = kept[:, n], np.zeros(kept[:, n].sum(), bool)
+                value = values[np.append(real, True), n, 1]
+                advantages[real, n] = oracle.gae(r[real, n], value, never, never, 0.9, tiny.args.gae_lambda)
+        total = total + advantages
+        got_advantages = (batch.returns - batch.values)[..., head]
+        np.testing.assert_allclose(got_advantages[kept], advantages[kept], rtol=1e-3, atol=1e-4)
+    expected = (total - total[kept].mean()) / total[kept].std()
+    np.testing.assert_allclose(batch.advantages[kept], expected[kept], rtol=1e-3, atol=1e-3)
+
+    args = replace(tiny.args, num_minibatches=1, update_epochs=1, learning_rate="0")
+    metrics = ppo.update(args, tiny.agent, state, tiny.rollout, steps)[1]
+    np.testing.assert_allclose(metrics["losses/rnd_loss"], want[kept].mean(), rtol=1e-3)  # on the same frames
 
 
 @pytest.mark.parametrize("core", ["none", "lstm"])
@@ -341,3 +351,22 @@ def test_same_parameters_give_the_probabilities_that_acted(core):
         assert metrics["losses/clipfrac"] == 0
     games.close()
     assert ends > 3
+
+
+def test_dropout_is_the_learners_alone_and_new_each_time():
+    tiny = make_tiny(dropout=0.5)
+    plain, frames = ppo.make_agent(replace(tiny.args, dropout=0.0)), tiny.rollout.frames[:6, 0]
+    stacked, age = jnp.concatenate([frames, frames], axis=-1), np.zeros(6, np.int32)
+    seen = [ppo.look(agent, tiny.state.params, stacked, age, ()) for agent in (tiny.agent, plain)]
+    jax.tree.map(np.testing.assert_array_equal, *seen)
+    losses = set()
+    for epochs in (1, 2, 3):  # the metrics are the last epoch's
+        args = replace(tiny.args, learning_rate="0", update_epochs=epochs)
+        losses.add(
+            float(
+                ppo.update(args, tiny.agent, ppo.initial_state(args, tiny.agent), tiny.rollout, tiny.steps)[1][
+                    "losses/loss"
+                ]
+            )
+        )
+    assert len(losses) == 3

@@ -12,7 +12,18 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import ENCODER_FLAGS, ROOT, TINY, assert_same_run, flags_of, parameters, read_metrics, start, wait_for
+from conftest import (
+    ENCODER_FLAGS,
+    ROOT,
+    TINY,
+    assert_same_run,
+    documented_flags,
+    flags_of,
+    parameters,
+    read_metrics,
+    start,
+    wait_for,
+)
 
 import evaluate
 import ppo_procgen as ppo
@@ -291,6 +302,8 @@ BAD = {
     "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
     "network's flags": (["--encoder", "nature", "--channels", "8"], "--channels 8", "3 numbers"),
     "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
+    "bonus's flags": (["--no-rnd-episodic"], "--no-rnd-episodic", "--rnd-coef"),
+    "augmentation's flags": (["--drac-coef", 1, "--augment", "flip"], "--drac-coef 1", "--augment-mode drac"),
     "whole rollouts": (["--core", "lstm", "--num-minibatches", 128], "--num-minibatches 128", "64 (a core"),
     "negative": (["--vf-clip", -1], "--vf-clip -1", "0 or more"),
     "nan": (["--clip-coef", "nan"], "--clip-coef nan", "0 or more"),
@@ -335,15 +348,11 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
 
 
 def test_commands_in_the_readme_are_valid():
-    text = (ROOT / "README.md").read_text() + (ROOT / "benchmarks" / "TODO.md").read_text()
-    commands = [line.split("#")[0].split() for line in text.splitlines() if "python ppo_procgen.py -" in line]
-    flags = [words[2:] for words in commands if "RUN_DIR" not in words and "--help" not in words]
-    flags.append(
-        re.search(r"TRAIN \?= ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())[1].replace("\\\n", "").split()
-    )
+    makefile = re.search(r"TRAIN \?= ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())[1]
+    flags = [*documented_flags("ppo_procgen.py"), makefile.replace("\\\n", "").split()]
     assert len(flags) >= 4
     for words in flags:
-        ppo.check_args(tyro.cli(ppo.Args, args=["coinrun" if "$" in word else word for word in words]))
+        ppo.check_args(tyro.cli(ppo.Args, args=words))
 
 
 def test_flags_that_do_not_parse_exit_with_2():
