@@ -423,8 +423,8 @@ def cost(spec: Spec, channels: int = 6) -> dict[str, float]:
 
 
 def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
-    """Median time of one frame: of a forward pass, of its gradient as `update` takes it (the forward pass included), and
-    on a CPU of the same in plain Flax."""
+    """Median time of one frame: of a forward pass, of its gradient as `update` takes it (forward pass included), and on
+    a CPU of the same in plain Flax."""
     frames = np.random.default_rng(0).integers(0, 256, (batch, 64, 64, channels), np.uint8)
     encoder = make_encoder(spec)
     params = jax.device_get(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
