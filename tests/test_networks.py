@@ -12,6 +12,7 @@ import oracle
 import pytest
 from conftest import ENCODER_FLAGS
 
+import apex_procgen as apex
 import impala_procgen as impala
 import ppo_procgen as ppo
 from common import compute, networks
@@ -214,11 +215,11 @@ def test_every_script_has_the_same_flags():
     source = Path(networks.__file__).read_text()
     for flag in (*ENCODER_FLAGS, "encoder", "width", "pool", "dtype"):
         (text,) = re.findall(rf'^    {flag}: [^\n]* = [^\n]*\n    """.*?"""$', source, re.MULTILINE | re.DOTALL)
-        for script in (ppo, impala):
+        for script in (ppo, impala, apex):
             assert text in Path(script.__file__).read_text(), (script, text)
 
 
-@pytest.mark.parametrize("script", [ppo, impala])
+@pytest.mark.parametrize("script", [ppo, impala, apex])
 @pytest.mark.parametrize("flag", ENCODER_FLAGS)
 def test_every_flag_changes_the_network(script, flag):
     def program(**flags):

@@ -1,0 +1,245 @@
+"""Whole runs of Ape-X on the real game: lock-step, resume, replay, signals, bad input."""
+
+import json
+import re
+import signal
+import time
+from dataclasses import fields
+
+import jax
+import numpy as np
+import pytest
+import tyro
+from conftest import ENCODER_FLAGS, assert_same_run, documented_flags, flags_of, read_metrics, start, wait_for
+
+import apex_procgen as apex
+import evaluate
+from common import compute, envs, runs
+
+# Small enough to compile in seconds; the games are real.
+TINY = {
+    "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "buffer_size": 512, "learning_starts": 100, "batch_size": 16,
+    "replay_ratio": 0.5, "n_step": 3, "num_atoms": 11, "encoder": "nature", "pool": "flatten", "width": 1, "hidden": 16,
+    "learning_rate": "0.003", "target_network_frequency": 4, "total_timesteps": 600, "eval_episodes": 0,
+    "wandb_mode": "disabled", "deterministic": True,
+}  # fmt: skip
+# Everything that has a state of its own is on; the buffer goes round.
+STATEFUL = {"sticky_actions": 0.25, "checkpoint_every": 250, "buffer_size": 320, "max_lag": 2, "dropout": 0.1,
+            "augment": "translate"}  # fmt: skip
+
+
+@pytest.fixture
+def train(tmp_path):
+    """train(**flags) runs the script with TINY settings and returns its run."""
+    return lambda **flags: apex.main(apex.Args(**TINY | {"run_dir": str(tmp_path)} | flags))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return apex.main(apex.Args(**TINY | STATEFUL | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+
+
+def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted, monkeypatch):
+    step, rng = envs.Games.step, np.random.default_rng()
+
+    def slow(self, actions):
+        time.sleep(rng.random() * 0.02)
+        return step(self, actions)
+
+    monkeypatch.setattr(envs.Games, "step", slow)
+    assert_same_run(uninterrupted, train(**STATEFUL).path)
+
+
+@pytest.mark.parametrize("stop", [90, 250, 500])
+def test_resume_equals_uninterrupted(train, uninterrupted, stop):
+    """Stopped before learning starts, at and after the checkpoint where the games start anew."""
+    half = train(**STATEFUL | {"total_timesteps": stop})
+    assert_same_run(uninterrupted, train(**STATEFUL | {"resume": str(half.path)}).path)
+
+
+def test_evaluation_does_not_disturb_training(train, uninterrupted):
+    evaluated = read_metrics(train(**STATEFUL, eval_every=200, eval_episodes=2).path)
+    assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
+    assert [x for x in evaluated if "charts/updates" in x] == read_metrics(uninterrupted)
+
+
+def test_without_a_saved_buffer_it_is_filled_again(train, capfd):
+    half = train(save_replay=False, total_timesteps=300)
+    assert "replay" not in runs.load_checkpoint(half.path)[1]
+    before = read_metrics(half.path)[-1]
+    resumed = train(save_replay=False, resume=str(half.path))
+    assert "the replay buffer was not saved: learning goes on after 100 more steps" in capfd.readouterr().err
+    for line in read_metrics(resumed.path):
+        refilling = before["global_step"] < line["global_step"] <= before["global_step"] + 100
+        assert not refilling or line["charts/updates"] == before["charts/updates"]
+    assert line["charts/updates"] > before["charts/updates"]
+
+
+def test_updates_follow_the_replay_ratio(train):
+    last = read_metrics(train(replay_ratio=1.5).path)[-1]
+    assert last["charts/updates"] == int(1.5 * (last["global_step"] - 100) / 16)
+
+
+def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
+    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is kept"):
+        train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000, num_atoms=1)
+
+
+# What each flag is changed to, and what must differ then: the metrics.
+FLAGS = {
+    "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
+    "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "encoder": "impala", "width": 2,
+    "pool": "avg", "hidden": 8, "dropout": 0.5, "dueling": False, "dtype": "bfloat16", "total_timesteps": 150,
+    "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "epsilon": 0.9, "epsilon_alpha": 1.0,
+    "buffer_size": 128, "learning_starts": 200, "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1",
+    "n_step": 5, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
+    "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
+    "augment": "translate", "augment_prob": 1.0, "checkpoint_every": 100, "eval_every": 100, "eval_episodes": 1,
+}  # fmt: skip
+# Tested elsewhere: these change files or where things are, or let the clock in.
+ELSEWHERE = {
+    "run_dir", "resume", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project", "wandb_entity",
+    "deterministic", "save_replay", "replay_device", *ENCODER_FLAGS,
+}  # fmt: skip
+# Bigfish's random episodes pay too little for some flags to show; with these they must.
+RICH = {"env_id": "starpilot", "total_timesteps": 500}
+NEEDS = {
+    "start_level": {"num_levels": 1}, "reward_clip": RICH, "reward_shaping": RICH, "gamma": RICH,
+    "eval_every": {"eval_episodes": 1}, "augment_prob": {"augment": "translate"}, "buffer_size": RICH,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def metrics_of(tmp_path_factory):
+    """metrics_of(**flags), each set of flags trained once."""
+    done = {}
+
+    def get(**flags):
+        key = tuple(sorted(flags.items()))
+        if key not in done:
+            run_dir = str(tmp_path_factory.mktemp("flags"))
+            args = apex.Args(**TINY | {"run_dir": run_dir, "total_timesteps": 250} | flags)
+            done[key] = read_metrics(apex.main(args).path)
+            jax.clear_caches()  # compiled programs would fill gigabytes
+        return done[key]
+
+    return get
+
+
+def test_every_flag_is_in_a_test():
+    assert {f.name for f in fields(apex.Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_changes_something(metrics_of, flag):
+    needs = NEEDS.get(flag, {})
+    assert metrics_of(**needs) != metrics_of(**needs, **{flag: FLAGS[flag]})
+
+
+@pytest.mark.parametrize("replay_device", ["device", "host"])
+def test_the_form_for_accelerators_trains_too(train, monkeypatch, replay_device):
+    """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""
+    devices = jax.devices()
+    if replay_device == "host":
+        monkeypatch.setattr(jax, "devices", lambda kind=None: devices[:1] if kind == "cpu" else devices[-1:])
+    monkeypatch.setattr(compute, "on_cpu", lambda: False)
+    lines = read_metrics(train(replay_device=replay_device, eval_episodes=1).path)
+    assert "losses/loss" in lines[-2]
+    assert "eval/test_levels/mean_return" in lines[-1]
+
+
+def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
+    flags = TINY | STATEFUL | {"total_timesteps": 3000}
+    whole = apex.main(apex.Args(**flags | {"run_dir": str(tmp_path / "whole")})).path
+    process = start("apex_procgen.py", *flags_of(flags | {"run_dir": tmp_path / "stopped"}))
+    wait_for(lambda: len(list(tmp_path.glob("stopped/*/checkpoints/[0-9]*/commit_success.txt"))) >= 1, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    (run_dir,) = (tmp_path / "stopped").iterdir()
+    assert f"python apex_procgen.py --resume {run_dir}" in output
+    assert runs.load_checkpoint(run_dir)[0] == read_metrics(run_dir)[-1]["global_step"] < 3000
+    resumed = start("apex_procgen.py", "--resume", run_dir)
+    assert resumed.wait(120) == 0, resumed.communicate()[0]
+    assert_same_run(whole, run_dir)
+
+
+def test_five_thousand_frames(tmp_path):
+    """The command line as a user types it, threads free to run: W&B, evaluation, video, then evaluate.py."""
+    command = flags_of(
+        {"env_id": "starpilot", "gap_stack": True, "width": 1, "num_levels": 3, "num_envs": 16, "channels": "8,16",
+         "blocks": 1, "buffer_size": 4000, "learning_starts": 1000, "total_timesteps": 5_000, "num_atoms": 21,
+         "replay_ratio": 1.0, "eval_every": 3_000, "eval_episodes": 4, "capture_video": True,
+         "checkpoint_every": 2_000, "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline",
+         "wandb_project": "test"} | {"width": 2}
+    )  # fmt: skip
+    process = start("apex_procgen.py", *command)
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, output
+    assert "replay buffer: 4,096 steps x 12.3 kB" in output
+    (run_dir,) = tmp_path.iterdir()
+    assert re.fullmatch(r"starpilot__apex_procgen__1__\d+", run_dir.name)
+    lines = read_metrics(run_dir, clocks=True)
+    assert lines[-1]["global_step"] >= 5_000
+    names = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/policy_lag", "time/update"}
+    names |= {"charts/queue_size", "losses/loss", "losses/q_values", "losses/td_error", "charts/updates"}
+    names |= {"time/waiting", "time/sample", "time/insert", "time/actor_inference", "time"}
+    names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
+    assert names <= set(lines[-2]) | set(lines[-1])
+    assert all(np.isfinite(list(line.values())).all() for line in lines)
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
+    assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--levels", "train"])
+    assert json.loads((run_dir / "eval.json").read_text())["train_levels"]["episodes"] == 3
+
+
+# Words, the flag and its value that the answer names, and what it says is valid.
+BAD = {
+    "unknown game": (["--env-id", "coinrum"], "--env-id coinrum", "did you mean coinrun?"),
+    "actors": (["--num-actors", 5], "--num-actors 5", "24"),
+    "buffer": (["--buffer-size", 100], "--buffer-size 100", "give 1008 or more"),
+    "learning starts late": (["--learning-starts", 10**6], "--learning-starts 1000000", "--buffer-size, 200000"),
+    "learning starts early": (["--learning-starts", 10], "--learning-starts 10", "from 864"),
+    "support": (["--v-min", 30], "--v-min 30", "less than --v-max, 20"),
+    "alpha": (["--per-alpha", 2], "--per-alpha 2", "from 0 to 1"),
+    "beta": (["--per-beta", "0:0.4,5:2"], "--per-beta '0:0.4,5:2'", "from 0 to 1"),
+    "atoms": (["--num-atoms", 0], "--num-atoms 0", "from 1 to 1024"),
+    "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
+    "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
+    "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
+    "other actors": (None, "--num-actors 1", "keeps its own, 2"),
+    "shapes": (None, "does not fit", "here"),
+    "other buffer": (None, "does not fit", "here"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return apex.main(apex.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("d")), "total_timesteps": 1})).path
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capfd):
+    words, names, valid = BAD[case]
+    more = {"other actors": ["--num-actors", 1], "shapes": ["--hidden", 8], "other buffer": ["--buffer-size", 1024]}
+    if words is None:
+        words = ["--resume", finished, *more[case]]
+    monkeypatch.setattr(envs, "make_procgen", None)  # nothing long may start
+    monkeypatch.setattr(apex, "act", None)
+    monkeypatch.setattr(apex, "update", None)
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(apex.Args, apex.main, ["--wandb-mode", "disabled", *map(str, words)])
+    output = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.count("\n") == 1, output.err
+    assert output.err.startswith("error: ")
+    assert names in output.err
+    assert valid in output.err
+
+
+def test_commands_in_the_readme_are_valid():
+    flags = list(documented_flags("apex_procgen.py"))
+    assert len(flags) >= 4
+    for words in flags:
+        apex.check_args(tyro.cli(apex.Args, args=words))
