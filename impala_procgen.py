@@ -53,9 +53,7 @@ class Args:
 
     # The network
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4": channels and stride of
-    each block, x4 for four of them; then stem (a convolution and a max-pool first), se (squeeze-and-excitation) or
-    sa2 (self-attention in the last two)"""
+    """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see README)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
@@ -136,8 +134,7 @@ class Args:
     augment_prob: float = 0.5
     """probability of each of these transforms, for each sample"""
     augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from the augmented frames, whose policy V-trace then compares with the one that acted on the frames as
-    they were; drac: learn from these, and draw policy and value on augmented ones to theirs"""
+    """rad: learn from the augmented frames, which the ratio then compares too; drac: only regularise by them"""
     drac_coef: float = 0.1
     """coefficient of that regulariser"""
 

@@ -51,9 +51,7 @@ class Args:
 
     # The network
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4": channels and stride of
-    each block, x4 for four of them; then stem (a convolution and a max-pool first), se (squeeze-and-excitation) or
-    sa2 (self-attention in the last two)"""
+    """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see README)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
@@ -125,13 +123,11 @@ class Args:
     augment_prob: float = 0.5
     """probability of each of these transforms, for each sample"""
     augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from the augmented frames, whose policy the ratio and the KL penalty then compare with the one that
-    acted on the frames as they were; drac: learn from these, and draw policy and value on augmented ones to theirs"""
+    """rad: learn from the augmented frames, which the ratio then compares too; drac: only regularise by them"""
     drac_coef: float = 0.1
     """coefficient of that regulariser"""
     rnd_coef: float = 0.0
-    """coefficient of a bonus for frames that a network cannot predict another's features of (RND), added to the rewards
-    after their shaping and normalisation; 0 for none"""
+    """coefficient of RND's bonus for new frames, added to rewards that are shaped and normalised already; 0 for none"""
     rnd_normalize: bool = False
     """divide the bonus by the running standard deviation of its return and clip it to +-10; else clip it to [0, 2]"""
     rnd_episodic: bool = True

@@ -32,9 +32,7 @@ class Spec:
     """The flags that make an encoder; every script has them among its own."""
 
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet such as "xresnet:[32,2],[32,1],[64,2],[64,1]x4": channels and stride of
-    each block, x4 for four of them; then stem (a convolution and a max-pool first), se (squeeze-and-excitation) or
-    sa2 (self-attention in the last two)"""
+    """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see README)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: int = 2
