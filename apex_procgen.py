@@ -103,7 +103,7 @@ class Args:
     replay_device: Literal["device", "host"] = "device"
     """where the replay buffer is: on the accelerator, or in the host's memory (the same on a CPU)"""
     save_replay: bool = True
-    """keep the replay buffer in checkpoints; without it a resumed run refills it before it learns on"""
+    """keep the replay buffer in each checkpoint (12 kB a transition); else a resumed run refills it first"""
     learning_starts: int = 50_000
     """environment steps played before the first update"""
     replay_ratio: float = 2.0
@@ -178,8 +178,11 @@ LIMITS = {
     "augment_prob": (0, 1), "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None),
     "keep_checkpoints": (1, None), "eval_every": (0, None), "eval_episodes": (0, 10**6),
 }  # fmt: skip
-# What a run cannot change when it is resumed: its games have been played.
-FIXED = ("env_id", "distribution_mode", "num_levels", "start_level", "seed", "num_actors")
+# What a run cannot change when it is resumed: its games have been played, its replay buffer holds what came of it.
+FIXED = (
+    "env_id", "distribution_mode", "num_levels", "start_level", "seed", "num_actors", "num_steps", "n_step",
+    "learning_starts", "per_alpha", "reward_shaping", "reward_clip",
+)  # fmt: skip
 EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a policy may stand still for ever
 
 
@@ -201,7 +204,12 @@ def check_args(args: Args) -> None:
         f"--learning-starts {args.learning_starts}: must be from {games * unroll}, {games} games times an unroll and "
         f"an n-step return, to --buffer-size, {args.buffer_size}",
     )
-    check(args.v_min < args.v_max, f"--v-min {args.v_min}: must be less than --v-max, {args.v_max}")
+    check(
+        args.v_min <= 0 <= args.v_max and args.v_max - args.v_min >= 1e-3,
+        f"--v-min {args.v_min}: must be 0 or less, and less than --v-max, which must be 0 or more, not {args.v_max}",
+    )
+    runs.check_needs(args, args.num_atoms > 1, "--num-atoms 2 or more", ("v_min", "v_max"))
+    runs.check_needs(args, args.per_alpha, "--per-alpha", ("per_beta",))
     runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
     runs.check_schedule("--per-beta", args.per_beta, 0, 1)
 
@@ -250,7 +258,9 @@ def make_agent(args: Args) -> Agent:
 
 def mean_value(agent: Agent, outputs: jax.Array) -> jax.Array:
     """The network's outputs [..., atoms] -> values [...]."""
-    return outputs[..., 0] if len(agent.support) == 1 else nn.softmax(outputs) @ jnp.array(agent.support)
+    if len(agent.support) == 1:
+        return outputs[..., 0]
+    return jnp.matmul(nn.softmax(outputs), jnp.array(agent.support), precision="highest")
 
 
 # TRAINING STATE
@@ -468,7 +478,8 @@ def insert(args: Args, replay: Replay, rollouts: Sequence[Rollout], steps: envs.
     row, env = jnp.repeat(complete % size, args.num_envs), jnp.tile(games, args.num_steps)
     returns, discounts, after = n_step_return(args, replay, row, env)
     td = returns + discounts * replay.best[after, env] - replay.chosen[row, env]
-    valid = (jnp.repeat(complete, args.num_envs) >= 0) & ~replay.done[row, env]
+    whole = jnp.repeat(complete, args.num_envs) >= jnp.minimum(replay.age[row, env], past)  # its stack is there too
+    valid = whole & ~replay.done[row, env]
     priorities = priorities.at[row, env].set(jnp.where(valid, priority(args, td), 0))
     return replay._replace(priorities=priorities, written=now + args.num_steps)
 
@@ -563,7 +574,7 @@ def project(support: jax.Array, returns: jax.Array, discounts: jax.Array, probs:
     """
     moved = jnp.clip(returns[:, None] + discounts[:, None] * support, support[0], support[-1])
     share = 1 - jnp.abs(moved[:, None, :] - support[:, None]) / (support[1] - support[0])  # of source in [B, to, from]
-    return jnp.einsum("btf,bf->bt", jnp.clip(share, 0, 1), probs)
+    return jnp.einsum("btf,bf->bt", jnp.clip(share, 0, 1), probs, precision="highest")
 
 
 def loss(args: Args, agent: Agent, target: dict, params: dict, batch: Batch):
@@ -663,23 +674,27 @@ def initial(args: Args, agent: Agent) -> dict:
     return {"state": state, "carries": carries, "published": {"0": state.params}}
 
 
-def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run."""
+def load(args: Args, agent: Agent, run_dir: str, store: jax.Device) -> dict:
+    """The newest checkpoint of a run; its replay buffer comes to lie on `store`."""
     _, saved = runs.load_checkpoint(run_dir)
     template = jax.eval_shape(partial(initial, args, agent))
     template["published"] = dict.fromkeys(saved["published"], template["published"]["0"])
+    loaded = {name: runs.restore_tree(part, saved[name], run_dir) for name, part in template.items()}
     if "replay" in saved:
-        template["replay"] = jax.eval_shape(partial(initial_replay, args))
-    return saved | {name: runs.restore_tree(part, saved[name], run_dir) for name, part in template.items()}
+        with jax.default_device(store):
+            replay = jax.eval_shape(partial(initial_replay, args))
+            loaded["replay"] = runs.restore_tree(replay, saved["replay"], run_dir)
+    return saved | loaded
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     check_args(args)
     agent, saved, devices = make_agent(args), None, jax.devices()
+    store = jax.devices("cpu")[0] if args.replay_device == "host" else devices[0]
     if args.resume:
         runs.check_same(args, runs.saved_args(Args, args.resume, "--resume", SCRIPT), FIXED)
-        saved = load(args, agent, args.resume)
+        saved = load(args, agent, args.resume, store)
 
     with runs.Run(args, SCRIPT) as run:
         make, everyone = partial(envs.make_levels, args, args.num_envs // args.num_actors), range(args.num_actors)
@@ -693,15 +708,15 @@ def main(args: Args) -> runs.Run:
         start_from = saved or initial(args, agent)
         # The learner has the first device (and on a CPU, all of them); the actors begin at the last.
         homes = [devices[-1 - actor % len(devices)] for actor in everyone]
-        store = jax.devices("cpu")[0] if args.replay_device == "host" else devices[0]
         state = compute.replicate(start_from["state"])
+        refill = saved and "replay" not in saved
         with jax.default_device(store):
-            replay = jax.device_put(saved["replay"], store) if "replay" in start_from else initial_replay(args)
+            replay = jax.device_put(start_from.pop("replay"), store) if "replay" in start_from else initial_replay(args)
         carries = [start_from["carries"][str(actor)] for actor in everyone]
         step, played = int(state.global_step), [mine.steps for mine in games]
         size, count = sum(x.nbytes for x in replay), replay.age.size
         run.say(f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {store}")
-        if saved and "replay" not in saved:
+        if refill:
             state = state._replace(learn_from=state.global_step + args.learning_starts)
             run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
         learn_from = int(state.learn_from)

@@ -42,6 +42,7 @@ def measure(flags: str, steps: int) -> dict[str, float]:
         fixed = ["--eval-episodes", "0", "--wandb-mode", "disabled", "--no-save-replay", "--run-dir", folder]
         args = tyro.cli(apex.Args, args=[*shlex.split(flags), *fixed])
         unroll = args.num_envs * args.num_steps
+        runs.check(steps >= 2 * unroll, f"--steps {steps}: must be {2 * unroll} or more, two unrolls of every game")
         warm = args.learning_starts + max(2 * unroll, 2 * args.batch_size / max(args.replay_ratio, 1e-9))  # it compiles
         args = tyro.cli(apex.Args, args=["--total-timesteps", str(int(warm) + steps)], default=args)
         run = apex.main(args)

@@ -209,7 +209,8 @@ def test_insert_gives_priorities_to_what_can_be_sampled(unrolls, n_step):
     want = np.zeros((size, GAMES))
     for t in range(oldest, end - n_step):
         for n in range(GAMES):
-            want[t % size, n] = 0 if game.steps.done[t, n] else first_priority(args, game, t, n)
+            known = t >= min(game.steps.age[t, n], past)  # the games were going on before the first row
+            want[t % size, n] = first_priority(args, game, t, n) if known and not game.steps.done[t, n] else 0
     np.testing.assert_allclose(game.replay.priorities, want, rtol=1e-3, atol=1e-5)
     assert (want > 0).sum() > (n_step == 1 or unrolls > 1)
     rows = np.arange(max(end - size, 0), end)

@@ -75,6 +75,22 @@ def test_without_a_saved_buffer_it_is_filled_again(train, capfd):
     assert line["charts/updates"] > before["charts/updates"]
 
 
+def test_the_buffer_is_cut_and_its_priorities_are_written(train):
+    """Where the games start anew, at a checkpoint, no return runs on; and what was learnt from has a new priority."""
+    args = apex.Args(**TINY | {"total_timesteps": 400, "checkpoint_every": 400})
+    saved = runs.load_checkpoint(train(total_timesteps=400, checkpoint_every=400).path)[1]["replay"]
+    replay = apex.Replay(**{name: np.asarray(x) for name, x in saved.items()})
+    last = (replay.written - 1) % len(replay.age)
+    assert replay.done[last].all()
+    assert (replay.ended[last - 1] | replay.done[last - 1]).all()
+    row, env = np.nonzero(replay.priorities)
+    returns, discounts, after = apex.n_step_return(args, jax.tree.map(jax.numpy.asarray, replay), row, env)
+    first = apex.priority(args, returns + discounts * replay.best[after, env] - replay.chosen[row, env])
+    changed = np.abs(first - replay.priorities[row, env]) > 1e-3
+    assert changed.any()
+    assert not changed.all()
+
+
 def test_updates_follow_the_replay_ratio(train):
     last = read_metrics(train(replay_ratio=1.5).path)[-1]
     assert last["charts/updates"] == int(1.5 * (last["global_step"] - 100) / 16)
@@ -201,7 +217,8 @@ BAD = {
     "buffer": (["--buffer-size", 100], "--buffer-size 100", "give 1008 or more"),
     "learning starts late": (["--learning-starts", 10**6], "--learning-starts 1000000", "--buffer-size, 200000"),
     "learning starts early": (["--learning-starts", 10], "--learning-starts 10", "from 864"),
-    "support": (["--v-min", 30], "--v-min 30", "less than --v-max, 20"),
+    "support": (["--v-min", 30], "--v-min 30", "0 or less"),
+    "no support": (["--num-atoms", 1, "--v-max", 9], "--v-max 9", "--num-atoms 2 or more"),
     "alpha": (["--per-alpha", 2], "--per-alpha 2", "from 0 to 1"),
     "beta": (["--per-beta", "0:0.4,5:2"], "--per-beta '0:0.4,5:2'", "from 0 to 1"),
     "atoms": (["--num-atoms", 0], "--num-atoms 0", "from 1 to 1024"),
@@ -209,6 +226,7 @@ BAD = {
     "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other actors": (None, "--num-actors 1", "keeps its own, 2"),
+    "other returns": (None, "--n-step 5", "keeps its own, 3"),
     "shapes": (None, "does not fit", "here"),
     "other buffer": (None, "does not fit", "here"),
 }
@@ -222,7 +240,12 @@ def finished(tmp_path_factory):
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capfd):
     words, names, valid = BAD[case]
-    more = {"other actors": ["--num-actors", 1], "shapes": ["--hidden", 8], "other buffer": ["--buffer-size", 1024]}
+    more = {
+        "other actors": ["--num-actors", 1],
+        "other returns": ["--n-step", 5],
+        "shapes": ["--hidden", 8],
+        "other buffer": ["--buffer-size", 1024],
+    }
     if words is None:
         words = ["--resume", finished, *more[case]]
     monkeypatch.setattr(envs, "make_procgen", None)  # nothing long may start
