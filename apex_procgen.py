@@ -532,12 +532,8 @@ def sample(args: Args, replay: Replay, updates: jax.Array, beta: jax.Array) -> B
     weight = jnp.where(valid, ((replay.priorities > 0).sum() * probability) ** -beta, 0)
     returns, discounts, after = n_step_return(args, replay, row, env)
     offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
-
-    def stack(row):
-        age = replay.age[row, env]
-        rows = ((row - jnp.minimum(age, back)) % len(replay.age) for back in offsets)
-        return jnp.concatenate([replay.frames[rows, env] for rows in rows], axis=-1)
-
+    # Rows before the ring's first are, as negative indices, its last.
+    stack = lambda row: envs.stack_frames(replay.frames, replay.age[row, env], row, env, offsets)  # noqa: E731
     return Batch(
         frames=stack(row),
         next_frames=stack(after),

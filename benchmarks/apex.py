@@ -6,13 +6,10 @@ table and appends a row to a CSV file. The flags in quotes are those of apex_pro
 python benchmarks/apex.py nature --flags="--encoder nature --width 1 --pool flatten --num-envs 32 --batch-size 512"
 """
 
-import csv
 import json
 import shlex
 import tempfile
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -66,21 +63,12 @@ def measure(flags: str, steps: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     row = {"setting": args.name} | {k: f"{x:.4g}" for k, x in measure(args.flags, args.steps).items()}
-    row |= {"flags": args.flags, "machine": throughput.machine(), "jax": throughput.jax.__version__}
-    row |= {"commit": throughput.commit(), "date": date.today().isoformat()}
+    row |= {"flags": args.flags} | throughput.origin()
     table = Table("", args.name)
     for key, value in row.items():
         table.add_row(key, str(value))
     Console().print(table)
-    if args.csv:
-        path = Path(args.csv)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+    throughput.append_rows(args.csv, [row])
 
 
 if __name__ == "__main__":

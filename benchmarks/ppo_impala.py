@@ -6,13 +6,10 @@ file. The flags in quotes go to both scripts, then to each:
 python benchmarks/ppo_impala.py nature --flags="--encoder nature --width 1 --pool flatten --num-envs 64 --num-steps 64"
 """
 
-import csv
 import json
 import shlex
 import tempfile
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 
 import numpy as np
 import throughput  # the script beside this one; it makes the repository's modules importable
@@ -89,23 +86,14 @@ def main(args: Args) -> None:
         row |= {k: f"{np.median([x[k] for x in results[name]]):.4g}" for k in results[name][0]}
         row["game alone steps/s"] = f"{alone:.4g}"
         row |= {"times PPO's steps/s": f"{ratio if name == 'impala' else 1:.3g}", "rounds": args.rounds, "flags": flags}
-        row |= {"machine": throughput.machine(), "jax": throughput.jax.__version__, "commit": throughput.commit()}
-        rows.append(row | {"date": date.today().isoformat()})
+        rows.append(row | throughput.origin())
     table.add_column("")
     for name in settings:
         table.add_column(name)
     for key in rows[0]:
         table.add_row(key, *(str(row[key]) for row in rows))
     Console().print(table)
-    if args.csv:
-        path = Path(args.csv)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+    throughput.append_rows(args.csv, rows)
 
 
 if __name__ == "__main__":

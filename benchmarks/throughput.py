@@ -183,25 +183,34 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     }
 
 
+def origin() -> dict[str, str]:
+    """Where and when a row was measured."""
+    return {"machine": machine(), "jax": jax.__version__, "commit": commit(), "date": date.today().isoformat()}
+
+
+def append_rows(path: str, rows: list[dict]) -> None:
+    """Appends rows to a CSV file, with a header if it is new; does nothing without a path."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        new = not Path(path).exists()
+        with Path(path).open("a", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
 def main(args: Args) -> None:
     ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
     ppo.check_args(ppo_args)
     Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
-    row |= {"flags": args.flags, "machine": machine(), "jax": jax.__version__, "commit": commit()}
-    row["date"] = date.today().isoformat()
+    row |= {"flags": args.flags} | origin()
     table = Table(show_header=False)
     for name, value in row.items():
         table.add_row(name, value)
     Console().print(table)
-    if args.csv:
-        path = Path(args.csv)
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+    append_rows(args.csv, [row])
 
 
 if __name__ == "__main__":
