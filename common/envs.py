@@ -181,7 +181,7 @@ class Games:
     the same actions arrives at the same frames. `restart` keeps that list of actions short.
 
     Attributes:
-      obs: uint8 [N, 3, 64, 64], the newest frames.
+      obs: uint8 [N, C, H, W], the newest frames, and info, what EnvPool says besides.
       age: int32 [N], steps since each episode's first frame (0 on it).
       done: bool [N], True where `obs` is the last frame of an episode: the next step is no transition.
     """
@@ -198,15 +198,15 @@ class Games:
             self._env.close()
         self._seed, self._actions = seed, []
         self._env = self._make(seed)
-        self.obs, info = self._env.reset()
-        self.age = info["elapsed_step"]
+        self.obs, self.info = self._env.reset()
+        self.age = self.info["elapsed_step"]
         self.done = np.zeros(len(self.age), bool)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Plays int [N] actions; returns reward float32 [N], terminated bool [N], truncated bool [N]."""
         self._actions.append(actions.astype(np.uint8))
-        self.obs, reward, terminated, truncated, info = self._env.step(actions)
-        self.age = info["elapsed_step"]
+        self.obs, reward, terminated, truncated, self.info = self._env.step(actions)
+        self.age = self.info["elapsed_step"]
         self.done = terminated | truncated
         return reward, terminated, truncated
 
@@ -258,7 +258,7 @@ def stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
 
 
 def put_frames(frames: jax.Array, row: jax.Array, obs: jax.Array) -> jax.Array:
-    """Writes EnvPool's frames uint8 [N, 3, 64, 64] as row `row` of frames uint8 [rows, N, 64, 64, 3]."""
+    """Writes EnvPool's frames uint8 [N, C, H, W] as row `row` of frames uint8 [rows, N, H, W, C]."""
     return frames.at[row].set(obs.transpose(0, 2, 3, 1))
 
 
@@ -333,14 +333,14 @@ def play_episodes(
 
     Args:
       env: an EnvPool, not yet reset.
-      policy: policy(frames uint8 [N, 64, 64, C], age int32 [N], key, memory) -> int [N] actions, memory. Its memory,
+      policy: policy(frames uint8 [N, H, W, C], age int32 [N], key, memory) -> int [N] actions, memory. Its memory,
         None at first, is handed back to it at the next step; an episode's first frame has age 0.
       offsets: from `stack_offsets`.
       episodes: at least this many in all, rounded up to a multiple of N.
       record: keep the frames of the first game's first episode (else its first frame only).
       stop: asked at each step; when it says yes, the answer is None.
 
-    Returns the returns float64 [episodes], raw rewards, and the frames uint8 [T, 64, 64, 3].
+    Returns the returns float64 [episodes], raw rewards, game by game, and the frames uint8 [T, H, W, channels].
     """
     obs, info = env.reset()
     num_envs, key = len(obs), jax.random.PRNGKey(seed)
@@ -348,7 +348,7 @@ def play_episodes(
     totals, counts = np.zeros((quota, num_envs)), np.zeros(num_envs, np.int64)
     done, columns = np.zeros(num_envs, bool), np.arange(num_envs)
     film, filming = [obs[0].copy()], record  # a copy: obs[0] keeps all games' frames alive
-    frames = jnp.zeros((max(offsets) + 1, num_envs, *FRAME_SHAPE), jnp.uint8)
+    frames = jnp.zeros((max(offsets) + 1, *np.moveaxis(obs, 1, -1).shape), jnp.uint8)
     while counts.min() < quota:
         if stop():
             return None

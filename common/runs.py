@@ -110,21 +110,26 @@ def check_schedule(flag: str, text: str, low: float, high: float | None) -> None
     check(min(values) >= low and (high is None or max(values) <= high), f"{flag} {text!r}: {_range(low, high)}")
 
 
+def flag_of(name: str) -> str:
+    """The flag of a field: --num-envs of num_envs, --async of async_."""
+    return "--" + name.rstrip("_").replace("_", "-")
+
+
 def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> None:
     """Raises UsageError if a field of `args` lies outside its closed range (None: no bound)."""
     for name, (low, high) in limits.items():
         value = getattr(args, name)
         inside = low <= value < float("inf") and (high is None or value <= high)
-        check(inside, f"--{name.replace('_', '-')} {value}: {_range(low, high)}")
+        check(inside, f"{flag_of(name)} {value}: {_range(low, high)}")
 
 
 def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
     """Raises UsageError if one of these flags (of those that `args` has) is changed and what it needs is not given."""
     own = {field.name: field.default for field in dataclasses.fields(args) if field.name in flags}
-    for flag, default in own.items():
-        value, name = getattr(args, flag), flag.replace("_", "-")
-        name = f"--no-{name}" if value is False else f"--{name}" if value is True else f"--{name} {value}"
-        check(given or value == default, f"{name}: has no effect without {need}")
+    for name, default in own.items():
+        value, words = getattr(args, name), flag_of(name)
+        words = f"--no-{words[2:]}" if value is False else words if value is True else f"{words} {value}"
+        check(given or value == default, f"{words}: has no effect without {need}")
 
 
 def _range(low: float, high: float | None) -> str:
@@ -160,25 +165,23 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
     return content
 
 
-def saved_args(args_class: type, run_dir: str, flag: str, script: str | None = None) -> Any:
+def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
     """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
-    args = read_args(run_dir, flag, script)["args"]
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in args.items() if not isinstance(value, bool)]
-    words += [
-        f"--{'' if value else 'no-'}{k.replace('_', '-')}" for k, value in args.items() if isinstance(value, bool)
-    ]
+    args = read_args(run_dir, source, script)["args"]
+    words = [f"{flag_of(name)}={value}" for name, value in args.items() if not isinstance(value, bool)]
+    words += [flag_of(k if value else f"no_{k}") for k, value in args.items() if isinstance(value, bool)]
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(args_class, args=words)
     except SystemExit:
-        raise UsageError(f"{flag} {run_dir}: its args.json is not of this version of the script") from None
+        raise UsageError(f"{source} {run_dir}: its args.json is not of this version of the script") from None
 
 
 def check_same(args: Any, saved: Any, names: Sequence[str]) -> None:
     """Raises UsageError if one of these fields differs from the saved run's."""
     for name in names:
         new, old = getattr(args, name), getattr(saved, name)
-        check(new == old, f"--{name.replace('_', '-')} {new}: a resumed run keeps its own, {old}")
+        check(new == old, f"{flag_of(name)} {new}: a resumed run keeps its own, {old}")
 
 
 def _checkpoint_manager(run_dir: Path, keep: int | None = None):
@@ -349,6 +352,19 @@ class Run:
             import wandb
 
             self._wandb.log({"videos/episode": wandb.Video(str(path))}, step=step)
+
+    def save_picture(self, step: int, name: str, picture: np.ndarray) -> None:
+        """Writes uint8 [H, W, 3] to <name>.png and W&B."""
+        from PIL import Image
+
+        path = self.path / f"{name}.png"
+        temporary = path.with_suffix(".tmp")
+        Image.fromarray(picture).save(temporary, format="png")
+        temporary.replace(path)
+        if self._wandb:
+            import wandb
+
+            self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
 
     def steps_per_second(self, step: int) -> float:
         """Environment steps a second since the second call (the first iteration compiles)."""

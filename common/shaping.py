@@ -30,16 +30,23 @@ def restart(state: ReturnFilter) -> ReturnFilter:
     return state._replace(discounted=jnp.zeros_like(state.discounted))
 
 
-def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array):
+def merge_moments(count, mean, var, more, more_mean, more_var):
+    """Count, mean and variance of two sets joined, from those of each (Chan et al. 1979)."""
+    total, apart = jnp.maximum(count + more, 1), more_mean - mean
+    var = (var * count + more_var * more + apart**2 * count * more / total) / total
+    return count + more, mean + apart * more / total, var
+
+
+def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array, clip=10.0):
     """Divides rewards by the standard deviation of the discounted return, which runs forward in time.
 
-    The rollout's own returns count too. The result is clipped to +-10. As OpenAI Baselines' VecNormalize, which
-    does so step by step.
+    The rollout's own returns count too. As OpenAI Baselines' VecNormalize, which does so step by step.
 
     Args:
       rewards: float32 [T, N].
       ended: bool [T, N], whether the transition was its episode's last.
       mask: bool [T, N], False for steps that are no transition.
+      clip: the result is clipped to +- this.
 
     Returns the filter with this rollout's transitions added, and rewards float32 [T, N].
     """
@@ -52,12 +59,9 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
         return jnp.where(end, 0.0, now), now
 
     discounted, returns = jax.lax.scan(forward, state.discounted, (rewards, ended, mask))
-    # The moments of two sets joined (Chan et al. 1979).
-    count, (mean, var) = mask.sum(), masked_moments(returns, mask)
-    total, apart = jnp.maximum(state.count + count, 1), mean - state.mean
-    var = (state.var * state.count + var * count + apart**2 * state.count * count / total) / total
-    state = ReturnFilter(discounted, state.count + count, state.mean + apart * count / total, var)
-    return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -10, 10)
+    moments = merge_moments(state.count, state.mean, state.var, mask.sum(), *masked_moments(returns, mask))
+    state = ReturnFilter(discounted, *moments)
+    return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -clip, clip)
 
 
 def shape_and_clip(args, rewards) -> jax.Array:

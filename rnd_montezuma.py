@@ -1,0 +1,827 @@
+"""PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
+
+Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults. With --async the games go on while the learner
+learns, one update behind. Try:
+
+    python rnd_montezuma.py --async --vtrace --room-map
+    python rnd_montezuma.py --num-envs 32 --channels 16,32,32 --obs-norm-init-steps 200 --total-timesteps 2000000
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from common import atari, compute, envs, networks, runs, shaping
+from common.actors import ActorError, Actors
+from common.runs import check
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclass(frozen=True)
+class Args:
+    env_id: ClassVar[str] = atari.ENV_ID
+
+    # The game
+    sticky_actions: float = 0.25
+    """probability that the emulator repeats the action before, at each of its frames"""
+    max_episode_steps: int = 4500
+    """steps of an episode, four frames each, after which it is truncated"""
+    frame_stack: int = 4
+    """how many frames back the policy sees, the newest included; RND sees the newest one only"""
+
+    # The networks
+    channels: str = "32,64,64"
+    """channels of the three convolutions, in policy, target and predictor"""
+    hidden: int = 512
+    """units of the dense layers and of the GRU, and features that the target has"""
+    gru: bool = False
+    """give the policy a memory; minibatches then are of whole rollouts"""
+    predictor_depth: int = 2
+    """dense layers that the predictor has more than the target; 0 for equal depth"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """the policy's convolutions; auto is bfloat16 on an accelerator and float32 on a CPU"""
+
+    # The algorithm
+    total_timesteps: int = 163_840_000
+    """environment steps to train for"""
+    num_envs: int = 128
+    """games played side by side"""
+    num_steps: int = 128
+    """steps of each game in a rollout; num_envs x num_steps is the batch"""
+    async_: Annotated[bool, tyro.conf.arg(name="async")] = False
+    """play the next rollout while the learner learns from this one, with parameters that are one update behind"""
+    vtrace: bool = False
+    """correct both value streams and their advantages for that with V-trace, ratios clipped at 1"""
+    obs_norm_init_steps: int = 2048
+    """random steps of each game before training, which the statistics of RND's frames start from"""
+    num_minibatches: int = 4
+    """minibatches in an epoch"""
+    update_epochs: int = 4
+    """passes over a batch"""
+    learning_rate: str = "1e-4"
+    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
+    gamma: float = 0.999
+    """discount of the game's reward"""
+    int_gamma: float = 0.99
+    """discount of the bonus, whose return does not end with the episode"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation, for both"""
+    ext_coef: float = 2.0
+    """weight of the advantage from the game's reward, which is clipped to its sign; 0 for curiosity only"""
+    int_coef: float = 1.0
+    """weight of the advantage from the bonus"""
+    norm_adv: bool = False
+    """normalise the advantages of a batch"""
+    clip_coef: float = 0.1
+    """clip the probability ratio to 1 +- this"""
+    vf_coef: float = 1.0
+    """coefficient of the value loss, half the mean squared error of each head"""
+    ent_coef: float = 0.001
+    """coefficient of the entropy bonus"""
+    update_proportion: float = 0.25
+    """share of each minibatch, drawn at random, that the predictor learns from"""
+    max_grad_norm: float = 0.0
+    """clip the gradient to this global norm; 0 for no clipping"""
+    adam_eps: float = 1e-8
+    """Adam's epsilon"""
+
+    # The run
+    seed: int = 1
+    """of everything: the same seed gives the same metrics"""
+    run_dir: str = "runs"
+    """where run directories go"""
+    resume: str = ""
+    """a run directory to continue; its arguments are taken over, and flags given here override them"""
+    checkpoint_every: int = 4_000_000
+    """environment steps between checkpoints; at each, the games start anew (unfinished episodes are truncated)"""
+    keep_checkpoints: int = 3
+    """how many of the newest checkpoints to keep"""
+    room_map: bool = False
+    """draw the rooms visited so far, at each checkpoint: rooms.png in the run directory, and W&B"""
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Weights & Biases; auto is online if logged in, else offline"""
+    wandb_project: str = "montezuma"
+    """W&B project"""
+    wandb_entity: str = ""
+    """W&B team or user; empty for your default"""
+
+
+# Closed ranges of the numbers among the flags; None: no bound.
+LIMITS = {
+    "sticky_actions": (0, 0.99), "max_episode_steps": (2, 10**6), "frame_stack": (1, 64), "hidden": (1, 65536),
+    "predictor_depth": (0, 16), "total_timesteps": (1, 2**31 - 2**24), "num_envs": (1, 65536), "num_steps": (1, 65536),
+    "obs_norm_init_steps": (1, 10**6), "num_minibatches": (1, None), "update_epochs": (1, 1000), "gamma": (0, 1),
+    "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None), "clip_coef": (0, None),
+    "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1), "max_grad_norm": (0, None),
+    "adam_eps": (1e-30, None), "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None), "keep_checkpoints": (1, None),
+}  # fmt: skip
+# What a run cannot change when it is resumed: its games have been played.
+FIXED = ("sticky_actions", "max_episode_steps", "num_envs", "obs_norm_init_steps", "seed")
+
+
+def check_args(args: Args) -> None:
+    """Raises UsageError, one sentence, if a flag's value makes no sense."""
+    runs.check_limits(args, LIMITS)
+    networks.check_flags(encoder_spec(args))
+    runs.check_needs(args, args.async_, "--async", ("vtrace",))
+    batch = args.num_envs * args.num_steps
+    if args.gru:
+        what, parts = f"the number of games, {args.num_envs} (a GRU learns from whole rollouts)", args.num_envs
+    else:
+        what, parts = f"the batch, num_envs x num_steps = {batch}", batch
+    check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {what}")
+    check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+    runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
+
+
+# NETWORKS
+
+
+def encoder_spec(args: Args) -> networks.Spec:
+    return networks.Spec(
+        "nature", args.channels, init="orthogonal", pool="flatten", hidden=max(args.hidden // 2, 1), dtype=args.dtype
+    )
+
+
+class Agent(nn.Module):
+    """A policy and two values, of the game's reward and of the bonus, on the Nature CNN and perhaps a GRU."""
+
+    encoder: nn.Module
+    core: networks.Recurrent
+    hidden: int
+
+    def setup(self):
+        self.trunk, self.actor, self.critic = (
+            nn.Dense(self.hidden, kernel_init=networks.INITS["orthogonal"]) for _ in range(3)
+        )
+        # A small first policy layer makes the first policy nearly uniform.
+        self.policy = nn.Dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
+        self.values = nn.Dense(2, kernel_init=nn.initializers.orthogonal(0.01))
+
+    def encode(self, frames: jax.Array) -> jax.Array:
+        """Frames uint8 [B, 84, 84, C] -> features float32 [B, hidden]."""
+        return nn.relu(self.trunk(self.encoder(frames)))
+
+    def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
+        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the core before them
+        -> logits float32 [B, S, 18], values float32 [B, S, 2] and the core after them."""
+        x, core = self.core(x, first, core)
+        return self.policy(nn.relu(self.actor(x))), self.values(nn.relu(self.critic(x))), core
+
+    def __call__(self, frames: jax.Array, first: jax.Array, core: networks.Core):
+        """All of it, for frames [B, 84, 84, C] of one step."""
+        return self.decode(self.encode(frames)[:, None], first[:, None], core)
+
+
+class Features(nn.Module):
+    """What RND's target makes of a frame and its predictor learns to: whitened frames float32 [B, 84, 84, 1] ->
+    [B, hidden] (Burda et al. 2018, appendix A.4)."""
+
+    channels: tuple[int, ...]
+    hidden: int
+    depth: int  # dense layers before the last
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = networks.INITS["orthogonal"]
+        for features, size, stride in zip(self.channels, (8, 4, 3), (4, 2, 1), strict=True):
+            # In float32 on every device: bfloat16's rounding would be a bonus that never falls.
+            x = nn.Conv(
+                features,
+                (size, size),
+                stride,
+                "VALID",
+                kernel_init=init,
+                conv_general_dilated=compute.conv_general_dilated,
+            )(x)
+            x = nn.leaky_relu(x, 0.2)
+        x = x.reshape(len(x), -1)
+        for _ in range(self.depth):
+            x = nn.relu(nn.Dense(self.hidden, kernel_init=init)(x))
+        return nn.Dense(self.hidden, kernel_init=init)(x)
+
+
+def core_kind(args: Args) -> str:
+    return "gru" if args.gru else "none"
+
+
+def make_agent(args: Args) -> Agent:
+    core = networks.Recurrent(core_kind(args), args.hidden)
+    return Agent(networks.make_encoder(encoder_spec(args)), core, args.hidden)
+
+
+def look(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core, one_core: bool = False):
+    """Logits [N, 18], values [N, 2] and the next core for stacked frames [N, 84, 84, C] of one step; on one core of a
+    CPU if another program has the others."""
+    encode = partial(agent.apply, method="encode")
+    features = compute.in_chunks(partial(encode, params), frames) if one_core else compute.apply(encode, params, frames)
+    logits, values, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
+    return logits[:, 0], values[:, 0], core
+
+
+# TRAINING STATE
+
+
+class FrameStatistics(NamedTuple):
+    """Mean and variance of each pixel over all frames that were seen, float32."""
+
+    count: jax.Array  # []
+    mean: jax.Array  # [84, 84, 1]
+    var: jax.Array  # [84, 84, 1]
+
+
+class TrainState(NamedTuple):
+    """The learner."""
+
+    params: dict  # of the agent and of RND's predictor
+    target: dict  # RND's other network, which never learns
+    opt_state: optax.OptState
+    key: jax.Array
+    global_step: jax.Array  # int32 []: transitions learnt from
+    updates: jax.Array  # int32 []: the parameters' version
+    frame_stats: FrameStatistics
+    bonus_filter: shaping.ReturnFilter
+
+
+class Carry(NamedTuple):
+    """What the actor needs besides its games to go on."""
+
+    history: jax.Array  # uint8 [H, N, 84, 84, 1]: the frames before the newest
+    core: networks.Core
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    """The direction of a step; `update` multiplies it by the scheduled learning rate."""
+    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
+
+
+def history_length(args: Args) -> int:
+    return max(args.frame_stack - 1, 1)
+
+
+def features_network(args: Args, depth: int) -> Features:
+    return Features(networks.make_encoder(encoder_spec(args)).channels, args.hidden, depth)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def initial_state(args: Args, agent: Agent) -> TrainState:
+    key, agent_key, predictor_key, target_key = jax.random.split(jax.random.PRNGKey(args.seed), 4)
+    frames = jnp.zeros((1, *atari.FRAME_SHAPE[:2], args.frame_stack), jnp.uint8)
+    frame = jnp.zeros((1, *atari.FRAME_SHAPE))
+    core = networks.initial_core(core_kind(args), args.hidden, 1)
+    params = {
+        "agent": agent.init(agent_key, frames, jnp.ones(1, bool), core),
+        "predictor": features_network(args, args.predictor_depth).init(predictor_key, frame),
+    }
+    return TrainState(
+        params=params,
+        target=features_network(args, 0).init(target_key, frame),
+        opt_state=make_optimizer(args).init(params),
+        key=key,
+        global_step=jnp.int32(0),
+        updates=jnp.int32(0),
+        frame_stats=FrameStatistics(jnp.float32(0), jnp.zeros(atari.FRAME_SHAPE), jnp.ones(atari.FRAME_SHAPE)),
+        bonus_filter=shaping.new_filter(args.num_envs),
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def initial_carry(args: Args) -> Carry:
+    history = jnp.zeros((history_length(args), args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
+    return Carry(history, networks.initial_core(core_kind(args), args.hidden, args.num_envs))
+
+
+# ROLLOUT
+
+
+class Rollout(NamedTuple):
+    """What stays on the device while T steps are played; H rows of older frames come first."""
+
+    frames: jax.Array  # uint8 [H + T + 1, N, 84, 84, 1]: row H + t is what step t acts on
+    actions: jax.Array  # int32 [T, N]
+    logits: jax.Array  # float32 [T, N, 18]
+    values: jax.Array  # float32 [T + 1, N, 2]
+    first_core: networks.Core
+    core: networks.Core
+    key: jax.Array
+    t: jax.Array  # int32 []
+
+
+class Unroll(NamedTuple):
+    """What the actor hands to the learner."""
+
+    rollout: Rollout
+    steps: envs.Steps
+    rooms: np.ndarray  # int64 [T, N]: where step t acts
+    pictures: dict[int, np.ndarray]  # a frame uint8 [84, 84] of each of these rooms
+    games: int  # steps that the games had played by its end, since they were last started
+
+
+@partial(jax.jit, static_argnums=0)
+def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
+    rows, shape = history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
+    frames = jnp.zeros((rows, args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
+    return Rollout(
+        frames=frames.at[: history_length(args)].set(carry.history),
+        actions=jnp.zeros(shape, jnp.int32),
+        logits=jnp.zeros((*shape, atari.NUM_ACTIONS)),
+        values=jnp.zeros((args.num_steps + 1, args.num_envs, 2)),
+        first_core=carry.core,
+        core=carry.core,
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i),
+        t=jnp.int32(0),
+    )
+
+
+def stack(args: Args, frames: jax.Array, age: jax.Array, time: jax.Array, env: jax.Array) -> jax.Array:
+    return envs.stack_frames(frames, age, time, env, envs.stack_offsets(args.frame_stack, False))
+
+
+def see(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
+    """Adds obs uint8 [N, 1, 84, 84] to the rollout, and its values; returns it, logits [N, 18] and the next core."""
+    row = history_length(args) + rollout.t
+    frames = envs.put_frames(rollout.frames, row, obs)
+    stacked = stack(args, frames, age, row, jnp.arange(args.num_envs))
+    logits, values, core = look(agent, params, stacked, age == 0, rollout.core, one_core=args.async_)
+    return rollout._replace(frames=frames, values=rollout.values.at[rollout.t].set(values)), logits, core
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
+    """Chooses actions for obs uint8 [N, 1, 84, 84], age int32 [N]; returns the rollout and actions int32 [N]."""
+    rollout, logits, core = see(args, agent, params, rollout, obs, age)
+    actions = jax.random.categorical(jax.random.fold_in(rollout.key, rollout.t), logits)
+    rollout = rollout._replace(
+        actions=rollout.actions.at[rollout.t].set(actions),
+        logits=rollout.logits.at[rollout.t].set(logits),
+        core=core,
+        t=rollout.t + 1,
+    )
+    return rollout, actions
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
+    """Adds the frames after the last step and their values; returns the rollout and the next Carry."""
+    rollout, _, _ = see(args, agent, params, rollout, obs, age)
+    return rollout, Carry(rollout.frames[args.num_steps : args.num_steps + history_length(args)], rollout.core)
+
+
+def collect(args: Args, agent: Agent, games: envs.Games, actor: int, i: int, params, carry, watch, check):
+    """Plays the i-th rollout, as `common.actors.Actors` asks for it: returns an Unroll and the next Carry."""
+    rollout, rooms, pictures = begin_rollout(args, carry, i), [], {}
+
+    def choose_actions(obs, age):
+        nonlocal rollout
+        rollout, actions = act(args, agent, params, rollout, obs, age)
+        rooms.append(atari.rooms_of(games.info))
+        for room, env in zip(*np.unique(rooms[-1], return_index=True), strict=True):
+            pictures[int(room)] = obs[env, 0].copy()
+        return actions
+
+    steps = games.play(choose_actions, args.num_steps, watch, check)
+    rollout, carry = end_rollout(args, agent, params, rollout, games.obs, games.age)
+    return Unroll(rollout, steps, np.stack(rooms), pictures, games.steps), carry
+
+
+# RANDOM NETWORK DISTILLATION (Burda et al. 2018, sections 2.2 and 2.4)
+
+
+@jax.jit
+def add_frames(stats: FrameStatistics, frames: jax.Array) -> FrameStatistics:
+    """The statistics with frames uint8 [B, 84, 84, 1] added."""
+    mean = frames.mean(axis=0, dtype=jnp.float32)
+    var = ((frames - mean) ** 2).mean(axis=0)
+    return FrameStatistics(*shaping.merge_moments(*stats, len(frames), mean, var))
+
+
+def whiten(stats: FrameStatistics, frames: jax.Array) -> jax.Array:
+    """Frames uint8 [B, 84, 84, 1] as RND sees them: float32, by the running mean and std of each pixel, within +-5."""
+    return jnp.clip((frames - stats.mean) / jnp.sqrt(stats.var + 1e-4), -5, 5)  # in grey levels: 0.01 at the least
+
+
+def novelty(args: Args, stats: FrameStatistics, target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
+    """How badly the predictor knows the target's features of frames uint8 [B, 84, 84, 1]: mean squares [B]."""
+    white = whiten(stats, frames)
+    truth = jax.lax.stop_gradient(features_network(args, 0).apply(target, white))
+    return ((features_network(args, args.predictor_depth).apply(predictor, white) - truth) ** 2).mean(axis=-1)
+
+
+def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
+    """The bonus of each transition, for the frame that it leads to, divided by the running standard deviation of its
+    return: the filter, and raw and divided bonus float32 [T, N], 0 where not `mask`."""
+
+    def of_frames(params, frames):
+        return novelty(args, state.frame_stats, *params, frames)
+
+    raw = mask * jax.lax.map(
+        partial(compute.apply, of_frames, (state.target, state.params["predictor"])),
+        rollout.frames[history_length(args) + 1 :],
+    )
+    # The return runs on through an episode's end, and is not clipped.
+    bonus_filter, bonus = shaping.normalize(
+        state.bonus_filter, raw, jnp.zeros_like(mask), mask, args.int_gamma, clip=jnp.inf
+    )
+    return bonus_filter, raw, bonus
+
+
+def predictor_loss(args: Args, stats: FrameStatistics, target: dict, predictor: dict, data: tuple):
+    """Of frames uint8 [B, 84, 84, 1] and their weights [B]."""
+    frames, weight = data
+    total = (weight * novelty(args, stats, target, predictor, frames)).sum()
+    return total, {"rnd_loss": total}
+
+
+# PROXIMAL POLICY OPTIMISATION
+
+
+def gae(rewards, values, terminated, ended, ratio, gamma, gae_lambda) -> jax.Array:
+    """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16), with V-trace's truncated
+    importance weights (Espeholt et al. 2018, equation 1, both bars 1) where another policy has acted.
+
+    Args:
+      rewards, terminated, ended: [T], of the transition from step t to t + 1.
+      values: [T + 1]. Where an episode ended without being terminated, its last frame's value stands for the rest.
+      ratio: [T], learner's over actor's probability of the action; 1 on-policy.
+      gamma, gae_lambda: [T].
+
+    Returns advantages float32 [T], which are also V-trace's targets less the values (with its lambda, as in rlax).
+    """
+    chex.assert_rank([rewards, values, terminated, ended, ratio, gamma, gae_lambda], 1)
+    chex.assert_equal_shape([rewards, values[1:], terminated, ended, ratio, gamma, gae_lambda])
+    rho = jnp.minimum(1.0, ratio)
+    deltas = rho * (rewards + gamma * jnp.where(terminated, 0.0, values[1:]) - values[:-1])
+    decay = rho * gamma * gae_lambda * (1.0 - ended)
+
+    def backward(advantage, step):
+        delta, decay = step
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True)[1]
+
+
+def advantages(args: Args, rewards, bonus, values, ratio, steps: envs.Steps) -> jax.Array:
+    """Advantages float32 [T, N, 2]: of the game's rewards, which are episodic, and of the bonus, which is not.
+
+    Args:
+      rewards, bonus, ratio: [T, N].
+      values: [T + 1, N, 2].
+    """
+    chex.assert_equal_shape([rewards, bonus, ratio, values[:-1, :, 0]])
+    over_games = jax.vmap(gae, in_axes=1, out_axes=1)
+    full = lambda x: jnp.full(rewards.shape, x)  # noqa: E731
+    extrinsic = over_games(
+        rewards, values[..., 0], jnp.asarray(steps.terminated), steps.ended, ratio, full(args.gamma),
+        full(args.gae_lambda),
+    )  # fmt: skip
+    # The bonus's return goes on with the next episode, over EnvPool's junk step as if it were not there.
+    never, real = jnp.zeros_like(steps.done), ~steps.done
+    through = jnp.concatenate([jnp.where(real, values[:-1, :, 1], values[1:, :, 1]), values[-1:, :, 1]])
+    intrinsic = over_games(
+        bonus, through, never, never, jnp.where(real, ratio, 1), jnp.where(real, args.int_gamma, 1),
+        jnp.where(real, args.gae_lambda, 1),
+    )  # fmt: skip
+    return jnp.stack([extrinsic, intrinsic], axis=-1)
+
+
+def look_again(args: Args, agent: Agent, params: dict, rollout: Rollout, age: jax.Array):
+    """What the learner's policy says of a rollout: logits float32 [T, N, 18] and values float32 [T + 1, N, 2]."""
+
+    def step(core, t):
+        stacked = stack(args, rollout.frames, age[t], history_length(args) + t, jnp.arange(args.num_envs))
+        logits, values, core = look(agent, params, stacked, age[t] == 0, core)
+        return core, (logits, values)
+
+    _, (logits, values) = jax.lax.scan(step, rollout.first_core, jnp.arange(args.num_steps + 1))
+    return logits[:-1], values
+
+
+class Batch(NamedTuple):
+    """Transitions to learn from: over a rollout [T, N]; in a minibatch B sequences of S steps, [B, S] (S = 1 without a
+    GRU)."""
+
+    actions: jax.Array
+    logits: jax.Array  # [..., 18], of the policy that the ratio compares with
+    advantages: jax.Array
+    returns: jax.Array  # [..., 2]
+    weight: jax.Array  # 0 for what is no transition; sums to 1 over a minibatch
+
+
+class Inputs(NamedTuple):
+    """What the agent sees of a minibatch."""
+
+    frames: jax.Array  # uint8 [B, S, 84, 84, C]
+    first: jax.Array  # bool [B, S]: whether a step is its episode's first
+    core: networks.Core  # before the first step, [B, hidden]
+
+
+def log_prob(logits: jax.Array, actions: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), actions[..., None], axis=-1)[..., 0]
+
+
+def loss(args: Args, agent: Agent, params: dict, data: tuple[Inputs, Batch]):
+    """PPO's loss (Schulman et al. 2017, equation 9): float32 [] and its parts, sums over the batch by weight."""
+    inputs, batch = data
+    encode = partial(agent.apply, params, method="encode")
+    features = compute.in_chunks(encode, inputs.frames.reshape(-1, *inputs.frames.shape[2:]))
+    features = features.reshape(*batch.actions.shape, -1)
+    logits, values, _ = agent.apply(params, features, inputs.first, inputs.core, method="decode")
+    chex.assert_equal_shape([logits, batch.logits])
+    chex.assert_equal_shape([values, batch.returns])
+    chex.assert_equal_shape([values[..., 0], batch.actions, batch.advantages, batch.weight])
+    log_ratio = log_prob(logits, batch.actions) - log_prob(batch.logits, batch.actions)
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
+    parts = {
+        "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
+        "value_loss": 0.5 * ((values - batch.returns) ** 2).sum(axis=-1),
+        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
+    }
+    parts = {name: (batch.weight * part).sum() for name, part in parts.items()}
+    total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - args.ent_coef * parts["entropy"]
+    return total, parts
+
+
+def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, age, batch: Batch, learning_rate, key):
+    """Epochs of minibatches; returns the parameters, Adam's state and the last epoch's mean metrics."""
+    tx, first_row = make_optimizer(args), history_length(args)
+
+    def minibatch(learner, key, index):
+        params, opt_state = learner
+        if args.gru:  # whole rollouts of some games
+            time, env = jnp.arange(args.num_steps)[None], index[:, None]
+        else:
+            time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
+        part = jax.tree.map(lambda x: x[time, env], batch)
+        inputs = Inputs(
+            frames=stack(args, rollout.frames, age[time, env], first_row + time, env),
+            first=age[time, env] == 0,
+            core=jax.tree.map(lambda x: x[index], rollout.first_core),
+        )
+        mean = lambda weight: weight / jnp.maximum(weight.sum(), 1)  # noqa: E731
+        data = (inputs, part._replace(weight=mean(part.weight)))
+        (_, parts), gradient = compute.value_and_grad(
+            partial(loss, args, agent), params["agent"], data, 1 if args.gru else compute.CHUNK
+        )
+        # The predictor learns from the frames that gave the bonus, of a random part of the transitions.
+        count = part.weight.size
+        drawn = jax.random.choice(key, count, (max(round(args.update_proportion * count), 1),), replace=False)
+        time, env = (jnp.broadcast_to(x, part.weight.shape).reshape(-1)[drawn] for x in (time, env))
+        data = (rollout.frames[first_row + time + 1, env], mean(part.weight.reshape(-1)[drawn]))
+        (_, rnd_parts), rnd_gradient = compute.value_and_grad(
+            partial(predictor_loss, args, state.frame_stats, state.target), params["predictor"], data
+        )
+        grads = {"agent": gradient, "predictor": rnd_gradient}
+        direction, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        return (params, opt_state), parts | rnd_parts | {"grad_norm": optax.tree.norm(grads)}
+
+    def epoch(learner, key):
+        shuffle_key, sample_key = jax.random.split(key)
+        count = args.num_envs if args.gru else batch.weight.size
+        order = jax.random.permutation(shuffle_key, count).reshape(args.num_minibatches, -1)
+        keys = jax.random.split(sample_key, args.num_minibatches)
+        learner, parts = jax.lax.scan(lambda learner, x: minibatch(learner, *x), learner, (keys, order))
+        return learner, jax.tree.map(jnp.mean, parts)
+
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state), parts = jax.lax.scan(epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
+    """One update (Burda et al. 2018, algorithm 1): the next state, metrics float32 [] and bonuses float32 [T, N]."""
+    mask, logits, values = ~steps.done, rollout.logits, rollout.values
+    ratio = jnp.ones(mask.shape)
+    if args.vtrace:  # values and ratio are the learner's, who is one update ahead of the policy that acted
+        logits, values = look_again(args, agent, state.params["agent"], rollout, steps.age)
+        ratio = jnp.exp(log_prob(logits, rollout.actions) - log_prob(rollout.logits, rollout.actions))
+    bonus_filter, raw, bonus = bonuses(args, state, rollout, mask)
+    both = advantages(args, jnp.sign(steps.rewards), bonus, values, ratio, steps)
+    total = both @ jnp.array([args.ext_coef, args.int_coef])
+    if args.norm_adv:
+        mean, var = shaping.masked_moments(total, mask)
+        total = (total - mean) / jnp.sqrt(var + 1e-8)
+    weight = mask.astype(jnp.float32)
+    batch = Batch(rollout.actions, logits, total, both + values[:-1], weight)
+    # The bonus was given by the old statistics, the predictor learns with the new ones.
+    seen = rollout.frames[history_length(args) + 1 :]
+    state = state._replace(frame_stats=add_frames(state.frame_stats, seen.reshape(-1, *atari.FRAME_SHAPE)))
+    learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
+    key, shuffle_key = jax.random.split(state.key)
+    params, opt_state, parts = optimize(args, agent, state, rollout, steps.age, batch, learning_rate, shuffle_key)
+    state = state._replace(
+        params=params,
+        opt_state=opt_state,
+        key=key,
+        global_step=state.global_step + mask.sum(),
+        updates=state.updates + 1,
+        bonus_filter=bonus_filter,
+    )
+    metrics = {f"losses/{name}": value for name, value in parts.items()} | {
+        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
+        "losses/ratio": shaping.masked_moments(ratio, mask)[0],
+        "charts/intrinsic_reward": shaping.masked_moments(bonus, mask)[0],
+        "charts/intrinsic_reward_max": bonus.max(),
+        "charts/prediction_error": shaping.masked_moments(raw, mask)[0],
+        "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
+        "charts/learning_rate": learning_rate,
+        "charts/updates": state.updates,
+    }
+    for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
+        _, unexplained = shaping.masked_moments(both[..., i], mask)
+        _, spread = shaping.masked_moments(batch.returns[..., i], mask)
+        metrics[f"losses/{name}"] = 1 - unexplained / jnp.maximum(spread, 1e-8)
+    return state, metrics, bonus
+
+
+# EVALUATION
+
+
+@partial(jax.jit, static_argnums=0)
+def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 84, 84, C]; its memory is the core."""
+    logits, _, core = look(agent, params, frames, age == 0, core)
+    return jax.random.categorical(key, logits), core
+
+
+def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
+    """A policy as `envs.play_episodes` calls it."""
+
+    def policy(frames, age, key, core):
+        core = networks.initial_core(core_kind(args), args.hidden, len(frames)) if core is None else core
+        return choose(agent, params, frames, age, key, core)
+
+    return policy
+
+
+def random_policy(frames, age, key, memory):
+    return jax.random.randint(key, len(frames), 0, atari.NUM_ACTIONS), None
+
+
+def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, video: bool):
+    """For evaluate.py: plays the newest checkpoint of a run, or random actions, in the game as it was trained on.
+
+    Returns the step, a title, a row for each episode, a summary of them and the best one's frames, if asked.
+    """
+    agent = make_agent(args)
+    state = load(args, agent, run_dir)["state"]
+    policy = random_policy if random else make_policy(args, agent, compute.replicate(state.params["agent"]))
+    played, film = atari.play(args, policy, envs.stack_offsets(args.frame_stack, False), episodes, seed, video)
+    scores = np.array([episode.score for episode in played])
+    summary = {
+        "mean_return": float(scores.mean()),
+        "std": float(scores.std()),
+        "min": float(scores.min()),
+        "max": float(scores.max()),
+        "episodes": len(scores),
+        "update": int(state.updates),
+        "rooms": sorted({room for episode in played for room in episode.rooms}),
+    }
+    rows = [
+        {"episode": i, "score": episode.score, "steps": episode.last - episode.first, "rooms": episode.rooms}
+        for i, episode in enumerate(played)
+    ]
+    return int(state.global_step), f"update {int(state.updates):,}", rows, summary, film
+
+
+# MAIN
+
+
+def observe_random_play(args: Args, stats: FrameStatistics, stop: Callable) -> FrameStatistics | None:
+    """Starts the statistics from random steps (section 2.4); None if `stop()` said yes."""
+    env = atari.make_montezuma(args, args.num_envs, envs.derive_seed(args.seed, 2))
+    rng = np.random.default_rng(envs.derive_seed(args.seed, 3))
+    env.reset()
+    for _ in range(args.obs_norm_init_steps):
+        if stop():
+            return None
+        obs = env.step(rng.integers(0, atari.NUM_ACTIONS, args.num_envs))[0]
+        stats = add_frames(stats, obs.transpose(0, 2, 3, 1))
+    env.close()
+    return stats
+
+
+def initial(args: Args, agent: Agent) -> dict:
+    """All that a resume needs besides the games; `main` saves the same."""
+    state = initial_state(args, agent)
+    return {"state": state, "carry": initial_carry(args), "published": {"0": state.params["agent"]}}
+
+
+def load(args: Args, agent: Agent, run_dir: str) -> dict:
+    """The newest checkpoint of a run."""
+    _, saved = runs.load_checkpoint(run_dir)
+    template = jax.eval_shape(partial(initial, args, agent))
+    template["published"] = dict.fromkeys(saved["published"], template["published"]["0"])
+    return saved | {name: runs.restore_tree(part, saved[name], run_dir) for name, part in template.items()}
+
+
+def main(args: Args) -> runs.Run:
+    """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
+    check_args(args)
+    agent, saved = make_agent(args), None
+    if args.resume:
+        runs.check_same(args, runs.saved_args(Args, args.resume, "--resume", SCRIPT), FIXED)
+        saved = load(args, agent, args.resume)
+
+    with runs.Run(args, SCRIPT) as run:
+        games = envs.Games(partial(atari.make_montezuma, args, args.num_envs), envs.derive_seed(args.seed, 0))
+        episodes, intrinsic = envs.EpisodeStatistics(args.num_envs), envs.EpisodeStatistics(args.num_envs)
+        rooms, watch = atari.Rooms(args.num_envs), runs.Stopwatch()
+        if saved:
+            games.restore(saved["games"])
+            for name, part in (("episodes", episodes), ("intrinsic", intrinsic), ("rooms", rooms)):
+                part.restore(saved[name])
+            run.restore(saved["run"])
+        start_from = saved or initial(args, agent)
+        # Side by side, the learner has the first device (and on a CPU, all of them) and the actor the last.
+        home = jax.devices()[-1] if args.async_ else compute.replicate(jnp.int32(0)).sharding
+        state, carry = compute.replicate(start_from["state"]), start_from["carry"]
+        step, played = int(state.global_step), games.steps
+        if step >= args.total_timesteps:
+            run.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
+        if state.frame_stats.count == 0:
+            run.say(f"{args.obs_norm_init_steps * args.num_envs:,} random steps, to normalise RND's frames by")
+            stats = observe_random_play(args, jax.device_get(state.frame_stats), lambda: run.stop)
+            state = compute.replicate(state._replace(frame_stats=stats or state.frame_stats))
+
+        with Actors(partial(collect, args, agent, games), [home], int(args.async_), lockstep=True) as actors:
+
+            def start():
+                actors.start(int(state.updates), [jax.device_put(carry, home)])
+
+            def save():
+                """Stops the actor; what it has played and the learner has not taken is dropped."""
+                actors.stop()
+                parts = {"episodes": episodes.save(), "intrinsic": intrinsic.save(), "rooms": rooms.save()}
+                published = {str(version): params for version, params in actors.published().items()}
+                tree = {"state": state, "carry": carry, "published": published, "games": games.save(played)}
+                run.save(step, tree | parts)
+                if args.room_map:
+                    run.save_picture(step, "rooms", atari.draw_rooms(rooms.visits, rooms.pictures))
+
+            for version, params in start_from["published"].items():
+                actors.publish(int(version), params)
+            start()
+            while not run.stop and step < args.total_timesteps:
+                try:
+                    with watch("waiting"):
+                        items = actors.take(lambda: run.stop)
+                except ActorError:
+                    save()
+                    run.say(f"the actor failed; {run.path} has a checkpoint of step {step}, to continue with --resume")
+                    raise
+                if items is None:
+                    break
+                unroll, carry, version, shares = items[0]
+                played, lag = unroll.games, int(state.updates) - version
+                with watch("transfer"):
+                    rollout = jax.block_until_ready(compute.replicate(unroll.rollout))
+                with watch("update"):
+                    state, metrics, bonus = update(args, agent, state, rollout, unroll.steps)
+                    metrics, bonus = jax.device_get((metrics, bonus))
+                actors.publish(int(state.updates), state.params["agent"])
+                before, step = step, int(state.global_step)
+                run.check_finite(step, metrics)
+                episodes.add(unroll.steps)
+                intrinsic.add(unroll.steps._replace(rewards=bonus))
+                rooms.add(unroll.rooms, unroll.steps.done, unroll.pictures)
+                charts = {"charts/policy_lag": lag, "charts/SPS": run.steps_per_second(step)} | watch.fractions()
+                charts |= {name.replace("/", "/actor_"): share for name, share in shares.items()}
+                bonuses = {name.replace("episodic", "intrinsic"): x for name, x in intrinsic.metrics().items()}
+                run.log(step, metrics | bonuses | episodes.metrics() | rooms.metrics() | charts)
+                if runs.crossed(args.checkpoint_every, before, step):
+                    actors.stop()
+                    # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
+                    games.restart(envs.derive_seed(args.seed, step, 0))
+                    played = 0
+                    for part in (episodes, intrinsic, rooms):
+                        part.restart()
+                    save()
+                    start()
+            save()
+            run.say(f"rooms visited: {', '.join(map(str, rooms.visited())) or 'none yet'}")
+            actors.check()  # one that failed after the last batch
+        games.close()
+    return run
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
