@@ -194,7 +194,7 @@ def check_args(args: Args) -> None:
     augment.check_flags(args)
     games, unroll = args.num_envs, args.n_step + args.num_steps
     check(games % args.num_actors == 0, f"--num-actors {args.num_actors}: must divide the number of games, {games}")
-    least = games * (unroll + 2 * history_length(args))
+    least = games * (unroll + 2 * envs.history_length(args))
     check(
         buffer_rows(args) * games >= least,
         f"--buffer-size {args.buffer_size}: give {least} or more, {games} games times an unroll and an n-step return",
@@ -307,10 +307,6 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
-def history_length(args: Args) -> int:
-    return max(args.frame_stack - 1, 1)
-
-
 def buffer_rows(args: Args) -> int:
     """Steps of each game in the replay buffer: whole unrolls."""
     return -(-args.buffer_size // (args.num_envs * args.num_steps)) * args.num_steps
@@ -341,7 +337,7 @@ def initial_replay(args: Args) -> Replay:
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
     size = args.num_envs // args.num_actors
-    return Carry(jnp.zeros((history_length(args), size, *envs.FRAME_SHAPE), jnp.uint8), jnp.zeros(size, jnp.int32))
+    return Carry(jnp.zeros((envs.history_length(args), size, *envs.FRAME_SHAPE), jnp.uint8), jnp.zeros(size, jnp.int32))
 
 
 # ROLLOUT
@@ -383,9 +379,9 @@ def explore(key: jax.Array, values: jax.Array, epsilon: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
     shape = (args.num_steps, len(carry.last_action))
-    frames = jnp.zeros((history_length(args) + args.num_steps, shape[1], *envs.FRAME_SHAPE), jnp.uint8)
+    frames = jnp.zeros((envs.history_length(args) + args.num_steps, shape[1], *envs.FRAME_SHAPE), jnp.uint8)
     return Rollout(
-        frames=frames.at[: history_length(args)].set(carry.history),
+        frames=frames.at[: envs.history_length(args)].set(carry.history),
         actions=jnp.zeros(shape, jnp.int32),
         chosen=jnp.zeros(shape),
         best=jnp.zeros(shape),
@@ -398,7 +394,7 @@ def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array, epsilon: jax.Array):
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
-    t, row = rollout.t, history_length(args) + rollout.t
+    t, row = rollout.t, envs.history_length(args) + rollout.t
     frames, offsets = envs.put_frames(rollout.frames, row, obs), envs.stack_offsets(args.frame_stack, args.gap_stack)
     stacked = envs.stack_frames(frames, age, row, jnp.arange(len(age)), offsets)
     values = mean_value(agent, compute.in_chunks(partial(agent.apply, params), stacked))
@@ -460,7 +456,7 @@ def insert(args: Args, replay: Replay, rollouts: Sequence[Rollout], steps: envs.
     A transition can be sampled once the n-th step after it is there. Its first priority is the TD error by the actor's
     own values, as it acted: no network is evaluated for it.
     """
-    size, past, games = len(replay.age), history_length(args), jnp.arange(args.num_envs)
+    size, past, games = len(replay.age), envs.history_length(args), jnp.arange(args.num_envs)
     now, times = replay.written, jnp.arange(args.num_steps)
     parts = ((r.frames[past:], r.actions, r.chosen, r.best) for r in rollouts)
     frames, actions, chosen, best = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
@@ -758,7 +754,7 @@ def main(args: Args) -> runs.Run:
                 played, version = [unroll.games for unroll in unrolls], int(state.iterations)
                 charts["charts/policy_lag"] = version - np.mean([item.version for item in items])
                 with watch("insert"):
-                    steps = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(unroll.steps for unroll in unrolls))
+                    steps = envs.join_steps([unroll.steps for unroll in unrolls])
                     rollouts = jax.device_put([unroll.rollout for unroll in unrolls], store)
                     replay = jax.block_until_ready(insert(args, replay, rollouts, steps))
                 before, step = step, step + int((~steps.done).sum())

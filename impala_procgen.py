@@ -304,10 +304,6 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(clip, optax.scale_by_adam(eps=args.optimizer_eps))
 
 
-def history_length(args: Args) -> int:
-    return max(args.frame_stack - 1, 1)
-
-
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
@@ -322,7 +318,7 @@ def initial_memory(args: Args) -> Memory:
     replay, size, steps = None, args.replay_size, args.num_steps
     if args.replay_fraction:
         replay = Sequences(
-            frames=jnp.zeros((size, history_length(args) + steps + 1, *envs.FRAME_SHAPE), jnp.uint8),
+            frames=jnp.zeros((size, envs.history_length(args) + steps + 1, *envs.FRAME_SHAPE), jnp.uint8),
             age=jnp.zeros((size, steps + 1), jnp.int32),
             actions=jnp.zeros((size, steps), jnp.int32),
             logits=jnp.zeros((size, steps, envs.NUM_ACTIONS)),
@@ -337,7 +333,7 @@ def initial_memory(args: Args) -> Memory:
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
     size = args.num_envs // args.num_actors
-    history = jnp.zeros((size, history_length(args), *envs.FRAME_SHAPE), jnp.uint8)
+    history = jnp.zeros((size, envs.history_length(args), *envs.FRAME_SHAPE), jnp.uint8)
     return Carry(history, jnp.zeros(size, jnp.int32), initial_core(args, size))
 
 
@@ -367,7 +363,7 @@ class Unroll(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
-    size, past = len(carry.last_action), history_length(args)
+    size, past = len(carry.last_action), envs.history_length(args)
     frames = jnp.zeros((size, past + args.num_steps + 1, *envs.FRAME_SHAPE), jnp.uint8)
     return Rollout(
         frames=frames.at[:, :past].set(carry.history),
@@ -383,13 +379,13 @@ def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
 
 def put_frames(args: Args, rollout: Rollout, obs: jax.Array) -> jax.Array:
     """The rollout's frames with obs uint8 [n, 3, 64, 64], of its step t, added."""
-    return rollout.frames.at[:, history_length(args) + rollout.t].set(obs.transpose(0, 2, 3, 1))
+    return rollout.frames.at[:, envs.history_length(args) + rollout.t].set(obs.transpose(0, 2, 3, 1))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def end_rollout(args: Args, rollout: Rollout, obs: jax.Array) -> tuple[Rollout, Carry]:
     """Adds the frames after the last step."""
-    history = rollout.frames[:, args.num_steps : args.num_steps + history_length(args)]
+    history = rollout.frames[:, args.num_steps : args.num_steps + envs.history_length(args)]
     return rollout._replace(frames=put_frames(args, rollout, obs)), Carry(history, rollout.last_action, rollout.core)
 
 
@@ -397,7 +393,7 @@ def stack(args: Args, frames: jax.Array, age: jax.Array, times: jax.Array) -> ja
     """Stacks uint8 [B, S, 64, 64, C] of the frames [B, H + T + 1, 64, 64, 3] of B games, at steps `times` [S] with
     ages [B, S]."""
     offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
-    game = lambda frames, age: envs.stack_frames(frames[:, None], age, history_length(args) + times, 0, offsets)  # noqa: E731
+    game = lambda frames, age: envs.stack_frames(frames[:, None], age, envs.history_length(args) + times, 0, offsets)  # noqa: E731
     return jax.vmap(game)(frames, age)
 
 
@@ -542,11 +538,6 @@ def last_value(args: Args, agent: Agent, params: dict, batch: Sequences) -> jax.
     stacked = stack(args, batch.frames, age, times)
     features = compute.apply(partial(agent.apply, method="encode"), params, stacked.reshape(-1, *stacked.shape[2:]))
     return agent.apply(params, features.reshape(*age.shape, -1), age == 0, batch.core, method="decode")[1][:, -1]
-
-
-def join_steps(unrolls: Sequence[Unroll]) -> envs.Steps:
-    """All actors' steps [T, N], in the order of `remember`'s rollouts."""
-    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(unroll.steps for unroll in unrolls))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -737,7 +728,7 @@ def main(args: Args) -> runs.Run:
                 played, version = [unroll.games for unroll in unrolls], int(state.updates)
                 charts["charts/policy_lag"] = version - np.mean([item.version for item in items])
                 with watch("transfer"):
-                    steps = join_steps(unrolls)
+                    steps = envs.join_steps([unroll.steps for unroll in unrolls])
                     rollouts = jax.device_put([unroll.rollout for unroll in unrolls], devices[0])
                     memory, batch = remember(args, memory, rollouts, steps, step, version)
                     batch = jax.block_until_ready(compute.replicate(batch))

@@ -275,10 +275,6 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
-def history_length(args: Args) -> int:
-    return max(args.frame_stack - 1, 1)
-
-
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
@@ -297,7 +293,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
         reward_filter=shaping.new_filter(args.num_envs),
         bonus_filter=shaping.new_filter(args.num_envs),
         core=networks.initial_core(args.core, args.hidden, args.num_envs),
-        history=jnp.zeros((history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
+        history=jnp.zeros((envs.history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
         last_action=jnp.zeros(args.num_envs, jnp.int32),
     )
 
@@ -320,10 +316,10 @@ class Rollout(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def begin_rollout(args: Args, agent: Agent, state: TrainState) -> Rollout:
-    rows, shape = history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
+    rows, shape = envs.history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
     frames = jnp.zeros((rows, args.num_envs, *envs.FRAME_SHAPE), jnp.uint8)
     return Rollout(
-        frames=frames.at[: history_length(args)].set(state.history),
+        frames=frames.at[: envs.history_length(args)].set(state.history),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         values=jnp.zeros((*shape, agent.num_values)),
@@ -341,7 +337,7 @@ def stack(args: Args, frames: jax.Array, age: jax.Array, time: jax.Array, env: j
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
-    t, row = rollout.t, history_length(args) + rollout.t
+    t, row = rollout.t, envs.history_length(args) + rollout.t
     frames = envs.put_frames(rollout.frames, row, obs)
     stacked = stack(args, frames, age, row, jnp.arange(args.num_envs))
     logits, values, core = look(agent, params, stacked, age, rollout.core)
@@ -364,7 +360,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def end_rollout(args: Args, rollout: Rollout, obs: jax.Array) -> Rollout:
     """Adds the frames uint8 [N, 3, 64, 64] after the last step."""
-    return rollout._replace(frames=envs.put_frames(rollout.frames, history_length(args) + args.num_steps, obs))
+    return rollout._replace(frames=envs.put_frames(rollout.frames, envs.history_length(args) + args.num_steps, obs))
 
 
 def collect(args: Args, agent: Agent, state: TrainState, games: envs.Games, watch: runs.Stopwatch):
@@ -493,7 +489,9 @@ def bonuses(args: Args, state: TrainState, rollout: Rollout, steps: envs.Steps, 
     """RND's bonus of each transition, for the frame it leads to: the filter and float32 [T, N]."""
 
     def after(t):
-        stacked = stack(args, rollout.frames, steps.age[t + 1], history_length(args) + t + 1, jnp.arange(args.num_envs))
+        stacked = stack(
+            args, rollout.frames, steps.age[t + 1], envs.history_length(args) + t + 1, jnp.arange(args.num_envs)
+        )
         return compute.apply(partial(novelty, args), state.params, stacked)
 
     bonus = jax.lax.map(after, jnp.arange(args.num_steps)) * ~steps.done
@@ -507,7 +505,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     mask, (terminated, truncated) = ~steps.done, (jnp.asarray(steps.terminated), jnp.asarray(steps.truncated))
     reward_filter, reward = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
     bonus_filter, bonus = bonuses(args, state, rollout, steps, gamma) if args.rnd_coef else (state.bonus_filter, 0.0)
-    last_row = history_length(args) + args.num_steps
+    last_row = envs.history_length(args) + args.num_steps
     last_stack = stack(args, rollout.frames, steps.age[-1], last_row, jnp.arange(args.num_envs))
     last_value = look(agent, state.params, last_stack, steps.age[-1], rollout.core)[1]
     values = jnp.concatenate([rollout.values, last_value[None]])
@@ -538,7 +536,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
 
 def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Batch, learning_rate, ent_coef, key):
     """Epochs of minibatches; returns parameters, Adam's state, the last epoch's mean metrics and the epochs done."""
-    tx, first_row, recurrent = make_optimizer(args), history_length(args), args.core != "none"
+    tx, first_row, recurrent = make_optimizer(args), envs.history_length(args), args.core != "none"
 
     def minibatch(learner, key, index):
         params, opt_state = learner
@@ -607,7 +605,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         reward_filter=reward_filter,
         bonus_filter=bonus_filter,
         core=rollout.core,
-        history=rollout.frames[args.num_steps : args.num_steps + history_length(args)],
+        history=rollout.frames[args.num_steps : args.num_steps + envs.history_length(args)],
         last_action=rollout.last_action,
     )
     _, unexplained = shaping.masked_moments((batch.returns - batch.values)[..., 0], batch.weight)

@@ -267,10 +267,6 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
-def history_length(args: Args) -> int:
-    return max(args.frame_stack - 1, 1)
-
-
 def features_network(args: Args, depth: int) -> Features:
     return Features(networks.make_encoder(encoder_spec(args)).channels, args.hidden, depth)
 
@@ -299,7 +295,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
-    history = jnp.zeros((history_length(args), args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
+    history = jnp.zeros((envs.history_length(args), args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
     return Carry(history, networks.initial_core(core_kind(args), args.hidden, args.num_envs))
 
 
@@ -331,10 +327,10 @@ class Unroll(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
-    rows, shape = history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
+    rows, shape = envs.history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
     frames = jnp.zeros((rows, args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
     return Rollout(
-        frames=frames.at[: history_length(args)].set(carry.history),
+        frames=frames.at[: envs.history_length(args)].set(carry.history),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, atari.NUM_ACTIONS)),
         values=jnp.zeros((args.num_steps + 1, args.num_envs, 2)),
@@ -351,7 +347,7 @@ def stack(args: Args, frames: jax.Array, age: jax.Array, time: jax.Array, env: j
 
 def see(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Adds obs uint8 [N, 1, 84, 84] to the rollout, and its values; returns it, logits [N, 18] and the next core."""
-    row = history_length(args) + rollout.t
+    row = envs.history_length(args) + rollout.t
     frames = envs.put_frames(rollout.frames, row, obs)
     stacked = stack(args, frames, age, row, jnp.arange(args.num_envs))
     logits, values, core = look(agent, params, stacked, age == 0, rollout.core, one_core=args.async_)
@@ -376,7 +372,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Adds the frames after the last step and their values; returns the rollout and the next Carry."""
     rollout, _, _ = see(args, agent, params, rollout, obs, age)
-    return rollout, Carry(rollout.frames[args.num_steps : args.num_steps + history_length(args)], rollout.core)
+    return rollout, Carry(rollout.frames[args.num_steps : args.num_steps + envs.history_length(args)], rollout.core)
 
 
 def collect(args: Args, agent: Agent, games: envs.Games, actor: int, i: int, params, carry, watch, check):
@@ -428,7 +424,7 @@ def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
 
     raw = mask * jax.lax.map(
         partial(compute.apply, of_frames, (state.target, state.params["predictor"])),
-        rollout.frames[history_length(args) + 1 :],
+        rollout.frames[envs.history_length(args) + 1 :],
     )
     # The return runs on through an episode's end, and is not clipped.
     bonus_filter, bonus = shaping.normalize(
@@ -501,7 +497,7 @@ def look_again(args: Args, agent: Agent, params: dict, rollout: Rollout, age: ja
     """What the learner's policy says of a rollout: logits float32 [T, N, 18] and values float32 [T + 1, N, 2]."""
 
     def step(core, t):
-        stacked = stack(args, rollout.frames, age[t], history_length(args) + t, jnp.arange(args.num_envs))
+        stacked = stack(args, rollout.frames, age[t], envs.history_length(args) + t, jnp.arange(args.num_envs))
         logits, values, core = look(agent, params, stacked, age[t] == 0, core)
         return core, (logits, values)
 
@@ -560,7 +556,7 @@ def loss(args: Args, agent: Agent, params: dict, data: tuple[Inputs, Batch]):
 
 def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, age, batch: Batch, learning_rate, key):
     """Epochs of minibatches; returns the parameters, Adam's state and the last epoch's mean metrics."""
-    tx, first_row = make_optimizer(args), history_length(args)
+    tx, first_row = make_optimizer(args), envs.history_length(args)
 
     def minibatch(learner, key, index):
         params, opt_state = learner
@@ -605,24 +601,39 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, age,
     return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
-    """One update (Burda et al. 2018, algorithm 1): the next state, metrics float32 [] and bonuses float32 [T, N]."""
-    mask, logits, values = ~steps.done, rollout.logits, rollout.values
-    ratio = jnp.ones(mask.shape)
+def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
+    """What an update learns from: a Batch [T, N], the filter, the bonuses [T, N], and metrics of them, float32 []."""
+    mask, logits, values, ratio = ~steps.done, rollout.logits, rollout.values, jnp.ones(steps.done.shape)
     if args.vtrace:  # values and ratio are the learner's, who is one update ahead of the policy that acted
         logits, values = look_again(args, agent, state.params["agent"], rollout, steps.age)
         ratio = jnp.exp(log_prob(logits, rollout.actions) - log_prob(rollout.logits, rollout.actions))
     bonus_filter, raw, bonus = bonuses(args, state, rollout, mask)
     both = advantages(args, jnp.sign(steps.rewards), bonus, values, ratio, steps)
-    total = both @ jnp.array([args.ext_coef, args.int_coef])
+    total = args.ext_coef * both[..., 0] + args.int_coef * both[..., 1]
     if args.norm_adv:
         mean, var = shaping.masked_moments(total, mask)
         total = (total - mean) / jnp.sqrt(var + 1e-8)
-    weight = mask.astype(jnp.float32)
-    batch = Batch(rollout.actions, logits, total, both + values[:-1], weight)
+    batch = Batch(rollout.actions, logits, total, both + values[:-1], mask.astype(jnp.float32))
+    metrics = {
+        "losses/ratio": shaping.masked_moments(ratio, mask)[0],
+        "charts/intrinsic_reward": shaping.masked_moments(bonus, mask)[0],
+        "charts/intrinsic_reward_max": bonus.max(),
+        "charts/prediction_error": shaping.masked_moments(raw, mask)[0],
+        "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
+    }
+    for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
+        _, unexplained = shaping.masked_moments(both[..., i], mask)
+        _, spread = shaping.masked_moments(batch.returns[..., i], mask)
+        metrics[f"losses/{name}"] = 1 - unexplained / jnp.maximum(spread, 1e-8)
+    return batch, bonus_filter, bonus, metrics
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
+    """One update (Burda et al. 2018, algorithm 1): the next state, metrics float32 [] and bonuses float32 [T, N]."""
+    batch, bonus_filter, bonus, metrics = prepare(args, agent, state, rollout, steps)
     # The bonus was given by the old statistics, the predictor learns with the new ones.
-    seen = rollout.frames[history_length(args) + 1 :]
+    seen = rollout.frames[envs.history_length(args) + 1 :]
     state = state._replace(frame_stats=add_frames(state.frame_stats, seen.reshape(-1, *atari.FRAME_SHAPE)))
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     key, shuffle_key = jax.random.split(state.key)
@@ -631,24 +642,15 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + mask.sum(),
+        global_step=state.global_step + (~steps.done).sum(),
         updates=state.updates + 1,
         bonus_filter=bonus_filter,
     )
-    metrics = {f"losses/{name}": value for name, value in parts.items()} | {
+    metrics |= {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
-        "losses/ratio": shaping.masked_moments(ratio, mask)[0],
-        "charts/intrinsic_reward": shaping.masked_moments(bonus, mask)[0],
-        "charts/intrinsic_reward_max": bonus.max(),
-        "charts/prediction_error": shaping.masked_moments(raw, mask)[0],
-        "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
         "charts/learning_rate": learning_rate,
         "charts/updates": state.updates,
     }
-    for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
-        _, unexplained = shaping.masked_moments(both[..., i], mask)
-        _, spread = shaping.masked_moments(batch.returns[..., i], mask)
-        metrics[f"losses/{name}"] = 1 - unexplained / jnp.maximum(spread, 1e-8)
     return state, metrics, bonus
 
 
@@ -791,22 +793,26 @@ def main(args: Args) -> runs.Run:
                 if items is None:
                     break
                 unroll, carry, version, shares = items[0]
-                played, lag = unroll.games, int(state.updates) - version
+                played, updates = unroll.games, int(state.updates)
                 with watch("transfer"):
                     rollout = jax.block_until_ready(compute.replicate(unroll.rollout))
                 with watch("update"):
                     state, metrics, bonus = update(args, agent, state, rollout, unroll.steps)
                     metrics, bonus = jax.device_get((metrics, bonus))
-                actors.publish(int(state.updates), state.params["agent"])
+                actors.publish(updates + 1, state.params["agent"])
                 before, step = step, int(state.global_step)
                 run.check_finite(step, metrics)
                 episodes.add(unroll.steps)
                 intrinsic.add(unroll.steps._replace(rewards=bonus))
                 rooms.add(unroll.rooms, unroll.steps.done, unroll.pictures)
-                charts = {"charts/policy_lag": lag, "charts/SPS": run.steps_per_second(step)} | watch.fractions()
+                charts = {
+                    "charts/policy_lag": updates - version,
+                    "charts/SPS": run.steps_per_second(step),
+                } | watch.fractions()
                 charts |= {name.replace("/", "/actor_"): share for name, share in shares.items()}
-                bonuses = {name.replace("episodic", "intrinsic"): x for name, x in intrinsic.metrics().items()}
-                run.log(step, metrics | bonuses | episodes.metrics() | rooms.metrics() | charts)
+                if own := intrinsic.metrics():
+                    charts["charts/episodic_intrinsic_return"] = own["charts/episodic_return"]
+                run.log(step, metrics | episodes.metrics() | rooms.metrics() | charts)
                 if runs.crossed(args.checkpoint_every, before, step):
                     actors.stop()
                     # Games cannot be saved, so every run starts them anew here: a resumed run does the same.

@@ -174,6 +174,11 @@ class Steps(NamedTuple):
         return self.terminated | self.truncated
 
 
+def join_steps(parts: Sequence[Steps]) -> Steps:
+    """The steps of several actors' games as one, in this order."""
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
+
+
 class Games:
     """An EnvPool whose point in time can be saved: by its seed and the actions played since.
 
@@ -255,6 +260,11 @@ def stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
     """How many steps back each stacked frame lies, oldest first: (3, 2, 1, 0), or (3, 0) with the gap."""
     offsets = tuple(range(frame_stack - 1, -1, -1))
     return (offsets[0], offsets[-1]) if gap_stack and frame_stack > 1 else offsets
+
+
+def history_length(args) -> int:
+    """How many older frames a rollout starts with, for the stacks of its first steps."""
+    return max(args.frame_stack - 1, 1)
 
 
 def put_frames(frames: jax.Array, row: jax.Array, obs: jax.Array) -> jax.Array:

@@ -462,9 +462,11 @@ def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str
         raise UsageError(f"--wandb-mode {args.wandb_mode}: W&B does not start ({reason}); use offline") from None
 
 
-def write_video(path: Path, frames: np.ndarray, scale: int = 6, fps: int = 15) -> None:
-    """Writes uint8 frames [T, H, W, 3] as mp4, each pixel `scale` pixels wide, under a temporary name first."""
+def write_video(path: Path, frames: np.ndarray, fps: int = 15) -> None:
+    """Writes uint8 frames [T, H, W, 3] as mp4, enlarged to some 400 pixels, under a temporary name first."""
     import av
+
+    scale = round(400 / frames.shape[1])
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name("tmp_" + path.name)

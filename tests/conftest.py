@@ -1,7 +1,9 @@
 import json
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from common import runs
+from common import atari, envs, runs
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
@@ -67,8 +69,10 @@ def flags_of(args):
     """A dict of flags as command-line words."""
     words = []
     for name, value in args.items():
-        flag = name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", value]
+        if isinstance(value, bool):
+            words.append(runs.flag_of(name if value else f"no_{name}"))
+        else:
+            words += [runs.flag_of(name), value]
     return words
 
 
@@ -82,6 +86,100 @@ def documented_flags(script):
             for name, value in values.items():
                 line = line.replace(name, value)
             yield shlex.split(line, comments=True)[2:]
+
+
+class Enough(Exception):
+    """Ends a script whose programs have been seen."""
+
+
+def programs(script, args):
+    """What a script computes, without computing it: the text of each jitted function as it is compiled, and the numbers
+    that the host gives to them, by thread, until its second update. Nothing is compiled; what they return is zeros."""
+    log, updates = {}, []
+
+    def stand_in(name, function):
+        texts = {}
+
+        def call(*given):
+            leaves = jax.tree.leaves(given)
+            if any(isinstance(x, jax.core.Tracer) for x in leaves):  # one jitted function within another
+                return function(*given)
+            if name == "update":
+                updates.append(name)
+                if len(updates) == 2:
+                    raise Enough
+            own = log.setdefault(threading.current_thread().name, [])
+            shapes = tuple((x.shape, str(x.dtype)) if hasattr(x, "shape") else str(x) for x in leaves)
+            key = jax.tree.structure(given), shapes
+            if key not in texts:
+                lowered = function.lower(*given)
+                texts[key] = lowered.as_text(), lowered.out_info
+            numbers = [x.tobytes() if isinstance(x, np.ndarray) else x for x in leaves if not isinstance(x, jax.Array)]
+            own.append((name, texts[key][0], [x for x in numbers if isinstance(x, (bytes, int, float))]))
+            return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), texts[key][1])
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in list(vars(script).items()):
+            if hasattr(function, "lower") and hasattr(function, "trace"):
+                patch.setattr(script, name, stand_in(name, function))
+        with pytest.raises(Enough):
+            script.main(args)
+    # An actor's thread may have gone further or less far than in another run.
+    return {thread: calls if thread == "MainThread" else calls[:8] for thread, calls in log.items()}
+
+
+SEEN = {}  # what assert_flag_matters has looked at
+
+
+def assert_flag_matters(script, flags, change, whole=False):
+    """A changed flag changes what is computed or, where the host acts on it (`whole`), the metrics of a whole run."""
+
+    def look(flags, again=False):
+        key = script.__name__, whole, str(sorted((k, v) for k, v in flags.items() if k != "run_dir"))
+        if key not in SEEN or again:
+            args = script.Args(**flags)
+            SEEN[key] = read_metrics(script.main(args).path) if whole else programs(script, args)
+        return SEEN[key]
+
+    before = look(flags)
+    if not change:  # the comparison is one: nothing but flags makes a difference
+        assert before == look(flags, again=True)
+    else:
+        assert before != look(flags | change)
+
+
+def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
+    """Bad input is answered in one sentence with exit code 2, before anything long starts."""
+    for module, name in ((envs, "make_procgen"), (atari, "make_montezuma"), (script, "act"), (script, "update")):
+        monkeypatch.setattr(module, name, None)
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(script.Args, script.main, ["--wandb-mode", "disabled", *map(str, words)])
+    output = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.count("\n") == 1, output.err
+    assert output.err.startswith("error: ")
+    assert names in output.err
+    assert valid in output.err
+    assert not output.out
+
+
+def assert_resumes_after_sigterm(script, flags, tmp_path):
+    """In a process of its own: SIGTERM writes a checkpoint, and the resumed run equals one that was not stopped."""
+    whole = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "whole")})).path
+    process = start(f"{script.SCRIPT}.py", *flags_of(flags | {"run_dir": tmp_path / "stopped"}))
+    wait_for(lambda: len(list(tmp_path.glob("stopped/*/checkpoints/[0-9]*/commit_success.txt"))) >= 1, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    (run_dir,) = (tmp_path / "stopped").iterdir()
+    assert f"python {script.SCRIPT}.py --resume {run_dir}" in output
+    step = runs.load_checkpoint(run_dir)[0]
+    assert step == read_metrics(run_dir)[-1]["global_step"] < flags["total_timesteps"]
+    resumed = start(f"{script.SCRIPT}.py", "--resume", run_dir)
+    assert resumed.wait(120) == 0, resumed.communicate()[0]
+    assert_same_run(whole, run_dir)
 
 
 def wait_for(condition, process, seconds=120):

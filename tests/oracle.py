@@ -110,7 +110,7 @@ def ppo_loss(args, kl_coef, ent_coef, logits, values, batch):
     return loss + kl_coef * parts["approx_kl"], parts
 
 
-def normalize_rewards(rollouts, gamma):
+def normalize_rewards(rollouts, gamma, clip=10):
     """Rollouts of (rewards, ended, valid) [T, N]: divides each by the standard deviation of all returns so far."""
     envs = rollouts[0][0].shape[1]
     past, seen, normalized = np.zeros(envs), [], []
@@ -122,7 +122,7 @@ def normalize_rewards(rollouts, gamma):
                     seen.append(past[n])
                 if ended[t, n]:
                     past[n] = 0.0
-        normalized.append(np.clip(rewards.astype(np.float64) / np.sqrt(np.var(seen) + 1e-8), -10, 10))
+        normalized.append(np.clip(rewards.astype(np.float64) / np.sqrt(np.var(seen) + 1e-8), -clip, clip))
     return normalized, np.mean(seen), np.var(seen)
 
 
@@ -262,6 +262,17 @@ def nature_cnn(params, frames, pool):
     x = relu(hand.conv(frames.astype(np.float64) / 255, 4, "VALID"))
     x = relu(hand.conv(x, 2, "VALID"))
     return hand.head(relu(hand.conv(x, 1, "VALID")), pool), hand.all_used()
+
+
+def rnd_features(params, white, depth):
+    hand, x = Hand(params), white
+    for stride in (4, 2, 1):
+        x = hand.conv(x, stride, "VALID")
+        x = np.where(x > 0, x, 0.2 * x)
+    x = x.reshape(len(x), -1)
+    for _ in range(depth):
+        x = relu(hand.dense(x))
+    return hand.dense(x), hand.all_used()
 
 
 # APE-X

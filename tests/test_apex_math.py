@@ -174,7 +174,7 @@ def play(args, rng, unrolls):
     frames[..., 0, 0, 0], frames[..., 0, 0, 1] = np.arange(len(frames))[:, None], np.arange(GAMES)
     actions = rng.integers(0, 15, frames.shape[:2], np.int32)
     chosen, best = normal(rng, *actions.shape), normal(rng, *actions.shape)
-    replay, past, each = apex.initial_replay(args), apex.history_length(args), GAMES // args.num_actors
+    replay, past, each = apex.initial_replay(args), envs.history_length(args), GAMES // args.num_actors
     for i in range(unrolls):
         now = slice(i * T, (i + 1) * T)
         rollouts = []
@@ -203,7 +203,7 @@ def test_insert_gives_priorities_to_what_can_be_sampled(unrolls, n_step):
     """20 rows: before, when and after the ring is full."""
     args = make_args(n_step=n_step)
     game = play(args, np.random.default_rng(unrolls), unrolls)
-    size, past, end = apex.buffer_rows(args), apex.history_length(args), T * unrolls
+    size, past, end = apex.buffer_rows(args), envs.history_length(args), T * unrolls
     assert size == 20
     oldest = 0 if end <= size - past else end - size + past  # its whole stack is still there
     want = np.zeros((size, GAMES))

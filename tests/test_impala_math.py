@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_ppo_math import random_steps
 
 import impala_procgen as impala
-from common import augment, compute, runs
+from common import envs, augment, compute, runs
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -95,7 +95,7 @@ def random_sequences(rng, args, size=GAMES):
     steps = random_steps(rng, STEPS, size)
     by_time = (steps.age, rng.integers(0, 15, (STEPS, size), np.int32), normal(rng, STEPS, size, 15),
                steps.rewards, steps.terminated, steps.done)  # fmt: skip
-    rows = impala.history_length(args) + STEPS + 1
+    rows = envs.history_length(args) + STEPS + 1
     frames = rng.integers(0, 256, (size, rows, 64, 64, 3), np.uint8)
     core = jax.tree.map(lambda x: normal(rng, *x.shape), impala.initial_core(args, size))
     return impala.Sequences(frames, *(np.swapaxes(x, 0, 1) for x in by_time), core)
@@ -276,7 +276,7 @@ def test_same_parameters_give_the_actors_probabilities():
                 for actor in range(2)
             ]
             unrolls, carries = zip(*collected, strict=True)
-            steps = impala.join_steps(unrolls)
+            steps = envs.join_steps([unroll.steps for unroll in unrolls])
             memory, batch = impala.remember(args, memory, [unroll.rollout for unroll in unrolls], steps, 0, i)
             ends += steps.ended.sum()
             state, metrics = impala.update(args, agent, state, compute.replicate(batch))

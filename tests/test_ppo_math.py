@@ -210,7 +210,7 @@ def test_transitions_do_change_the_update(tiny):
 
 def test_history_continues_the_rollout(tiny):
     state, _ = run_update(tiny, tiny.rollout, tiny.steps)
-    past = ppo.history_length(tiny.args)
+    past = envs.history_length(tiny.args)
     np.testing.assert_array_equal(state.history, tiny.rollout.frames[8 : 8 + past])
 
 
@@ -276,7 +276,7 @@ def test_predictor_learns_the_target_and_nothing_else_does():
 @pytest.mark.parametrize(("normalize", "episodic"), [(False, True), (True, True), (True, False)])
 def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize, episodic):
     tiny = make_tiny(rnd_coef=0.5, rnd_normalize=normalize, rnd_episodic=episodic)
-    params, steps, past = tiny.state.params, tiny.steps, ppo.history_length(tiny.args)
+    params, steps, past = tiny.state.params, tiny.steps, envs.history_length(tiny.args)
     kernel = params["predictor"]["layers_1"]["kernel"]  # random frames are much alike: make some bonuses exceed 2
     params = params | {"predictor": params["predictor"] | {"layers_1": {"kernel": 2.5 * kernel, "bias": jnp.ones(256)}}}
     frames, want = np.asarray(tiny.rollout.frames), np.zeros((8, 3))

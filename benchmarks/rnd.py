@@ -1,0 +1,109 @@
+"""RND on Montezuma's Revenge, with and without --async, in turns: steps per second beside the emulator's own rate.
+
+Runs the script itself, as a user does, and reads its metrics; prints a table and appends its rows to a CSV file. The
+flags in quotes are those of rnd_montezuma.py:
+
+python benchmarks/rnd.py paper
+python benchmarks/rnd.py small --flags="--channels 4,4,4 --hidden 16 --update-epochs 1"
+"""
+
+import json
+import shlex
+import tempfile
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import throughput  # the script beside this one; it makes the repository's modules importable
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import rnd_montezuma as rnd
+from common import atari, runs
+
+MODES = {"synchronous": "", "--async": "--async", "--async --vtrace": "--async --vtrace"}
+
+
+@dataclass(frozen=True)
+class Args:
+    name: tyro.conf.Positional[str]
+    """what to call this setting in the table"""
+    flags: str = ""
+    """flags of rnd_montezuma.py, in one string, after a ="""
+    updates: int = 5
+    """timed iterations in a round, after two that compile"""
+    rounds: int = 3
+    """how often each mode and the emulator alone run, in turns; the table has the medians"""
+    csv: str = "benchmarks/results/rnd.csv"
+    """file that rows are appended to; empty for none"""
+
+
+def parse(flags: str) -> rnd.Args:
+    return tyro.cli(rnd.Args, args=shlex.split(flags))
+
+
+def game_rate(args: rnd.Args, steps: int = 200) -> float:
+    """EnvPool alone, random actions, all cores: steps/s."""
+    env = atari.make_montezuma(args, args.num_envs, 0)
+    env.reset()
+    actions = np.random.default_rng(0).integers(0, atari.NUM_ACTIONS, (steps, args.num_envs))
+    start = time.perf_counter()
+    for row in actions:
+        env.step(row)
+    seconds = time.perf_counter() - start
+    env.close()
+    return steps * args.num_envs / seconds
+
+
+def measure(flags: str, updates: int) -> dict[str, float]:
+    """One run of the script, from its third line of metrics on."""
+    args = parse(flags)
+    with tempfile.TemporaryDirectory() as folder:
+        total = f"--total-timesteps {args.num_envs * args.num_steps * (updates + 1)} --obs-norm-init-steps 1"
+        run = rnd.main(parse(f"{flags} {total} --wandb-mode disabled --run-dir {folder}"))
+        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    timed = lines[2:]
+
+    def percent(part):
+        return 100 * float(np.mean([line[f"time/{part}"] for line in timed]))
+
+    return {
+        "steps/s": (timed[-1]["global_step"] - lines[1]["global_step"]) / (timed[-1]["time"] - lines[1]["time"]),
+        "learner busy %": percent("update") + percent("transfer"),
+        "learner waits %": percent("waiting"),
+        "actor's game %": percent("actor_game"),
+        "actor's inference %": percent("actor_inference"),
+        "actor waits %": percent("actor_blocked"),
+    }
+
+
+def main(args: Args) -> None:
+    results, alone = {name: [] for name in MODES}, []
+    for _ in range(args.rounds):
+        alone.append(game_rate(parse(args.flags)))
+        for name, flags in MODES.items():
+            row = measure(f"{args.flags} {flags}", args.updates)
+            row["of the emulator's rate %"] = 100 * row["steps/s"] / alone[-1]
+            results[name].append(row)
+    for name in MODES:
+        for row, base in zip(results[name], results["synchronous"], strict=True):
+            row["times synchronous"] = row["steps/s"] / base["steps/s"]
+    rows = []
+    for name in MODES:
+        row = {"setting": args.name, "mode": name}
+        row |= {key: f"{np.median([x[key] for x in results[name]]):.4g}" for key in results[name][0]}
+        row |= {"emulator alone steps/s": f"{np.median(alone):.4g}", "rounds": args.rounds, "flags": args.flags}
+        rows.append(row | throughput.origin())
+    table = Table()
+    table.add_column("")
+    for name in MODES:
+        table.add_column(name)
+    for key in rows[0]:
+        table.add_row(key, *(str(row[key]) for row in rows))
+    Console().print(table)
+    throughput.append_rows(args.csv, rows)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,324 @@
+"""Random Network Distillation's parts against independent oracles."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import rlax
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ppo_math import random_steps, relaxed, seeds
+
+import rnd_montezuma as rnd
+from common import atari, compute, envs, runs, shaping
+
+T, GAMES = 8, 4
+SMALL = {"num_envs": GAMES, "num_steps": T, "num_minibatches": 2, "update_epochs": 2, "channels": "4,4,4", "hidden": 8,
+         "learning_rate": "0.001"}  # fmt: skip
+
+
+# ADVANTAGES
+
+
+def one_by_one(rewards, values, ratio, terminated, done, gamma, gae_lambda):
+    """V-trace's targets less the values, by the paper's sums; with ratios of 1 that is the GAE."""
+    args = SimpleNamespace(vtrace_lambda=gae_lambda, rho_bar=1.0, c_bar=1.0, pg_rho_bar=1.0)
+    targets, _ = oracle.vtrace(args, np.log(ratio), rewards, values, terminated, done, gamma)
+    return targets - values[:-1]
+
+
+@relaxed
+@given(seeds, st.integers(1, 12), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.booleans())
+def test_both_advantages_equal_the_sums_by_hand(seed, length, gamma, int_gamma, gae_lambda, on_policy):
+    """The game's are episodic; the bonus's are those of one long episode, without EnvPool's junk steps."""
+    rng = np.random.default_rng(seed)
+    args = rnd.Args(gamma=gamma, int_gamma=int_gamma, gae_lambda=gae_lambda)
+    steps, real = random_steps(rng, length, 3), None
+    bonus = rng.random((length, 3)).astype(np.float32) * ~steps.done
+    values = rng.normal(size=(length + 1, 3, 2)).astype(np.float32)
+    ratio = np.exp(0 if on_policy else rng.normal(size=(length, 3))).astype(np.float32) * np.ones((length, 3), "f")
+    got = np.asarray(rnd.advantages(args, steps.rewards, bonus, values, ratio, steps))
+    for n in range(3):
+        real, nothing = ~steps.done[:, n], np.zeros(length, bool)
+        streams = (
+            (steps.rewards[:, n], values[:, n, 0], ratio[:, n], steps.terminated[:, n], steps.done[:, n], gamma),
+            (bonus[real, n], values[np.append(real, True), n, 1], ratio[real, n], nothing, nothing, int_gamma),
+        )
+        for head, stream in enumerate(streams):
+            want = one_by_one(*stream, gae_lambda)
+            want = want[real] if head == 0 else want
+            np.testing.assert_allclose(got[real, n, head], want, rtol=1e-3, atol=1e-4)
+            if on_policy and head == 1:
+                gae = oracle.gae(*stream[:2], nothing, nothing, int_gamma, gae_lambda)
+                np.testing.assert_allclose(got[real, n, head], gae[: real.sum()], rtol=1e-3, atol=1e-4)
+
+
+def test_vtrace_equals_rlax():
+    """Targets and policy-gradient advantages, and ratios are clipped from above."""
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=50).astype(np.float32), rng.normal(size=51).astype(np.float32)
+    ratio, discount = np.exp(rng.normal(size=50)).astype(np.float32), 0.97 * (rng.random(50) > 0.1).astype(np.float32)
+    ended = discount == 0
+    got = rnd.gae(rewards, values, ended, ended, ratio, np.full(50, 0.97, "f"), np.full(50, 0.9, "f"))
+    theirs = rlax.vtrace_td_error_and_advantage(
+        values[:-1], values[1:], rewards, discount, ratio, np.full(50, 0.9, "f")
+    )
+    np.testing.assert_allclose(got, theirs.errors, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, theirs.pg_advantage, rtol=1e-4, atol=1e-5)
+    same = rnd.gae(rewards, values, ended, ended, np.minimum(ratio, 1), np.full(50, 0.97, "f"), np.full(50, 0.9, "f"))
+    np.testing.assert_array_equal(got, same)
+
+
+class Table:
+    """Stands for the agent: its parameters are the outputs of each step, [B, S, 18] and [B, S, 2]."""
+
+    @staticmethod
+    def apply(params, *inputs, method):
+        return inputs[0] if method == "encode" else (*params, ())
+
+
+@relaxed
+@given(seeds)
+def test_loss_equals_the_sums_by_hand(seed):
+    args, rng = rnd.Args(vf_coef=0.7, ent_coef=0.02), np.random.default_rng(seed)
+    normal = lambda *shape: 2 * rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    old, values, returns = normal(20, 1, 18), normal(20, 1, 2), normal(20, 1, 2)
+    new, weight = old + 0.1 * normal(20, 1, 18), (rng.random((20, 1)) < 0.8).astype(np.float32)
+    weight[0] = 1
+    batch = rnd.Batch(rng.integers(0, 18, (20, 1)), old, normal(20, 1), returns, weight / weight.sum())
+    inputs = rnd.Inputs(np.zeros((20, 1, 1), "f"), np.zeros((20, 1), bool), ())
+    total, parts = rnd.loss(args, Table, (new, values), (inputs, batch))
+    (new, values), flat = jax.tree.map(lambda x: x[:, 0], ((new, values), batch))
+    plain = SimpleNamespace(clip_coef=args.clip_coef, vf_clip=0, vf_coef=0.7)
+    value_loss = 0
+    for head in range(2):
+        one = SimpleNamespace(**flat._replace(returns=flat.returns[:, head])._asdict(), values=values[:, head])
+        _, want = oracle.ppo_loss(plain, 0, 0.02, new, values[:, head], one)
+        value_loss += want["value_loss"]
+    want["value_loss"] = value_loss
+    for name, x in want.items():
+        np.testing.assert_allclose(parts[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(
+        total, want["policy_loss"] + 0.7 * value_loss - 0.02 * want["entropy"], rtol=2e-4, atol=1e-5
+    )
+
+
+# STATISTICS AND BONUS
+
+
+@relaxed
+@given(seeds, st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_merged_frame_statistics_equal_those_of_one_big_batch(seed, sizes):
+    rng = np.random.default_rng(seed)
+    frames = rng.integers(0, 256, (sum(sizes), *atari.FRAME_SHAPE)).astype(np.uint8)
+    frames[:, :40] = 200  # as most of the game's pixels, these never change
+    stats = rnd.FrameStatistics(jnp.float32(0), jnp.zeros(atari.FRAME_SHAPE), jnp.ones(atari.FRAME_SHAPE))
+    for batch in np.split(frames, np.cumsum(sizes)[:-1]):
+        stats = rnd.add_frames(stats, batch)
+    assert stats.count == len(frames)
+    mean, var = np.float64(frames).mean(axis=0), np.float64(frames).var(axis=0)
+    np.testing.assert_allclose(stats.mean, mean, rtol=1e-4)
+    np.testing.assert_allclose(stats.var, var, rtol=1e-3, atol=1e-4)
+    other = frames[:1] + rng.integers(0, 3, atari.FRAME_SHAPE, np.uint8)
+    want = np.clip((other - mean) / np.sqrt(var + 1e-4), -5, 5)
+    got = rnd.whiten(stats, other)
+    assert (np.abs(np.abs(got) - 5) < 1e-6).any()
+    np.testing.assert_allclose(got[:, 40:], want[:, 40:], rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(got[:, :40], want[:, :40], atol=0.1)  # a grey level is 100 standard deviations there
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_features_equal_numpy(depth):
+    network, rng = rnd.Features((4, 6, 5), 7, depth), np.random.default_rng(0)
+    white = rng.normal(size=(3, *atari.FRAME_SHAPE)).astype(np.float32)
+    params = jax.jit(network.init)(jax.random.PRNGKey(0), white)
+    want, layers = oracle.rnd_features(params["params"], np.float64(white), depth)
+    assert layers == len(params["params"]) == 4 + depth
+    np.testing.assert_allclose(jax.jit(network.apply)(params, white), want, rtol=1e-3, atol=1e-4)
+
+
+def make_tiny(**flags):
+    """Args, agent, state, rollout and steps of made-up frames, with episode ends."""
+    args = rnd.Args(**SMALL | flags)
+    rng, agent = np.random.default_rng(0), rnd.make_agent(args)
+    steps = random_steps(rng, T, GAMES)
+    state = rnd.initial_state(args, agent)
+    rollout = rnd.begin_rollout(args, rnd.initial_carry(args), 0)
+    frames = rng.integers(0, 256, (T + 1, GAMES, 1, 84, 84), np.uint8)
+    for t in range(T):
+        rollout, _ = rnd.act(args, agent, state.params["agent"], rollout, frames[t], steps.age[t])
+    rollout, carry = rnd.end_rollout(args, agent, state.params["agent"], rollout, frames[T], steps.age[T])
+    state = state._replace(frame_stats=rnd.add_frames(state.frame_stats, frames[0].transpose(0, 2, 3, 1)))
+    return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, carry=carry, steps=steps, rng=rng)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make_tiny()
+
+
+def run_update(tiny, rollout, steps, **flags):
+    args = replace(tiny.args, **flags)
+    return jax.device_get(rnd.update(args, tiny.agent, jax.tree.map(jnp.copy, tiny.state), rollout, steps))
+
+
+def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
+    """Two rollouts: the second goes on with the first one's returns; no junk step, no clipping, no mean taken off."""
+    frames, mask = np.asarray(tiny.rollout.frames), ~tiny.steps.done
+    state, parts = tiny.state, []
+    for _ in range(2):
+        raw = np.zeros((T, GAMES))
+        for t, n in np.argwhere(mask):
+            row = frames[envs.history_length(tiny.args) + t + 1, n][None]
+            raw[t, n] = rnd.novelty(tiny.args, state.frame_stats, state.target, state.params["predictor"], row)[0]
+        parts.append((raw, np.zeros_like(mask), mask))
+        bonus_filter, got_raw, got = jax.jit(partial(rnd.bonuses, tiny.args))(state, tiny.rollout, mask)
+        np.testing.assert_allclose(got_raw, raw, rtol=1e-3, atol=1e-6)
+        state = state._replace(bonus_filter=bonus_filter)
+    want, mean, var = oracle.normalize_rewards(parts, tiny.args.int_gamma, clip=np.inf)
+    np.testing.assert_allclose([bonus_filter.mean, bonus_filter.var], [mean, var], rtol=1e-3)
+    np.testing.assert_allclose(got, want[1], rtol=1e-3, atol=1e-6)
+
+
+def test_what_an_update_learns_from(tiny):
+    """Rewards by their sign; advantages 2 : 1, not normalised; returns of both heads; statistics for the next time."""
+    steps, mask = tiny.steps._replace(rewards=400 * tiny.steps.rewards), ~tiny.steps.done
+    batch, _, bonus, _ = jax.jit(partial(rnd.prepare, tiny.args, tiny.agent))(tiny.state, tiny.rollout, steps)
+    values = np.asarray(tiny.rollout.values)
+    both = rnd.advantages(tiny.args, np.sign(steps.rewards), bonus, values, np.ones((T, GAMES)), steps)
+    np.testing.assert_allclose(batch.advantages, 2 * both[..., 0] + both[..., 1], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
+    np.testing.assert_array_equal(batch.weight, mask)
+    stats, frames = run_update(tiny, tiny.rollout, steps)[0].frame_stats, np.asarray(tiny.rollout.frames)
+    seen = np.float64(np.concatenate([frames[3], *frames[4:]]))  # the first were in the statistics before
+    np.testing.assert_allclose(stats.mean, seen.mean(axis=0), rtol=1e-4)
+    np.testing.assert_allclose(stats.var, seen.var(axis=0), rtol=1e-3)
+
+
+def test_steps_that_are_no_transition_change_nothing(tiny):
+    junk = tiny.steps.done
+    assert 0 < junk.sum() < junk.size
+    noise = lambda x: np.where(junk[..., None], tiny.rng.normal(size=x.shape), x)  # noqa: E731
+    rollout = tiny.rollout._replace(
+        actions=jnp.where(junk, 17, tiny.rollout.actions),
+        logits=jnp.float32(noise(np.asarray(tiny.rollout.logits))),
+    )
+    steps = tiny.steps._replace(rewards=np.where(junk, 1.0, tiny.steps.rewards).astype("f"))
+    moved = tiny.steps._replace(rewards=np.where(junk, 0, 1.0).astype("f"))
+    inputs = ((tiny.rollout, tiny.steps), (rollout, steps), (tiny.rollout, moved))
+    before, same, other = (run_update(tiny, *x, async_=True, vtrace=True) for x in inputs)
+    jax.tree.map(np.testing.assert_array_equal, before[0].params, same[0].params)
+    assert before[1] == same[1]
+    assert before[0].global_step == (~junk).sum()
+    assert before[1] != other[1]  # and transitions do change something
+
+
+@pytest.mark.parametrize("gru", [False, True])
+def test_predictor_learns_from_a_random_quarter_of_the_bonus_frames(gru, monkeypatch):
+    """Each minibatch draws a quarter without repeats; over time every transition comes up, and no junk counts."""
+    tiny, seen = make_tiny(gru=gru, update_epochs=16), []
+    frames = np.zeros((envs.history_length(tiny.args) + T + 1, GAMES, *atari.FRAME_SHAPE), np.uint8)
+    frames[-T:, :, 0, 0, 0] = np.arange(T * GAMES).reshape(T, GAMES)  # the frame after step t of game n
+
+    def spy(args, stats, target, predictor, data):
+        jax.debug.callback(lambda f, w: seen.append((f, w)), data[0][:, 0, 0, 0], data[1])
+        return 0 * jax.tree.leaves(predictor)[0].sum(), {"rnd_loss": jnp.float32(0)}
+
+    monkeypatch.setattr(rnd, "predictor_loss", spy)
+    monkeypatch.setattr(compute, "on_cpu", lambda: False)  # one call for a minibatch
+    run_update(tiny, tiny.rollout._replace(frames=jnp.array(frames)), tiny.steps)
+    jax.effects_barrier()
+    quarter, junk = T * GAMES // 2 // 4, tiny.steps.done.reshape(-1)
+    assert len(seen) == 16 * 2
+    for drawn, weight in seen:
+        assert len(set(drawn.tolist())) == len(drawn) == quarter
+        assert (weight[junk[drawn]] == 0).all()
+        assert weight.sum() == pytest.approx(1)
+    assert len({tuple(sorted(drawn.tolist())) for drawn, _ in seen}) > 20
+    assert set(np.concatenate([drawn for drawn, _ in seen]).tolist()) == set(range(T * GAMES))
+
+
+def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
+    """Two states are visited again and again, a third is not: a known answer."""
+    learning = {"learning_rate": "0.001", "update_proportion": 1.0, "channels": "8,8,8", "hidden": 32}
+    args = rnd.Args(**SMALL | learning)
+    agent, rng = rnd.make_agent(args), np.random.default_rng(0)
+    state = rnd.initial_state(args, agent)
+    states = np.zeros((3, *atari.FRAME_SHAPE), np.uint8)
+    for i in range(3):
+        states[i, 10 + 20 * i : 30 + 20 * i, 20:60] = 200  # a body on three places
+    noisy = np.clip(states[:, None] + rng.integers(0, 20, (3, 50, *atari.FRAME_SHAPE)), 0, 255).astype(np.uint8)
+    state = state._replace(frame_stats=rnd.add_frames(state.frame_stats, noisy.reshape(-1, *atari.FRAME_SHAPE)))
+    frozen = jax.device_get((state.frame_stats, state.target))
+    bonus = lambda state: np.asarray(rnd.novelty(args, *frozen, state.params["predictor"], states))  # noqa: E731
+    rows = envs.history_length(args) + T + 1
+    age, nothing = np.ones((T + 1, GAMES), np.int32), np.zeros((T, GAMES), bool)
+    steps = envs.Steps(np.zeros((T, GAMES), np.float32), nothing, nothing, nothing, age)
+    first, curve = bonus(state), []
+    for _ in range(60):
+        rollout = rnd.begin_rollout(args, rnd.initial_carry(args), 0)
+        frames = states[rng.integers(0, 2, (rows, GAMES))]
+        state = state._replace(frame_stats=frozen[0])
+        state, metrics, _ = rnd.update(args, agent, state, rollout._replace(frames=jnp.array(frames)), steps)
+        curve.append(float(metrics["charts/prediction_error"]))
+    last = bonus(state)
+    assert (last[:2] < 0.05 * first[:2]).all()
+    assert last[2] > max(0.1 * first[2], 10 * last[:2].max())
+    assert np.mean(curve[-5:]) < 0.05 * curve[0]
+    jax.tree.map(np.testing.assert_array_equal, state.target, frozen[1])
+
+
+# ROLLOUTS OF THE REAL GAME
+
+
+@pytest.mark.parametrize("gru", [False, True])
+def test_the_learner_sees_what_was_acted_on(gru):
+    """Stacks, ages and cores over episode ends: looked at again, logits and values are the actor's, and all ratios 1;
+    then, from parameters that have moved, they are the new policy's."""
+    args = rnd.Args(
+        num_envs=4, num_steps=32, num_minibatches=2, update_epochs=1, channels="4,4,4", hidden=8, gru=gru, vtrace=True,
+        async_=True, max_episode_steps=20, learning_rate="0", clip_coef=1e-3,
+    )  # fmt: skip
+    agent, games = rnd.make_agent(args), envs.Games(partial(atari.make_montezuma, args, 4), 3)
+    state, carry = rnd.initial_state(args, agent), rnd.initial_carry(args)
+    state.params["agent"]["params"]["policy"]["kernel"] *= 300  # it starts nearly uniform: no mistake would show
+    state, watch, ends = compute.replicate(state), runs.Stopwatch(), 0
+    local = jax.device_put(state.params["agent"], jax.devices()[-1])
+    for i in range(2):
+        unroll, carry = rnd.collect(args, agent, games, 0, i, local, carry, watch, lambda: None)
+        rollout, ends = compute.replicate(unroll.rollout), ends + unroll.steps.ended.sum()
+        again = partial(jax.jit(rnd.look_again, static_argnums=(0, 1)), args, agent)
+        logits, values = again(state.params["agent"], rollout, unroll.steps.age)
+        np.testing.assert_allclose(logits, rollout.logits, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(values, rollout.values, rtol=1e-3, atol=1e-4)
+        state, metrics, _ = rnd.update(args, agent, state, rollout, unroll.steps)
+        assert metrics["losses/ratio"] == pytest.approx(1, abs=1e-4)
+        assert abs(metrics["losses/approx_kl"]) < 1e-5
+        assert metrics["losses/clipfrac"] == 0
+        assert metrics["losses/entropy"] < 2.8
+        np.testing.assert_array_equal(unroll.rooms, 1)
+        assert set(unroll.pictures) == {1}
+    games.close()
+    assert ends >= 8
+    moved = jax.tree.map(lambda x: x * 1.5, state.params["agent"])
+    logits, _ = again(moved, rollout, unroll.steps.age)
+    assert np.abs(np.asarray(logits) - rollout.logits).max() > 0.05
+
+
+def test_history_continues_the_rollout(tiny):
+    np.testing.assert_array_equal(tiny.carry.history, tiny.rollout.frames[T : T + 3])
+
+
+def test_masked_moments_merge_in_any_order():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=70), 5 + 3 * rng.normal(size=30)
+    parts = [(len(z), z.mean(), z.var()) for z in (x, y)]
+    for a, b in (parts, parts[::-1]):
+        count, mean, var = shaping.merge_moments(*a, *b)
+        both = np.concatenate([x, y])
+        np.testing.assert_allclose([count, mean, var], [100, both.mean(), both.var()], rtol=1e-5)
