@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_ppo_math import random_steps
 
 import impala_procgen as impala
-from common import envs, augment, compute, runs
+from common import augment, compute, envs, runs
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
