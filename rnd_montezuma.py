@@ -674,10 +674,6 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     return policy
 
 
-def random_policy(frames, age, key, memory):
-    return jax.random.randint(key, len(frames), 0, atari.NUM_ACTIONS), None
-
-
 def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, video: bool):
     """For evaluate.py: plays the newest checkpoint of a run, or random actions, in the game as it was trained on.
 
@@ -685,23 +681,10 @@ def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, v
     """
     agent = make_agent(args)
     state = load(args, agent, run_dir)["state"]
-    policy = random_policy if random else make_policy(args, agent, compute.replicate(state.params["agent"]))
-    played, film = atari.play(args, policy, envs.stack_offsets(args.frame_stack, False), episodes, seed, video)
-    scores = np.array([episode.score for episode in played])
-    summary = {
-        "mean_return": float(scores.mean()),
-        "std": float(scores.std()),
-        "min": float(scores.min()),
-        "max": float(scores.max()),
-        "episodes": len(scores),
-        "update": int(state.updates),
-        "rooms": sorted({room for episode in played for room in episode.rooms}),
-    }
-    rows = [
-        {"episode": i, "score": episode.score, "steps": episode.last - episode.first, "rooms": episode.rooms}
-        for i, episode in enumerate(played)
-    ]
-    return int(state.global_step), f"update {int(state.updates):,}", rows, summary, film
+    policy = atari.random_policy if random else make_policy(args, agent, compute.replicate(state.params["agent"]))
+    rows, summary, film = atari.evaluate(args, policy, episodes, seed, video)
+    update = int(state.updates)
+    return int(state.global_step), f"update {update:,}", rows, summary | {"update": update}, film
 
 
 # MAIN

@@ -26,8 +26,15 @@ COLUMNS = {
     "charts/episodic_return": "episodic_return",
     "eval/train_levels/mean_return": "train_levels",
     "eval/test_levels/mean_return": "test_levels",
+    "charts/intrinsic_reward": "intrinsic_reward",
+    "charts/episodic_intrinsic_return": "episodic_intrinsic_return",
+    "charts/prediction_error": "prediction_error",
+    "charts/rooms_visited": "rooms_visited",
+    "charts/max_room_score": "max_room_score",
+    "charts/episodic_length": "episodic_length",
     "losses/entropy": "entropy",
     "losses/explained_variance": "explained_variance",
+    "losses/intrinsic_explained_variance": "intrinsic_explained_variance",
     "charts/SPS": "steps_per_second",
 }
 
@@ -44,13 +51,16 @@ class Args:
     """also draw OpenAI's PPO"""
     hours: bool = False
     """draw the curves over wall time too, in a second panel"""
+    metrics: tuple[str, ...] = ("charts/episodic_return",)
+    """what to draw, a row each, such as charts/episodic_return charts/intrinsic_reward"""
     points: int = 400
     """at most this many rows a run"""
 
 
 def read_run(run_dir: str) -> tuple[dict, list[dict]]:
-    """A run's args.json, and its metrics with `hours` since the first line (as long as it ran without a break)."""
+    """A run's args.json and game, and its metrics with `hours` since the first line (as long as it ran in one go)."""
     content = runs.read_args(run_dir, "RUN_DIRS")
+    content["game"] = content["args"].get("env_id", Path(run_dir).resolve().name.split("__")[0])
     lines = []
     for line in Path(run_dir, "metrics.jsonl").read_text().splitlines():
         with contextlib.suppress(ValueError):  # the last line of a killed run
@@ -79,20 +89,25 @@ def main(args: Args) -> None:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     panels = ("global_step", "hours") if args.hours else ("global_step",)
-    width = 8 if len(panels) == 1 else 12
-    figure, axes = plt.subplots(1, len(panels), figsize=(width, 5), dpi=120, squeeze=False, layout="constrained")
+    unknown = [name for name in args.metrics if name not in COLUMNS]
+    runs.check(not unknown, f"--metrics {' '.join(unknown)}: give some of {' '.join(COLUMNS)}")
+    size = (8 if len(panels) == 1 else 12), 2 + 3 * len(args.metrics)
+    grid = len(args.metrics), len(panels)
+    figure, axes = plt.subplots(*grid, figsize=size, dpi=120, squeeze=False, sharex="col", layout="constrained")
     rows, kinds = [], []
     everything = [read_run(run_dir) for run_dir in args.run_dirs]
     for (content, lines), style in zip(everything, ("-", "--", "-.", ":") * len(everything), strict=False):
-        script, game, seed = content["script"], content["args"]["env_id"], content["args"]["seed"]
+        script, game, seed = content["script"], content["game"], content["args"]["seed"]
         kinds = list(dict.fromkeys([*kinds, (script, flags := differing(content, everything))]))
         color = f"C{kinds.index((script, flags)) % 10}"
-        name = ", ".join(filter(None, (script.removesuffix("_procgen").upper(), flags, f"seed {seed}")))
+        name = ", ".join(filter(None, (script.split("_")[0].upper(), flags, f"seed {seed}")))
         lines = thin(lines, args.points)
+        for row, metric in zip(axes, args.metrics, strict=True):
+            for axis, x in zip(row, panels, strict=True):
+                shown = [line for line in lines if metric in line]
+                points = [line[x] for line in shown], [line[metric] for line in shown]
+                axis.plot(*points, style, color=color, lw=1, label=name)
         for axis, x in zip(axes[0], panels, strict=True):
-            shown = [line for line in lines if "charts/episodic_return" in line]
-            points = [line[x] for line in shown], [line["charts/episodic_return"] for line in shown]
-            axis.plot(*points, style, color=color, lw=1, label=name)
             for levels, marker in (("train", "s"), ("test", "o")):
                 key = f"eval/{levels}_levels/mean_return"
                 shown = [line for line in lines if key in line]
@@ -101,7 +116,8 @@ def main(args: Args) -> None:
         for line in lines:
             row = {"script": script, "flags": flags, "seed": seed, "hours": f"{line['hours']:.4f}"}
             rows.append(row | {short: f"{line[k]:.6g}" for k, short in COLUMNS.items() if k in line})
-    for levels, marker in (("train", "s"), ("test", "o")):
+    evaluated = any("train_levels" in row or "test_levels" in row for row in rows)
+    for levels, marker in (("train", "s"), ("test", "o")) if evaluated else ():
         axes[0, 0].plot([], [], marker, color="w", mec="k", ms=5, label=f"evaluation, {levels} levels")
     if args.random is not None:
         for axis in axes[0]:
@@ -114,13 +130,19 @@ def main(args: Args) -> None:
         points = [float(x["env_steps"]) for x in curve], [float(x["mean_return"]) for x in curve]
         axes[0, 0].plot(*points, "^-", color="0.6", ms=4, label=f"OpenAI's PPO, {args.reference}")
     title = f"{' and '.join(dict.fromkeys(script for script, _ in kinds))} on {game}"
-    for axis, label in zip(axes[0], ("environment steps", "hours"), strict=False):
-        axis.set(xlabel=label, ylabel="return of an episode (lines: last 100)", title=title)
-        axis.grid(alpha=0.3)
+    labels = {"charts/episodic_return": "return of an episode (lines: last 100)"}
+    for row, metric in zip(axes, args.metrics, strict=True):
+        for axis in row:
+            axis.set(ylabel=labels.get(metric, COLUMNS[metric].replace("_", " ")))
+            axis.grid(alpha=0.3)
+    for axis, label in zip(axes[-1], ("environment steps", "hours"), strict=False):
+        axis.set(xlabel=label)
+    figure.suptitle(title)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(out.with_suffix(".png"))
     with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["script", "flags", "seed", "hours", *COLUMNS.values()])
+        columns = [short for short in COLUMNS.values() if any(short in row for row in rows)]
+        writer = csv.DictWriter(file, ["script", "flags", "seed", "hours", *columns])
         writer.writeheader()
         writer.writerows(rows)
     print(f"{out.with_suffix('.csv')}, {out.with_suffix('.png')}")

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from common import envs
-from common.runs import check
 
 ENV_ID = "MontezumaRevenge-v5"
 NUM_ACTIONS = 18
@@ -159,17 +159,21 @@ class _Recorder:
         return obs, reward, terminated, truncated, info
 
 
-def play(args, policy: Callable, offsets: Sequence[int], episodes: int, seed: int, record: bool = False):
-    """`envs.play_episodes` on Montezuma's Revenge, up to 32 games side by side.
+def random_policy(frames, age, key, memory):
+    """Uniformly random actions, as `envs.play_episodes` calls a policy."""
+    return jax.random.randint(key, len(frames), 0, NUM_ACTIONS), None
+
+
+def play(args, policy: Callable, episodes: int, seed: int, record: bool = False):
+    """`envs.play_episodes` on Montezuma's Revenge (`args`: as above, and frame_stack), up to 32 games side by side.
 
     Returns `episodes` of Episode (rounded up to a multiple of the games) and, with `record`, the best one's frames in
     colour, uint8 [T, 210, 160, 3].
     """
-    check(episodes >= 1, f"--episodes {episodes}: must be 1 or more")
     num_envs = min(episodes, 32)
     env = make_montezuma(args, num_envs, seed)
     log = _Recorder(env)
-    scores, _ = envs.play_episodes(log, policy, offsets, episodes, seed)
+    scores, _ = envs.play_episodes(log, policy, envs.stack_offsets(args.frame_stack, False), episodes, seed)
     env.close()
     rooms, last = np.stack(log.rooms), np.stack(log.last)
     played = []
@@ -180,6 +184,17 @@ def play(args, policy: Callable, offsets: Sequence[int], episodes: int, seed: in
             played.append(Episode(float(score), np.unique(rooms[start : end + 1, n]).tolist(), n, start, int(end)))
     best = max(played, key=lambda episode: (episode.score, len(episode.rooms)))
     return played, replay(args, num_envs, seed, log.actions, best) if record else None
+
+
+def evaluate(args, policy: Callable, episodes: int, seed: int, record: bool = False):
+    """Plays episodes: a row for each (score, steps, rooms), a summary with all their rooms, and the best one's film."""
+    played, film = play(args, policy, episodes, seed, record)
+    rows = [
+        {"episode": i, "score": episode.score, "steps": episode.last - episode.first, "rooms": episode.rooms}
+        for i, episode in enumerate(played)
+    ]
+    summary = envs.summarize(np.array([episode.score for episode in played]))
+    return rows, summary | {"rooms": sorted({room for episode in played for room in episode.rooms})}, film
 
 
 def replay(args, num_envs: int, seed: int, actions: Sequence[np.ndarray], episode: Episode) -> np.ndarray:

@@ -390,15 +390,13 @@ def evaluate(args, policy: Callable, levels: str, episodes: int, seed: int, reco
         return None
     returns, film = played
     low, high = RETURN_RANGES[args.distribution_mode][args.env_id]
-    summary = {
-        "mean_return": float(returns.mean()),
-        "std": float(returns.std()),
-        "min": float(returns.min()),
-        "max": float(returns.max()),
-        "normalized": float((returns.mean() - low) / (high - low)),
-        "episodes": len(returns),
-    }
-    return summary, film
+    return summarize(returns) | {"normalized": float((returns.mean() - low) / (high - low))}, film
+
+
+def summarize(returns: np.ndarray) -> dict[str, float]:
+    """What an evaluation says of its episodes' returns [episodes]."""
+    statistics = {"mean_return": returns.mean(), "std": returns.std(), "min": returns.min(), "max": returns.max()}
+    return {name: float(value) for name, value in statistics.items()} | {"episodes": len(returns)}
 
 
 def evaluate_run(args, run: Run, policy: Callable, step: int) -> dict[str, float]:

@@ -275,7 +275,7 @@ class Run:
             run_id = saved.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or self.path.name
             self._checkpoints = _checkpoint_manager(self.path, args.keep_checkpoints)
             self._metrics = (self.path / "metrics.jsonl").open("a")
-            self._wandb = _start_wandb(args, mode, self.path, run_id, config)
+            self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
             write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
         except OSError as error:
             raise UsageError(f"{flag} {root}: cannot write there ({error.strerror})") from None

@@ -166,7 +166,7 @@ def test_the_map_shows_each_room_in_its_place():
 def test_evaluation_replays_the_best_episode_in_colour():
     """Games, scores and rooms are of EnvPool's own account; the film is the best episode, from first to last frame."""
     args = rnd.Args(max_episode_steps=25)
-    played, film = atari.play(args, rnd.random_policy, (0,), episodes=4, seed=3, record=True)
+    played, film = atari.play(args, atari.random_policy, episodes=4, seed=3, record=True)
     assert [episode.env for episode in played] == [0, 1, 2, 3]
     assert all(episode.rooms == [1] for episode in played)
     best = max(played, key=lambda episode: episode.score)
