@@ -737,7 +737,7 @@ def main(args: Args) -> runs.Run:
             run.restore(saved["run"])
         start_from = saved or initial(args, agent)
         # Side by side, the learner has the first device (and on a CPU, all of them) and the actor the last.
-        home = jax.devices()[-1] if args.async_ else compute.replicate(jnp.int32(0)).sharding
+        home = jax.devices()[-1] if args.async_ else compute.everywhere()
         state, carry = compute.replicate(start_from["state"]), start_from["carry"]
         step, played = int(state.global_step), games.steps
         if step >= args.total_timesteps:

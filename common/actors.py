@@ -46,12 +46,14 @@ class Actors:
     Args:
       collect: collect(actor, i, params, carry, watch, check) -> (unroll, carry), called in the actor's thread for its
         i-th unroll. It calls check() at every step of the games, and times its parts with `watch`.
-      devices: where each actor's parameters lie.
+      devices: where each actor's parameters lie: a device, or a sharding.
       max_lag: see above.
       lockstep: see above.
     """
 
-    def __init__(self, collect: Callable, devices: Sequence[jax.Device], max_lag: int, lockstep: bool):
+    def __init__(
+        self, collect: Callable, devices: Sequence[jax.Device | jax.sharding.Sharding], max_lag: int, lockstep: bool
+    ):
         self._collect, self._devices, self._max_lag, self._lockstep = collect, devices, max_lag, lockstep
         self._changed = threading.Condition()  # guards all that follows
         self._ready = [deque() for _ in devices]

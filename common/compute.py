@@ -47,9 +47,14 @@ def use_every_core() -> None:
 use_every_core()
 
 
+def everywhere() -> NamedSharding | jax.Device:
+    """Every device of a CPU, each with a copy; or the accelerator."""
+    return NamedSharding(_cores(), P()) if on_cpu() else jax.devices()[0]
+
+
 def replicate(tree):
-    """Puts a tree of arrays on every device of a CPU, or on the accelerator."""
-    return jax.device_put(tree, NamedSharding(_cores(), P()) if on_cpu() else jax.devices()[0])
+    """Puts a tree of arrays `everywhere`."""
+    return jax.device_put(tree, everywhere())
 
 
 def _cores() -> Mesh:
