@@ -4,7 +4,7 @@ Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults. With --asyn
 learns, one update behind. Try:
 
     python rnd_montezuma.py --async --vtrace --room-map
-    python rnd_montezuma.py --num-envs 32 --channels 16,32,32 --obs-norm-init-steps 200 --total-timesteps 2000000
+    python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
 """
 
 from collections.abc import Callable
@@ -44,13 +44,13 @@ class Args:
     channels: str = "32,64,64"
     """channels of the three convolutions, in policy, target and predictor"""
     hidden: int = 512
-    """units of the dense layers and of the GRU, and features that the target has"""
+    """units of the dense layers (half as many in the policy's first) and of the GRU, and the target's features"""
     gru: bool = False
     """give the policy a memory; minibatches then are of whole rollouts"""
     predictor_depth: int = 2
-    """dense layers that the predictor has more than the target; 0 for equal depth"""
+    """dense layers that the predictor has besides the target's one; 0 for equal depth"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the policy's convolutions; auto is bfloat16 on an accelerator and float32 on a CPU"""
+    """the policy's convolutions and first dense layer; auto is bfloat16 on an accelerator and float32 on a CPU"""
 
     # The algorithm
     total_timesteps: int = 163_840_000
@@ -103,7 +103,7 @@ class Args:
     """where run directories go"""
     resume: str = ""
     """a run directory to continue; its arguments are taken over, and flags given here override them"""
-    checkpoint_every: int = 4_000_000
+    checkpoint_every: int = 2_000_000
     """environment steps between checkpoints; at each, the games start anew (unfinished episodes are truncated)"""
     keep_checkpoints: int = 3
     """how many of the newest checkpoints to keep"""
@@ -133,7 +133,9 @@ FIXED = ("sticky_actions", "max_episode_steps", "num_envs", "obs_norm_init_steps
 def check_args(args: Args) -> None:
     """Raises UsageError, one sentence, if a flag's value makes no sense."""
     runs.check_limits(args, LIMITS)
+    check(args.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
     networks.check_flags(encoder_spec(args))
+    check(args.ext_coef + args.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
     runs.check_needs(args, args.async_, "--async", ("vtrace",))
     batch = args.num_envs * args.num_steps
     if args.gru:
@@ -142,6 +144,12 @@ def check_args(args: Args) -> None:
         what, parts = f"the batch, num_envs x num_steps = {batch}", batch
     check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {what}")
     check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+    sample = batch // args.num_minibatches
+    check(
+        round(args.update_proportion * sample) >= 1,
+        f"--update-proportion {args.update_proportion}: leaves the predictor nothing of a minibatch of {sample}, "
+        f"give {1 / sample:.2g} or more",
+    )
     runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
 
 
@@ -188,37 +196,38 @@ class Features(nn.Module):
     """What RND's target makes of a frame and its predictor learns to: whitened frames float32 [B, 84, 84, 1] ->
     [B, hidden] (Burda et al. 2018, appendix A.4)."""
 
-    channels: tuple[int, ...]
+    channels: str
     hidden: int
     depth: int  # dense layers before the last
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        init = networks.INITS["orthogonal"]
-        for features, size, stride in zip(self.channels, (8, 4, 3), (4, 2, 1), strict=True):
-            # In float32 on every device: bfloat16's rounding would be a bonus that never falls.
-            x = nn.Conv(
-                features,
-                (size, size),
-                stride,
-                "VALID",
-                kernel_init=init,
-                conv_general_dilated=compute.conv_general_dilated,
-            )(x)
-            x = nn.leaky_relu(x, 0.2)
+        # In full float32 on every device: rounding would be a bonus that never falls.
+        options = {"kernel_init": networks.INITS["orthogonal"], "precision": "highest"}
+        fast = {"conv_general_dilated": compute.conv_general_dilated}
+        for features, size, stride in zip(self.channels.split(","), (8, 4, 3), (4, 2, 1), strict=True):
+            x = nn.leaky_relu(nn.Conv(int(features), (size, size), stride, "VALID", **options, **fast)(x), 0.2)
         x = x.reshape(len(x), -1)
         for _ in range(self.depth):
-            x = nn.relu(nn.Dense(self.hidden, kernel_init=init)(x))
-        return nn.Dense(self.hidden, kernel_init=init)(x)
+            x = nn.relu(nn.Dense(self.hidden, **options)(x))
+        return nn.Dense(self.hidden, **options)(x)
 
 
-def core_kind(args: Args) -> str:
-    return "gru" if args.gru else "none"
+def make_target(args: Args) -> Features:
+    return Features(args.channels, args.hidden, 0)
+
+
+def make_predictor(args: Args) -> Features:
+    return Features(args.channels, args.hidden, args.predictor_depth)
 
 
 def make_agent(args: Args) -> Agent:
-    core = networks.Recurrent(core_kind(args), args.hidden)
+    core = networks.Recurrent("gru" if args.gru else "none", args.hidden)
     return Agent(networks.make_encoder(encoder_spec(args)), core, args.hidden)
+
+
+def initial_core(args: Args, size: int) -> networks.Core:
+    return networks.initial_core("gru" if args.gru else "none", args.hidden, size)
 
 
 def look(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core, one_core: bool = False):
@@ -267,23 +276,18 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
-def features_network(args: Args, depth: int) -> Features:
-    return Features(networks.make_encoder(encoder_spec(args)).channels, args.hidden, depth)
-
-
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, agent_key, predictor_key, target_key = jax.random.split(jax.random.PRNGKey(args.seed), 4)
     frames = jnp.zeros((1, *atari.FRAME_SHAPE[:2], args.frame_stack), jnp.uint8)
     frame = jnp.zeros((1, *atari.FRAME_SHAPE))
-    core = networks.initial_core(core_kind(args), args.hidden, 1)
     params = {
-        "agent": agent.init(agent_key, frames, jnp.ones(1, bool), core),
-        "predictor": features_network(args, args.predictor_depth).init(predictor_key, frame),
+        "agent": agent.init(agent_key, frames, jnp.ones(1, bool), initial_core(args, 1)),
+        "predictor": make_predictor(args).init(predictor_key, frame),
     }
     return TrainState(
         params=params,
-        target=features_network(args, 0).init(target_key, frame),
+        target=make_target(args).init(target_key, frame),
         opt_state=make_optimizer(args).init(params),
         key=key,
         global_step=jnp.int32(0),
@@ -296,7 +300,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
     history = jnp.zeros((envs.history_length(args), args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
-    return Carry(history, networks.initial_core(core_kind(args), args.hidden, args.num_envs))
+    return Carry(history, initial_core(args, args.num_envs))
 
 
 # ROLLOUT
@@ -336,22 +340,28 @@ def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
         values=jnp.zeros((args.num_steps + 1, args.num_envs, 2)),
         first_core=carry.core,
         core=carry.core,
-        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i),
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 2)), i),
         t=jnp.int32(0),
     )
 
 
-def stack(args: Args, frames: jax.Array, age: jax.Array, time: jax.Array, env: jax.Array) -> jax.Array:
-    return envs.stack_frames(frames, age, time, env, envs.stack_offsets(args.frame_stack, False))
+def stack(args: Args, frames: jax.Array, age: jax.Array, t: jax.Array, env: jax.Array) -> jax.Array:
+    """What the policy sees at steps t of a rollout, at these ages."""
+    offsets = envs.stack_offsets(args.frame_stack, False)
+    return envs.stack_frames(frames, age, envs.history_length(args) + t, env, offsets)
 
 
 def see(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Adds obs uint8 [N, 1, 84, 84] to the rollout, and its values; returns it, logits [N, 18] and the next core."""
-    row = envs.history_length(args) + rollout.t
-    frames = envs.put_frames(rollout.frames, row, obs)
-    stacked = stack(args, frames, age, row, jnp.arange(args.num_envs))
+    frames = envs.put_frames(rollout.frames, envs.history_length(args) + rollout.t, obs)
+    stacked = stack(args, frames, age, rollout.t, jnp.arange(args.num_envs))
     logits, values, core = look(agent, params, stacked, age == 0, rollout.core, one_core=args.async_)
     return rollout._replace(frames=frames, values=rollout.values.at[rollout.t].set(values)), logits, core
+
+
+def reached(args: Args, rollout: Rollout) -> jax.Array:
+    """The frames uint8 [T, N, 84, 84, 1] that its steps lead to."""
+    return rollout.frames[envs.history_length(args) + 1 :]
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -411,8 +421,8 @@ def whiten(stats: FrameStatistics, frames: jax.Array) -> jax.Array:
 def novelty(args: Args, stats: FrameStatistics, target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
     """How badly the predictor knows the target's features of frames uint8 [B, 84, 84, 1]: mean squares [B]."""
     white = whiten(stats, frames)
-    truth = jax.lax.stop_gradient(features_network(args, 0).apply(target, white))
-    return ((features_network(args, args.predictor_depth).apply(predictor, white) - truth) ** 2).mean(axis=-1)
+    truth = jax.lax.stop_gradient(make_target(args).apply(target, white))
+    return ((make_predictor(args).apply(predictor, white) - truth) ** 2).mean(axis=-1)
 
 
 def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
@@ -424,7 +434,7 @@ def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
 
     raw = mask * jax.lax.map(
         partial(compute.apply, of_frames, (state.target, state.params["predictor"])),
-        rollout.frames[envs.history_length(args) + 1 :],
+        reached(args, rollout),
     )
     # The return runs on through an episode's end, and is not clipped.
     bonus_filter, bonus = shaping.normalize(
@@ -443,61 +453,59 @@ def predictor_loss(args: Args, stats: FrameStatistics, target: dict, predictor: 
 # PROXIMAL POLICY OPTIMISATION
 
 
-def gae(rewards, values, terminated, ended, ratio, gamma, gae_lambda) -> jax.Array:
-    """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16), with V-trace's truncated
-    importance weights (Espeholt et al. 2018, equation 1, both bars 1) where another policy has acted.
+def gae(rewards, values, discount, decay, ratio) -> jax.Array:
+    """Generalised advantage estimates (Schulman et al. 2016, equation 16), with V-trace's truncated importance weights
+    (Espeholt et al. 2018, equation 1, both bars 1) where another policy has acted.
 
     Args:
-      rewards, terminated, ended: [T], of the transition from step t to t + 1.
-      values: [T + 1]. Where an episode ended without being terminated, its last frame's value stands for the rest.
-      ratio: [T], learner's over actor's probability of the action; 1 on-policy.
-      gamma, gae_lambda: [T].
+      rewards: [T, ...], of the transition from step t to t + 1.
+      values: [T + 1, ...].
+      discount: [T, ...], of the value that follows: 0 where the episode terminates.
+      decay: [T, ...], discount x lambda, and 0 wherever the episode ends.
+      ratio: [T, ...], learner's over actor's probability of the action; 1 on-policy.
 
-    Returns advantages float32 [T], which are also V-trace's targets less the values (with its lambda, as in rlax).
+    Returns advantages float32 [T, ...], which are also V-trace's targets less the values (with its lambda, as in rlax).
     """
-    chex.assert_rank([rewards, values, terminated, ended, ratio, gamma, gae_lambda], 1)
-    chex.assert_equal_shape([rewards, values[1:], terminated, ended, ratio, gamma, gae_lambda])
+    chex.assert_equal_shape([rewards, values[1:], discount, decay, ratio])
     rho = jnp.minimum(1.0, ratio)
-    deltas = rho * (rewards + gamma * jnp.where(terminated, 0.0, values[1:]) - values[:-1])
-    decay = rho * gamma * gae_lambda * (1.0 - ended)
+    deltas = rho * (rewards + discount * values[1:] - values[:-1])
 
     def backward(advantage, step):
         delta, decay = step
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True)[1]
+    return jax.lax.scan(backward, jnp.zeros_like(deltas[0]), (deltas, rho * decay), reverse=True)[1]
 
 
 def advantages(args: Args, rewards, bonus, values, ratio, steps: envs.Steps) -> jax.Array:
     """Advantages float32 [T, N, 2]: of the game's rewards, which are episodic, and of the bonus, which is not.
 
+    At a time limit the last frame's value stands for the rest of the episode. The bonus's return goes on with the next
+    episode, over EnvPool's junk step as if it were not there.
+
     Args:
       rewards, bonus, ratio: [T, N].
       values: [T + 1, N, 2].
     """
-    chex.assert_equal_shape([rewards, bonus, ratio, values[:-1, :, 0]])
-    over_games = jax.vmap(gae, in_axes=1, out_axes=1)
-    full = lambda x: jnp.full(rewards.shape, x)  # noqa: E731
-    extrinsic = over_games(
-        rewards, values[..., 0], jnp.asarray(steps.terminated), steps.ended, ratio, full(args.gamma),
-        full(args.gae_lambda),
-    )  # fmt: skip
-    # The bonus's return goes on with the next episode, over EnvPool's junk step as if it were not there.
-    never, real = jnp.zeros_like(steps.done), ~steps.done
-    through = jnp.concatenate([jnp.where(real, values[:-1, :, 1], values[1:, :, 1]), values[-1:, :, 1]])
-    intrinsic = over_games(
-        bonus, through, never, never, jnp.where(real, ratio, 1), jnp.where(real, args.int_gamma, 1),
-        jnp.where(real, args.gae_lambda, 1),
-    )  # fmt: skip
-    return jnp.stack([extrinsic, intrinsic], axis=-1)
+    both, real, values = lambda *x: jnp.stack(x, axis=-1), ~steps.done, jnp.asarray(values)
+    through = jnp.where(real, values[:-1, :, 1], values[1:, :, 1])
+    return gae(
+        both(rewards, bonus),
+        values.at[:-1, :, 1].set(through),
+        both(args.gamma * (1.0 - steps.terminated), jnp.where(real, args.int_gamma, 1.0)),
+        both(
+            args.gamma * args.gae_lambda * (1.0 - steps.ended), jnp.where(real, args.int_gamma * args.gae_lambda, 1.0)
+        ),
+        both(ratio, jnp.where(real, ratio, 1.0)),
+    )
 
 
 def look_again(args: Args, agent: Agent, params: dict, rollout: Rollout, age: jax.Array):
     """What the learner's policy says of a rollout: logits float32 [T, N, 18] and values float32 [T + 1, N, 2]."""
 
     def step(core, t):
-        stacked = stack(args, rollout.frames, age[t], envs.history_length(args) + t, jnp.arange(args.num_envs))
+        stacked = stack(args, rollout.frames, age[t], t, jnp.arange(args.num_envs))
         logits, values, core = look(agent, params, stacked, age[t] == 0, core)
         return core, (logits, values)
 
@@ -509,44 +517,36 @@ class Batch(NamedTuple):
     """Transitions to learn from: over a rollout [T, N]; in a minibatch B sequences of S steps, [B, S] (S = 1 without a
     GRU)."""
 
+    first: jax.Array  # whether a step is its episode's first
     actions: jax.Array
-    logits: jax.Array  # [..., 18], of the policy that the ratio compares with
+    log_probs: jax.Array  # [..., 18], of the policy that the ratio compares with
     advantages: jax.Array
     returns: jax.Array  # [..., 2]
     weight: jax.Array  # 0 for what is no transition; sums to 1 over a minibatch
 
 
-class Inputs(NamedTuple):
-    """What the agent sees of a minibatch."""
-
-    frames: jax.Array  # uint8 [B, S, 84, 84, C]
-    first: jax.Array  # bool [B, S]: whether a step is its episode's first
-    core: networks.Core  # before the first step, [B, hidden]
+def chosen(log_probs: jax.Array, actions: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
 
 
-def log_prob(logits: jax.Array, actions: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), actions[..., None], axis=-1)[..., 0]
-
-
-def loss(args: Args, agent: Agent, params: dict, data: tuple[Inputs, Batch]):
-    """PPO's loss (Schulman et al. 2017, equation 9): float32 [] and its parts, sums over the batch by weight."""
-    inputs, batch = data
+def loss(args: Args, agent: Agent, params: dict, data: tuple[jax.Array, networks.Core, Batch]):
+    """PPO's loss (Schulman et al. 2017, equation 9) of frames uint8 [B, S, 84, 84, C], the core before the first step
+    [B, hidden] and a Batch [B, S]: float32 [] and its parts, sums by weight."""
+    frames, core, batch = data
     encode = partial(agent.apply, params, method="encode")
-    features = compute.in_chunks(encode, inputs.frames.reshape(-1, *inputs.frames.shape[2:]))
-    features = features.reshape(*batch.actions.shape, -1)
-    logits, values, _ = agent.apply(params, features, inputs.first, inputs.core, method="decode")
-    chex.assert_equal_shape([logits, batch.logits])
+    features = compute.in_chunks(encode, frames.reshape(-1, *frames.shape[2:])).reshape(*batch.actions.shape, -1)
+    logits, values, _ = agent.apply(params, features, batch.first, core, method="decode")
+    log_probs = jax.nn.log_softmax(logits)
+    chex.assert_equal_shape([log_probs, batch.log_probs])
     chex.assert_equal_shape([values, batch.returns])
     chex.assert_equal_shape([values[..., 0], batch.actions, batch.advantages, batch.weight])
-    log_ratio = log_prob(logits, batch.actions) - log_prob(batch.logits, batch.actions)
-    ratio = jnp.exp(log_ratio)
+    ratio = jnp.exp(chosen(log_probs - batch.log_probs, batch.actions))
     clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
     parts = {
         "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
         "value_loss": 0.5 * ((values - batch.returns) ** 2).sum(axis=-1),
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "approx_kl": (jnp.exp(batch.log_probs) * (batch.log_probs - log_probs)).sum(axis=-1),
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
     parts = {name: (batch.weight * part).sum() for name, part in parts.items()}
@@ -556,7 +556,7 @@ def loss(args: Args, agent: Agent, params: dict, data: tuple[Inputs, Batch]):
 
 def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, age, batch: Batch, learning_rate, key):
     """Epochs of minibatches; returns the parameters, Adam's state and the last epoch's mean metrics."""
-    tx, first_row = make_optimizer(args), envs.history_length(args)
+    tx, after = make_optimizer(args), reached(args, rollout)
 
     def minibatch(learner, key, index):
         params, opt_state = learner
@@ -564,25 +564,19 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, age,
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
-        part = jax.tree.map(lambda x: x[time, env], batch)
-        inputs = Inputs(
-            frames=stack(args, rollout.frames, age[time, env], first_row + time, env),
-            first=age[time, env] == 0,
-            core=jax.tree.map(lambda x: x[index], rollout.first_core),
-        )
+        part, core = jax.tree.map(lambda x: x[time, env], batch), jax.tree.map(lambda x: x[index], rollout.first_core)
         mean = lambda weight: weight / jnp.maximum(weight.sum(), 1)  # noqa: E731
-        data = (inputs, part._replace(weight=mean(part.weight)))
-        (_, parts), gradient = compute.value_and_grad(
-            partial(loss, args, agent), params["agent"], data, 1 if args.gru else compute.CHUNK
-        )
+        frames = stack(args, rollout.frames, age[time, env], time, env)
+        data = (frames, core, part._replace(weight=mean(part.weight)))
+        few = 1 if args.gru else compute.CHUNK
+        (_, parts), gradient = compute.value_and_grad(partial(loss, args, agent), params["agent"], data, few)
         # The predictor learns from the frames that gave the bonus, of a random part of the transitions.
         count = part.weight.size
-        drawn = jax.random.choice(key, count, (max(round(args.update_proportion * count), 1),), replace=False)
+        drawn = jax.random.choice(key, count, (round(args.update_proportion * count),), replace=False)
         time, env = (jnp.broadcast_to(x, part.weight.shape).reshape(-1)[drawn] for x in (time, env))
-        data = (rollout.frames[first_row + time + 1, env], mean(part.weight.reshape(-1)[drawn]))
-        (_, rnd_parts), rnd_gradient = compute.value_and_grad(
-            partial(predictor_loss, args, state.frame_stats, state.target), params["predictor"], data
-        )
+        error = partial(predictor_loss, args, state.frame_stats, state.target)
+        data = (after[time, env], mean(part.weight.reshape(-1)[drawn]))
+        (_, rnd_parts), rnd_gradient = compute.value_and_grad(error, params["predictor"], data)
         grads = {"agent": gradient, "predictor": rnd_gradient}
         direction, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
@@ -603,22 +597,26 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, age,
 
 def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
     """What an update learns from: a Batch [T, N], the filter, the bonuses [T, N], and metrics of them, float32 []."""
-    mask, logits, values, ratio = ~steps.done, rollout.logits, rollout.values, jnp.ones(steps.done.shape)
+    mask, values, ratio, metrics = ~steps.done, rollout.values, jnp.ones(steps.done.shape), {}
+    mean_of = lambda x: shaping.masked_moments(x, mask)[0]  # noqa: E731
+    log_probs = jax.nn.log_softmax(rollout.logits)
     if args.vtrace:  # values and ratio are the learner's, who is one update ahead of the policy that acted
         logits, values = look_again(args, agent, state.params["agent"], rollout, steps.age)
-        ratio = jnp.exp(log_prob(logits, rollout.actions) - log_prob(rollout.logits, rollout.actions))
+        acted, log_probs = log_probs, jax.nn.log_softmax(logits)
+        ratio = jnp.exp(chosen(log_probs - acted, rollout.actions))
+        metrics = {"losses/rho": mean_of(jnp.minimum(1.0, ratio)), "losses/rho_clipfrac": mean_of(ratio > 1)}
     bonus_filter, raw, bonus = bonuses(args, state, rollout, mask)
     both = advantages(args, jnp.sign(steps.rewards), bonus, values, ratio, steps)
     total = args.ext_coef * both[..., 0] + args.int_coef * both[..., 1]
     if args.norm_adv:
         mean, var = shaping.masked_moments(total, mask)
         total = (total - mean) / jnp.sqrt(var + 1e-8)
-    batch = Batch(rollout.actions, logits, total, both + values[:-1], mask.astype(jnp.float32))
-    metrics = {
-        "losses/ratio": shaping.masked_moments(ratio, mask)[0],
-        "charts/intrinsic_reward": shaping.masked_moments(bonus, mask)[0],
+    weight = mask.astype(jnp.float32)
+    batch = Batch(steps.age[:-1] == 0, rollout.actions, log_probs, total, both + values[:-1], weight)
+    metrics |= {
+        "charts/intrinsic_reward": mean_of(bonus),
         "charts/intrinsic_reward_max": bonus.max(),
-        "charts/prediction_error": shaping.masked_moments(raw, mask)[0],
+        "charts/prediction_error": mean_of(raw),
         "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
     }
     for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
@@ -633,8 +631,8 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
     """One update (Burda et al. 2018, algorithm 1): the next state, metrics float32 [] and bonuses float32 [T, N]."""
     batch, bonus_filter, bonus, metrics = prepare(args, agent, state, rollout, steps)
     # The bonus was given by the old statistics, the predictor learns with the new ones.
-    seen = rollout.frames[envs.history_length(args) + 1 :]
-    state = state._replace(frame_stats=add_frames(state.frame_stats, seen.reshape(-1, *atari.FRAME_SHAPE)))
+    seen = reached(args, rollout).reshape(-1, *atari.FRAME_SHAPE)
+    state = state._replace(frame_stats=add_frames(state.frame_stats, seen))
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     key, shuffle_key = jax.random.split(state.key)
     params, opt_state, parts = optimize(args, agent, state, rollout, steps.age, batch, learning_rate, shuffle_key)
@@ -668,8 +666,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
 
     def policy(frames, age, key, core):
-        core = networks.initial_core(core_kind(args), args.hidden, len(frames)) if core is None else core
-        return choose(agent, params, frames, age, key, core)
+        return choose(agent, params, frames, age, key, initial_core(args, len(frames)) if core is None else core)
 
     return policy
 
@@ -690,22 +687,22 @@ def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, v
 # MAIN
 
 
-def observe_random_play(args: Args, stats: FrameStatistics, stop: Callable) -> FrameStatistics | None:
-    """Starts the statistics from random steps (section 2.4); None if `stop()` said yes."""
-    env = atari.make_montezuma(args, args.num_envs, envs.derive_seed(args.seed, 2))
-    rng = np.random.default_rng(envs.derive_seed(args.seed, 3))
+def observe_random_play(args: Args, stats: FrameStatistics, stop: Callable) -> FrameStatistics:
+    """Starts the statistics from random steps (section 2.4); they stay as they are if `stop()` says yes."""
+    env, new = atari.make_montezuma(args, args.num_envs, envs.derive_seed(args.seed, 3)), stats
+    rng = np.random.default_rng(envs.derive_seed(args.seed, 4))
     env.reset()
     for _ in range(args.obs_norm_init_steps):
         if stop():
-            return None
+            break
         obs = env.step(rng.integers(0, atari.NUM_ACTIONS, args.num_envs))[0]
-        stats = add_frames(stats, obs.transpose(0, 2, 3, 1))
+        new = add_frames(new, obs.transpose(0, 2, 3, 1))
     env.close()
-    return stats
+    return stats if stop() else new
 
 
 def initial(args: Args, agent: Agent) -> dict:
-    """All that a resume needs besides the games; `main` saves the same."""
+    """Learner, actor and the parameters that it has, as `main` saves them."""
     state = initial_state(args, agent)
     return {"state": state, "carry": initial_carry(args), "published": {"0": state.params["agent"]}}
 
@@ -727,13 +724,16 @@ def main(args: Args) -> runs.Run:
         saved = load(args, agent, args.resume)
 
     with runs.Run(args, SCRIPT) as run:
-        games = envs.Games(partial(atari.make_montezuma, args, args.num_envs), envs.derive_seed(args.seed, 0))
+        games = envs.Games(partial(atari.make_montezuma, args, args.num_envs), envs.derive_seed(args.seed, 1))
         episodes, intrinsic = envs.EpisodeStatistics(args.num_envs), envs.EpisodeStatistics(args.num_envs)
         rooms, watch = atari.Rooms(args.num_envs), runs.Stopwatch()
+        books = {"episodes": episodes, "intrinsic": intrinsic, "rooms": rooms}
         if saved:
+            if "actions" in saved["games"]:
+                run.say(f"playing the {saved['games']['actions'].size:,} steps since the last checkpoint again")
             games.restore(saved["games"])
-            for name, part in (("episodes", episodes), ("intrinsic", intrinsic), ("rooms", rooms)):
-                part.restore(saved[name])
+            for name, book in books.items():
+                book.restore(saved[name])
             run.restore(saved["run"])
         start_from = saved or initial(args, agent)
         # Side by side, the learner has the first device (and on a CPU, all of them) and the actor the last.
@@ -745,7 +745,7 @@ def main(args: Args) -> runs.Run:
         if state.frame_stats.count == 0:
             run.say(f"{args.obs_norm_init_steps * args.num_envs:,} random steps, to normalise RND's frames by")
             stats = observe_random_play(args, jax.device_get(state.frame_stats), lambda: run.stop)
-            state = compute.replicate(state._replace(frame_stats=stats or state.frame_stats))
+            state = compute.replicate(state._replace(frame_stats=stats))
 
         with Actors(partial(collect, args, agent, games), [home], int(args.async_), lockstep=True) as actors:
 
@@ -755,16 +755,16 @@ def main(args: Args) -> runs.Run:
             def save():
                 """Stops the actor; what it has played and the learner has not taken is dropped."""
                 actors.stop()
-                parts = {"episodes": episodes.save(), "intrinsic": intrinsic.save(), "rooms": rooms.save()}
                 published = {str(version): params for version, params in actors.published().items()}
                 tree = {"state": state, "carry": carry, "published": published, "games": games.save(played)}
-                run.save(step, tree | parts)
+                run.save(step, tree | {name: book.save() for name, book in books.items()})
                 if args.room_map:
                     run.save_picture(step, "rooms", atari.draw_rooms(rooms.visits, rooms.pictures))
 
             for version, params in start_from["published"].items():
                 actors.publish(int(version), params)
-            start()
+            if not run.stop and step < args.total_timesteps:
+                start()
             while not run.stop and step < args.total_timesteps:
                 try:
                     with watch("waiting"):
@@ -788,10 +788,8 @@ def main(args: Args) -> runs.Run:
                 episodes.add(unroll.steps)
                 intrinsic.add(unroll.steps._replace(rewards=bonus))
                 rooms.add(unroll.rooms, unroll.steps.done, unroll.pictures)
-                charts = {
-                    "charts/policy_lag": updates - version,
-                    "charts/SPS": run.steps_per_second(step),
-                } | watch.fractions()
+                charts = watch.fractions()
+                charts |= {"charts/policy_lag": updates - version, "charts/SPS": run.steps_per_second(step)}
                 charts |= {name.replace("/", "/actor_"): share for name, share in shares.items()}
                 if own := intrinsic.metrics():
                     charts["charts/episodic_intrinsic_return"] = own["charts/episodic_return"]
@@ -799,10 +797,10 @@ def main(args: Args) -> runs.Run:
                 if runs.crossed(args.checkpoint_every, before, step):
                     actors.stop()
                     # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
-                    games.restart(envs.derive_seed(args.seed, step, 0))
+                    games.restart(envs.derive_seed(args.seed, 1, step))
                     played = 0
-                    for part in (episodes, intrinsic, rooms):
-                        part.restart()
+                    for book in books.values():
+                        book.restart()
                     save()
                     start()
             save()

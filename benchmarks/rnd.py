@@ -60,10 +60,10 @@ def measure(flags: str, updates: int) -> dict[str, float]:
     """One run of the script, from its third line of metrics on."""
     args = parse(flags)
     with tempfile.TemporaryDirectory() as folder:
-        total = f"--total-timesteps {args.num_envs * args.num_steps * (updates + 1)} --obs-norm-init-steps 1"
+        total = f"--total-timesteps {args.num_envs * args.num_steps * (updates + 2)} --obs-norm-init-steps 1"
         run = rnd.main(parse(f"{flags} {total} --wandb-mode disabled --run-dir {folder}"))
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    timed = lines[2:]
+    timed = lines[2 : 2 + updates]
 
     def percent(part):
         return 100 * float(np.mean([line[f"time/{part}"] for line in timed]))

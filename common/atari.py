@@ -200,8 +200,11 @@ def evaluate(args, policy: Callable, episodes: int, seed: int, record: bool = Fa
 def replay(args, num_envs: int, seed: int, actions: Sequence[np.ndarray], episode: Episode) -> np.ndarray:
     """Plays the same games again, which the same actions make the same, and returns one episode's frames in colour."""
     env = make_montezuma(args, num_envs, seed, gray_scale=False, img_height=210, img_width=160)
-    film = [env.reset()[0][episode.env].copy()]
-    for action in actions[: episode.last]:
-        film.append(env.step(action)[0][episode.env].copy())
+    obs, film = env.reset()[0], []
+    for t in range(episode.last + 1):
+        if t:
+            obs = env.step(actions[t - 1])[0]
+        if t >= episode.first:
+            film.append(obs[episode.env].copy())
     env.close()
-    return np.stack(film[episode.first :]).transpose(0, 2, 3, 1)
+    return np.stack(film).transpose(0, 2, 3, 1)

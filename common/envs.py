@@ -1,4 +1,4 @@
-"""Procgen on EnvPool: the games, their published score ranges, frame and gap stacks, episode statistics.
+"""EnvPool's games: Procgen and its published score ranges, frame and gap stacks, episode statistics.
 
 EnvPool's automatic reset is NEXT_STEP: the step that ends an episode returns its last frame; the step after
 that ignores its action, resets the game and returns the first frame of the next episode with reward 0. That

@@ -63,14 +63,13 @@ def test_vtrace_equals_rlax():
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=50).astype(np.float32), rng.normal(size=51).astype(np.float32)
     ratio, discount = np.exp(rng.normal(size=50)).astype(np.float32), 0.97 * (rng.random(50) > 0.1).astype(np.float32)
-    ended = discount == 0
-    got = rnd.gae(rewards, values, ended, ended, ratio, np.full(50, 0.97, "f"), np.full(50, 0.9, "f"))
+    got = rnd.gae(rewards, values, discount, 0.9 * discount, ratio)
     theirs = rlax.vtrace_td_error_and_advantage(
         values[:-1], values[1:], rewards, discount, ratio, np.full(50, 0.9, "f")
     )
     np.testing.assert_allclose(got, theirs.errors, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(got, theirs.pg_advantage, rtol=1e-4, atol=1e-5)
-    same = rnd.gae(rewards, values, ended, ended, np.minimum(ratio, 1), np.full(50, 0.97, "f"), np.full(50, 0.9, "f"))
+    same = rnd.gae(rewards, values, discount, 0.9 * discount, np.minimum(ratio, 1))
     np.testing.assert_array_equal(got, same)
 
 
@@ -90,15 +89,17 @@ def test_loss_equals_the_sums_by_hand(seed):
     old, values, returns = normal(20, 1, 18), normal(20, 1, 2), normal(20, 1, 2)
     new, weight = old + 0.1 * normal(20, 1, 18), (rng.random((20, 1)) < 0.8).astype(np.float32)
     weight[0] = 1
-    batch = rnd.Batch(rng.integers(0, 18, (20, 1)), old, normal(20, 1), returns, weight / weight.sum())
-    inputs = rnd.Inputs(np.zeros((20, 1, 1), "f"), np.zeros((20, 1), bool), ())
-    total, parts = rnd.loss(args, Table, (new, values), (inputs, batch))
-    (new, values), flat = jax.tree.map(lambda x: x[:, 0], ((new, values), batch))
+    batch = rnd.Batch(
+        np.zeros((20, 1), bool), rng.integers(0, 18, (20, 1)), jax.nn.log_softmax(old), normal(20, 1), returns,
+        weight / weight.sum(),
+    )  # fmt: skip
+    total, parts = rnd.loss(args, Table, (new, values), (np.zeros((20, 1, 1), "f"), (), batch))
+    (new, old, values), flat = jax.tree.map(lambda x: x[:, 0], ((new, old, values), batch))
     plain = SimpleNamespace(clip_coef=args.clip_coef, vf_clip=0, vf_coef=0.7)
     value_loss = 0
     for head in range(2):
-        one = SimpleNamespace(**flat._replace(returns=flat.returns[:, head])._asdict(), values=values[:, head])
-        _, want = oracle.ppo_loss(plain, 0, 0.02, new, values[:, head], one)
+        one = flat._replace(returns=flat.returns[:, head])._asdict() | {"values": values[:, head], "logits": old}
+        _, want = oracle.ppo_loss(plain, 0, 0.02, new, values[:, head], SimpleNamespace(**one))
         value_loss += want["value_loss"]
     want["value_loss"] = value_loss
     for name, x in want.items():
@@ -134,12 +135,21 @@ def test_merged_frame_statistics_equal_those_of_one_big_batch(seed, sizes):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_features_equal_numpy(depth):
-    network, rng = rnd.Features((4, 6, 5), 7, depth), np.random.default_rng(0)
+    network, rng = rnd.Features("4,6,5", 7, depth), np.random.default_rng(0)
     white = rng.normal(size=(3, *atari.FRAME_SHAPE)).astype(np.float32)
     params = jax.jit(network.init)(jax.random.PRNGKey(0), white)
     want, layers = oracle.rnd_features(params["params"], np.float64(white), depth)
     assert layers == len(params["params"]) == 4 + depth
     np.testing.assert_allclose(jax.jit(network.apply)(params, white), want, rtol=1e-3, atol=1e-4)
+
+
+def test_novelty_is_the_mean_square_between_predictor_and_target(tiny):
+    frames, state = np.asarray(tiny.rollout.frames[4:6, 0]), tiny.state
+    white = np.clip((frames - np.float64(state.frame_stats.mean)) / np.sqrt(state.frame_stats.var + 1e-4), -5, 5)
+    truth = oracle.rnd_features(state.target["params"], white, 0)[0]
+    guess = oracle.rnd_features(state.params["predictor"]["params"], white, tiny.args.predictor_depth)[0]
+    got = rnd.novelty(tiny.args, state.frame_stats, state.target, state.params["predictor"], frames)
+    np.testing.assert_allclose(got, ((truth - guess) ** 2).mean(axis=1), rtol=1e-3)
 
 
 def make_tiny(**flags):
@@ -194,10 +204,45 @@ def test_what_an_update_learns_from(tiny):
     np.testing.assert_allclose(batch.advantages, 2 * both[..., 0] + both[..., 1], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
     np.testing.assert_array_equal(batch.weight, mask)
-    stats, frames = run_update(tiny, tiny.rollout, steps)[0].frame_stats, np.asarray(tiny.rollout.frames)
+    after, _, given = run_update(tiny, tiny.rollout, steps)
+    np.testing.assert_allclose(given, bonus, rtol=1e-4)  # by the statistics from before
+    stats, frames = after.frame_stats, np.asarray(tiny.rollout.frames)
     seen = np.float64(np.concatenate([frames[3], *frames[4:]]))  # the first were in the statistics before
     np.testing.assert_allclose(stats.mean, seen.mean(axis=0), rtol=1e-4)
     np.testing.assert_allclose(stats.var, seen.var(axis=0), rtol=1e-3)
+
+
+@pytest.mark.parametrize("gru", [False, True])
+def test_vtrace_corrects_from_the_actors_to_the_learners_policy(gru):
+    """The learner has moved on: its values and probabilities, over the actor's, are those of an agent that walks
+    through the rollout step by step."""
+    tiny = make_tiny(gru=gru, async_=True, vtrace=True)
+    rng, steps, mask = np.random.default_rng(1), tiny.steps, ~tiny.steps.done
+    moved = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f"), tiny.state.params["agent"])
+    frames, core = np.asarray(tiny.rollout.frames), rnd.initial_core(tiny.args, GAMES)
+    logits, values = np.zeros((T + 1, GAMES, 18)), np.zeros((T + 1, GAMES, 2), np.float32)
+    for t in range(T + 1):
+        seen = np.stack(
+            [[frames[3 + t - min(back, age), n] for back in (3, 2, 1, 0)] for n, age in enumerate(steps.age[t])]
+        )
+        seen = seen[..., 0].transpose(0, 2, 3, 1)
+        logits[t], values[t], core = (
+            x if isinstance(x, tuple) else x[:, 0]
+            for x in jax.jit(tiny.agent.apply)(moved, seen, steps.age[t] == 0, core)
+        )
+    picked = lambda x: np.take_along_axis(x, np.asarray(tiny.rollout.actions)[..., None], axis=-1)[..., 0]  # noqa: E731
+    probs = lambda x: np.apply_along_axis(oracle.softmax, -1, np.float64(x))  # noqa: E731
+    ratio = picked(probs(logits[:T])) / picked(probs(tiny.rollout.logits))
+    assert (ratio[mask] > 1.05).any()
+    assert (ratio[mask] < 0.95).any()
+    state = tiny.state._replace(params=tiny.state.params | {"agent": moved})
+    batch, _, bonus, metrics = jax.jit(partial(rnd.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps)
+    want = rnd.advantages(tiny.args, np.sign(steps.rewards), bonus, values, np.float32(ratio), steps)
+    np.testing.assert_allclose(batch.returns[mask], (want + values[:-1])[mask], rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(batch.advantages[mask], (2 * want[..., 0] + want[..., 1])[mask], rtol=1e-2, atol=2e-3)
+    np.testing.assert_allclose(np.exp(batch.log_probs), probs(logits[:T]), rtol=1e-2, atol=1e-5)
+    assert metrics["losses/rho"] == pytest.approx(np.minimum(ratio, 1)[mask].mean(), rel=1e-3)
+    assert metrics["losses/rho_clipfrac"] == pytest.approx((ratio > 1)[mask].mean(), abs=0.05)
 
 
 def test_steps_that_are_no_transition_change_nothing(tiny):
@@ -281,14 +326,14 @@ def test_the_learner_sees_what_was_acted_on(gru):
     """Stacks, ages and cores over episode ends: looked at again, logits and values are the actor's, and all ratios 1;
     then, from parameters that have moved, they are the new policy's."""
     args = rnd.Args(
-        num_envs=4, num_steps=32, num_minibatches=2, update_epochs=1, channels="4,4,4", hidden=8, gru=gru, vtrace=True,
+        num_envs=4, num_steps=32, num_minibatches=2, update_epochs=1, channels="4,4,4", hidden=16, gru=gru, vtrace=True,
         async_=True, max_episode_steps=20, learning_rate="0", clip_coef=1e-3,
     )  # fmt: skip
     agent, games = rnd.make_agent(args), envs.Games(partial(atari.make_montezuma, args, 4), 3)
     state, carry = rnd.initial_state(args, agent), rnd.initial_carry(args)
-    state.params["agent"]["params"]["policy"]["kernel"] *= 300  # it starts nearly uniform: no mistake would show
+    state.params["agent"]["params"]["policy"]["kernel"] *= 10_000  # it starts nearly uniform: no mistake would show
     state, watch, ends = compute.replicate(state), runs.Stopwatch(), 0
-    local = jax.device_put(state.params["agent"], jax.devices()[-1])
+    local = jax.device_put(jax.device_get(state.params["agent"]), jax.devices()[-1])
     for i in range(2):
         unroll, carry = rnd.collect(args, agent, games, 0, i, local, carry, watch, lambda: None)
         rollout, ends = compute.replicate(unroll.rollout), ends + unroll.steps.ended.sum()
@@ -297,7 +342,7 @@ def test_the_learner_sees_what_was_acted_on(gru):
         np.testing.assert_allclose(logits, rollout.logits, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(values, rollout.values, rtol=1e-3, atol=1e-4)
         state, metrics, _ = rnd.update(args, agent, state, rollout, unroll.steps)
-        assert metrics["losses/ratio"] == pytest.approx(1, abs=1e-4)
+        assert metrics["losses/rho"] == pytest.approx(1, abs=1e-3)
         assert abs(metrics["losses/approx_kl"]) < 1e-5
         assert metrics["losses/clipfrac"] == 0
         assert metrics["losses/entropy"] < 2.8
@@ -305,9 +350,31 @@ def test_the_learner_sees_what_was_acted_on(gru):
         assert set(unroll.pictures) == {1}
     games.close()
     assert ends >= 8
-    moved = jax.tree.map(lambda x: x * 1.5, state.params["agent"])
-    logits, _ = again(moved, rollout, unroll.steps.age)
-    assert np.abs(np.asarray(logits) - rollout.logits).max() > 0.05
+    assert np.asarray(rollout.logits).std(axis=(0, 1)).max() > 0.1  # it does see differences
+
+
+def test_two_rollouts_are_one_of_twice_the_length():
+    """History, core and draws go on over a rollout's border as if it were not there; and each step draws anew."""
+    rng, parts = np.random.default_rng(0), {}
+    frames = rng.integers(0, 256, (9, GAMES, 1, 84, 84), np.uint8)
+    age = np.arange(9)[:, None] * np.ones(GAMES, np.int32)
+    for size in (4, 8):
+        args = rnd.Args(**SMALL | {"num_steps": size, "gru": True})
+        agent, carry, parts[size] = rnd.make_agent(args), rnd.initial_carry(args), []
+        params = rnd.initial_state(args, agent).params["agent"]
+        for i in range(8 // size):
+            rollout = rnd.begin_rollout(args, carry, i)
+            for t in range(i * size, (i + 1) * size):
+                rollout, _ = rnd.act(args, agent, params, rollout, frames[t], age[t])
+            rollout, carry = rnd.end_rollout(args, agent, params, rollout, frames[t + 1], age[t + 1])
+            parts[size].append(rollout)
+    (first, second), (whole,) = parts[4], parts[8]
+    np.testing.assert_allclose(np.concatenate([first.logits, second.logits]), whole.logits, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate([first.values[:4], second.values]), whole.values, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(carry.core[0], whole.core[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(first.actions, whole.actions[:4])
+    rows = [tuple(row) for row in np.concatenate([whole.actions, second.actions]).tolist()]
+    assert len(set(rows)) > 8
 
 
 def test_history_continues_the_rollout(tiny):

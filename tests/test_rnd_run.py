@@ -163,21 +163,71 @@ def test_the_map_shows_each_room_in_its_place():
     np.testing.assert_allclose(bright(100), [0.86, 0.06], atol=0.03)  # room 15: the left of the lowest
 
 
-def test_evaluation_replays_the_best_episode_in_colour():
-    """Games, scores and rooms are of EnvPool's own account; the film is the best episode, from first to last frame."""
-    args = rnd.Args(max_episode_steps=25)
-    played, film = atari.play(args, atari.random_policy, episodes=4, seed=3, record=True)
-    assert [episode.env for episode in played] == [0, 1, 2, 3]
-    assert all(episode.rooms == [1] for episode in played)
-    best = max(played, key=lambda episode: episode.score)
-    assert film.shape == (best.last - best.first + 1, 210, 160, 3)
-    env = atari.make_montezuma(args, 4, 3)
-    first = env.reset()[0][0, 0]
+class Corridor:
+    """Two games of episodes of 2, 3, 4, ... steps: game 0's pay 100 a step and stay in room 1, game 1's pay 1 and each
+    visits a room of its own; the frames count the steps. As EnvPool, it ignores the action after an episode's end."""
+
+    def __init__(self, args, num_envs, seed, gray_scale=True, **size):
+        self.channels, self.asked, self.num_envs = 1 if gray_scale else 3, [], num_envs
+        Corridor.made.append(self)
+
+    def _answer(self, reward, ended):
+        room = np.where(np.arange(2) == 1, 2 + self.episode, 1)
+        ram = np.zeros((2, 128), np.uint8)
+        ram[:, 3] = room
+        frames = np.broadcast_to(
+            np.uint8(len(self.asked) + 100 * np.arange(2))[:, None, None, None], (2, self.channels, 84, 84)
+        )
+        info = {"ram": ram, "elapsed_step": self.age.copy()}
+        return (frames, info) if reward is None else (frames, reward, ended, np.zeros(2, bool), info)
+
+    def reset(self):
+        self.age, self.episode, self.over = np.zeros(2, np.int32), np.zeros(2, int), np.zeros(2, bool)
+        return self._answer(None, None)
+
+    def step(self, actions):
+        self.asked.append(np.array(actions))
+        self.episode += self.over
+        self.age = np.where(self.over, 0, self.age + 1)
+        reward = np.where(self.over, 0.0, [100.0, 1.0])
+        self.over = self.age == self.episode + 2
+        return self._answer(reward, self.over)
+
+    def close(self):
+        pass
+
+
+def test_evaluation_tells_scores_and_rooms_and_films_the_best_episode(monkeypatch):
+    monkeypatch.setattr(atari, "make_montezuma", Corridor)
+    Corridor.made = []
+    rows, summary, film = atari.evaluate(rnd.Args(), atari.random_policy, episodes=2, seed=3, record=True)
+    assert [(row["score"], row["steps"], row["rooms"]) for row in rows] == [(200, 2, [1]), (2, 2, [2])]
+    monkeypatch.setattr(atari, "min", lambda *_: 2, raising=False)  # two games, three episodes each
+    Corridor.made = []
+    rows, summary, film = atari.evaluate(rnd.Args(), atari.random_policy, episodes=6, seed=3, record=True)
+    scores = [(row["score"], row["steps"], row["rooms"]) for row in rows]
+    assert scores[:3] == [(200, 2, [1]), (300, 3, [1]), (400, 4, [1])]
+    assert scores[3:] == [(2, 2, [2]), (3, 3, [3]), (4, 4, [4])]
+    assert summary["rooms"] == [1, 2, 3, 4]
+    assert (summary["mean_return"], summary["max"], summary["episodes"]) == (909 / 6, 400, 6)
+    assert film[:, 0, 0, 0].tolist() == [7, 8, 9, 10, 11]  # of game 0, after episodes of 3 and of 4 frames
+    played, filmed = Corridor.made
+    np.testing.assert_array_equal(filmed.asked, played.asked[: len(filmed.asked)])
+    assert len({tuple(actions) for actions in filmed.asked}) > 3
+
+
+def test_a_replay_is_the_same_game_in_colour():
+    args, rng = rnd.Args(max_episode_steps=60), np.random.default_rng(0)
+    env, actions = atari.make_montezuma(args, 2, 3), rng.integers(0, 18, (60, 2))
+    grey = [env.reset()[0][1, 0]] + [env.step(action)[0][1, 0].copy() for action in actions]
     env.close()
-    grey = film[0] @ [0.299, 0.587, 0.114]
-    small = grey[:, :160].reshape(30, 7, 20, 8).mean(axis=(1, 3))
-    theirs = np.repeat(np.repeat(np.float64(first), 5, axis=0), 5, axis=1).reshape(30, 14, 20, 21).mean(axis=(1, 3))
-    assert np.corrcoef(small.ravel(), theirs.ravel())[0, 1] > 0.9
+    film = atari.replay(args, 2, 3, actions, atari.Episode(0.0, [1], env=1, first=10, last=60))
+    assert film.shape == (51, 210, 160, 3)
+    mean = lambda x: x.reshape(42, x.shape[0] // 42, 4, x.shape[1] // 4).mean(axis=(1, 3))  # noqa: E731
+    small = lambda x: np.repeat(np.repeat(np.float64(x), 5, axis=0), 8, axis=1)  # noqa: E731
+    for t in range(10, 61, 10):
+        one, other = mean(small(grey[t])), mean(np.float64(film[t - 10] @ [0.299, 0.587, 0.114]))
+        assert np.corrcoef(one.ravel(), other.ravel())[0, 1] > 0.98
 
 
 def test_two_thousand_frames(tmp_path):
@@ -264,6 +314,9 @@ BAD = {
     "channels": (["--channels", "32,64"], "--channels 32,64", "3 numbers"),
     "discount": (["--int-gamma", 1.5], "--int-gamma 1.5", "from 0 to 1"),
     "share": (["--update-proportion", 2], "--update-proportion 2", "from 0 to 1"),
+    "no share": (["--update-proportion", 0], "--update-proportion 0.0", "give 0.00024 or more"),
+    "no goal": (["--ext-coef", 0, "--int-coef", 0], "--ext-coef 0.0", "--int-coef"),
+    "no channels": (["--channels", ""], "--channels ''", "3 numbers"),
     "nan": (["--ext-coef", "nan"], "--ext-coef nan", "0 or more"),
     "no statistics": (["--obs-norm-init-steps", 0], "--obs-norm-init-steps 0", "from 1"),
     "schedule": (["--learning-rate", "0:1e-4,oops"], "--learning-rate '0:1e-4,oops'", "step:value"),
