@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import doorgym  # before MuJoCo, which it tells how to draw without a display
 from common import atari, envs, runs
 from ppo_procgen import Args, main
 
@@ -163,7 +164,8 @@ def assert_flag_matters(script, flags, change, whole=False):
 
 def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
     """Bad input is answered in one sentence with exit code 2, before anything long starts."""
-    for module, name in ((envs, "make_procgen"), (atari, "make_montezuma"), (script, "act"), (script, "update")):
+    makers = (envs, "make_procgen"), (atari, "make_montezuma"), (doorgym, "make_vec")
+    for module, name in (*makers, (script, "act"), (script, "update")):
         monkeypatch.setattr(module, name, None)
     with pytest.raises(SystemExit) as stopped:
         runs.cli(script.Args, script.main, ["--wandb-mode", "disabled", *map(str, words)])

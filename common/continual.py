@@ -1,0 +1,66 @@
+"""Task after task: the matrix of success rates, what it says, and how it is shown."""
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+
+def metrics(matrix: np.ndarray) -> dict[str, float]:
+    """What success rates [N, N] on task j after task i say (Diaz-Rodriguez et al. 2018, section 3).
+
+    ACC: accuracy on the tasks learnt; FWT: on those to come; BWT: what later tasks changed; BWT+: for the better; REM:
+    what is remembered. One task has no transfer: 0, and all is remembered.
+    """
+    n = len(matrix)
+    pairs = max(n * (n - 1) / 2, 1)
+    backward = np.tril(matrix - np.diag(matrix), -1).sum() / pairs
+    return {
+        "ACC": float(np.tril(matrix).sum() / (n * (n + 1) / 2)),
+        "FWT": float(np.triu(matrix, 1).sum() / pairs),
+        "BWT": float(backward),
+        "BWT+": float(max(0.0, backward)),
+        "REM": float(1 - abs(min(0.0, backward))),
+    }
+
+
+def show(title: str, matrix: np.ndarray, names: tuple[str, ...], summary: dict[str, float]) -> None:
+    """Prints success rates [M, N] after each of M tasks and what they say."""
+    table = Table(title=title)
+    for column in ("after", *names):
+        table.add_column(column, justify="right")
+    for name, row in zip(names, matrix, strict=False):
+        table.add_row(name, *(f"{x:.2f}" for x in row))
+    Console().print(table, "  ".join(f"{name} {x:.3f}" for name, x in summary.items()))
+
+
+def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:
+    """A row for each task learnt (`matrix` [M, N], M of N), a column for each task; whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["after", *names])
+        writer.writerows([name, *(f"{x:.4f}" for x in row)] for name, row in zip(names, matrix, strict=False))
+    temporary.replace(path)
+
+
+def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndarray:
+    """A heat map of `matrix` [M, N]: uint8 [H, W, 3]."""
+    from matplotlib.figure import Figure  # late: it takes a second
+    from PIL import Image
+
+    rows, columns = matrix.shape
+    figure = Figure(figsize=(2 + 0.65 * columns, 2 + 0.45 * rows), dpi=120, layout="constrained")
+    axis = figure.subplots()
+    axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis")
+    for (i, j), value in np.ndenumerate(matrix):
+        axis.text(j, i, f"{value:.2f}", ha="center", va="center", color="k" if value > 0.5 else "w")
+    axis.set_xticks(range(columns), names, rotation=35, ha="right", fontsize=8)
+    axis.set_yticks(range(rows), names[:rows], fontsize=8)
+    axis.set(xlabel="doors opened in task", ylabel="after learning", title=title)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return np.asarray(Image.open(buffer).convert("RGB"))

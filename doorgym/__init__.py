@@ -1,0 +1,37 @@
+"""Doors to open with a floating hook or gripper: random worlds on MuJoCo, many at a time.
+
+    import doorgym
+    doors = doorgym.make_vec("Lever-Right-Pull", num_envs=64, seed=1, num_threads=8)
+
+    import gymnasium, doorgym
+    doors = gymnasium.make_vec("DoorGym/Lever-Right-Pull-v0", num_envs=64)
+
+A task's name is its knob (Pull, Lever, Round), the side of its hinge (Right, Left) and the way it opens (Pull, Push).
+"""
+
+import os
+import sys
+
+if sys.platform == "linux" and "DISPLAY" not in os.environ:
+    os.environ.setdefault("MUJOCO_GL", "egl")  # before MuJoCo is imported; osmesa is the other one
+
+import gymnasium
+
+from doorgym.vector import DoorEnv, DoorVectorEnv
+from doorgym.worlds import TASKS
+
+__all__ = ["TASKS", "DoorEnv", "DoorVectorEnv", "make_vec"]
+
+
+def make_vec(task: str, num_envs: int, seed: int = 0, num_threads: int | None = None, **options) -> DoorVectorEnv:
+    """Doors side by side: see `DoorVectorEnv`. Raises ValueError for an argument that is not valid."""
+    return DoorVectorEnv(task, num_envs, seed, num_threads, **options)
+
+
+for _name in TASKS:
+    gymnasium.register(
+        f"DoorGym/{_name}-v0",
+        entry_point="doorgym.vector:DoorEnv",
+        vector_entry_point="doorgym.vector:DoorVectorEnv",
+        kwargs={"task": _name},
+    )

@@ -1,0 +1,292 @@
+"""Door worlds as a Gymnasium vector environment, stepped in MuJoCo's own threads, and as a single one."""
+
+import os
+from typing import Any
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from mujoco import mjtState
+from mujoco.rollout import Rollout
+
+from doorgym import worlds
+
+FRAME_SKIP = 20  # of MuJoCo's steps of 1 ms in one of the environment's
+OPEN = 0.2  # radians: a door that is this far open counts as opened
+ROBOTS = {"hook": 6, "gripper": 7}  # and their joints that are observed, as many as actions
+HARDNESS = ("hard", "easy")
+
+
+def action_space(robot: str) -> gym.spaces.Box:
+    """Motors' controls, +-1; the gripper's last is its fingers' angle, from 0 (open) to 1.05."""
+    low, high = -np.ones(ROBOTS[robot], np.float32), np.ones(ROBOTS[robot], np.float32)
+    if robot == "gripper":
+        low[-1], high[-1] = 0.0, 1.05
+    return gym.spaces.Box(low, high)
+
+
+def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> np.ndarray:
+    """DoorGym's reward float64 [N], of the state before a step and the actions in it.
+
+    Args:
+      offset: [N, 3] from knob to finger, metres.
+      pitch, yaw: [N] of the finger to the knob, radians.
+      door, knob: [N] angles; 0 for a knob that does not turn.
+      actions: [N, A] as they were given, before MuJoCo clips them.
+    """
+    distance = np.linalg.norm(offset, axis=-1)
+    reach = -distance - np.log(distance**2 + 0.005) - 5
+    return reach - np.hypot(pitch, yaw) - (actions**2).mean(axis=-1) + 30 * np.abs(door) + 50 * np.abs(knob)
+
+
+class DoorVectorEnv(gym.vector.VectorEnv):
+    """N doors side by side, each episode with a world from a pool that is compiled once.
+
+    Observations float32 [N, 15] (gripper: 17): the robot's joint positions and velocities, then finger minus knob.
+    Actions float32 [N, 6] (gripper: 7) are motor controls. An episode is truncated after `max_episode_steps`, never
+    terminated, and the next one begins in the same step: the last observation and infos are then in
+    info["final_obs"] and info["final_info"]. info["door_angle"] [N]: radians in the door's direction;
+    info["success"] [N]: whether the door has been 0.2 rad open in this episode.
+
+    The same seed gives the same trajectory whatever the number of threads, and each environment's does not depend on
+    how many there are beside it.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50, "autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int = 1,
+        seed: int = 0,
+        num_threads: int | None = None,
+        *,
+        robot: str = "hook",
+        hardness: str = "hard",
+        num_worlds: int = 256,
+        action_repeat: int = 1,
+        max_episode_steps: int = 512,
+        render_mode: str | None = None,
+        width: int = 480,
+        height: int = 480,
+        camera: str = "side",
+    ):
+        """
+        Args:
+          task: a name in `doorgym.TASKS`, such as Lever-Right-Pull.
+          seed: of the worlds, and of the episodes until `reset` gets another.
+          num_threads: None for one a core.
+          num_worlds: how many to draw and compile.
+          action_repeat: an action is held for this many steps of 20 ms, and the reward is the last one's.
+          max_episode_steps: of 20 ms.
+
+        Raises ValueError if an argument is none of those that are valid.
+        """
+        for name, value, valid in (
+            ("task", task, tuple(worlds.TASKS)), ("robot", robot, tuple(ROBOTS)), ("hardness", hardness, HARDNESS),
+            ("render_mode", render_mode, (None, "rgb_array")), ("camera", camera, ("side", "close")),
+        ):  # fmt: skip
+            if value not in valid:
+                raise ValueError(f"{name} {value!r}: give one of {', '.join(map(str, valid))}")
+        num_threads = (
+            num_threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
+        sizes = {
+            "num_envs": num_envs, "num_threads": num_threads, "num_worlds": num_worlds, "action_repeat": action_repeat,
+        }  # fmt: skip
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} {value}: must be 1 or more")
+        if max_episode_steps < 1 or max_episode_steps % action_repeat:
+            raise ValueError(
+                f"max_episode_steps {max_episode_steps}: must be a multiple of action_repeat {action_repeat}"
+            )
+        self.task, self.robot, self.num_envs, self.render_mode = worlds.TASKS[task], robot, num_envs, render_mode
+        self.action_repeat, self.max_episode_steps = action_repeat, max_episode_steps
+        self._picture = {"height": height, "width": width}, camera
+        joints = ROBOTS[robot]
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2 * joints + 3,), np.float32)
+        self.single_action_space = action_space(robot)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+        rng = np.random.default_rng([seed, 0])
+        drawn = [worlds.draw(self.task.knob, hardness, rng) for _ in range(num_worlds)]
+        self.models = [worlds.build(self.task, robot, world).compile() for world in drawn]
+        model = self.models[0]
+        self._nq, self._door = model.nq, model.joint("door").qposadr[0]
+        self._turns = self.task.knob != "pull"
+        self._datas = [mujoco.MjData(model) for _ in range(num_threads)]
+        self._pool = Rollout(nthread=num_threads)
+        steps = FRAME_SKIP * action_repeat
+        size = mujoco.mj_stateSize(model, mjtState.mjSTATE_FULLPHYSICS)
+        self._state = np.zeros((num_envs, size))  # time, positions, velocities
+        self._states = np.zeros((num_envs, steps, size))
+        self._sensors = np.zeros((num_envs, steps, model.nsensordata))
+        self._controls = np.zeros((num_envs, steps, model.nu))
+        self._finger_minus_knob = np.zeros((num_envs, 3))
+        self._world = np.zeros(num_envs, int)
+        self._steps, self._success = np.zeros(num_envs, int), np.zeros(num_envs, bool)
+        self._renderers = {}
+        self._seed(seed)
+
+    def _seed(self, seed: int) -> None:
+        self._rngs = [np.random.default_rng([seed, 1, i]) for i in range(self.num_envs)]
+
+    # The state's parts, of self._state or of others like it.
+
+    def _positions(self, state: np.ndarray) -> np.ndarray:
+        return state[..., 1 : 1 + self._nq]
+
+    def _angles(self, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Door and knob."""
+        positions = self._positions(state)
+        door = positions[..., self._door]
+        return door, positions[..., -1] if self._turns else np.zeros_like(door)
+
+    def _offset(self, sensors: np.ndarray) -> np.ndarray:
+        """Finger (or the middle of two) minus knob [..., 3]."""
+        points = sensors.reshape(*sensors.shape[:-1], -1, 3)
+        return points[..., :-1, :].mean(axis=-2) - points[..., -1, :]
+
+    def _observe(self) -> np.ndarray:
+        joints, velocities = ROBOTS[self.robot], 1 + self._nq
+        parts = (
+            self._state[:, 1 : 1 + joints],
+            self._state[:, velocities : velocities + joints],
+            self._finger_minus_knob,
+        )
+        return np.concatenate(parts, axis=1, dtype=np.float32)
+
+    def _info(self) -> dict[str, Any]:
+        everyone = np.ones(self.num_envs, bool)
+        angle = self.task.direction * self._angles(self._state)[0]
+        return {"door_angle": angle, "_door_angle": everyone, "success": self._success.copy(), "_success": everyone}
+
+    def _begin(self, i: int) -> None:
+        """Starts an episode of environment i: another world, and a robot placed at random."""
+        rng = self._rngs[i]
+        self._world[i] = rng.integers(len(self.models))
+        model, data = self.models[self._world[i]], self._datas[0]
+        positions = np.zeros(self._nq)
+        positions[:6] = rng.uniform(-0.3, 0.3, 6)
+        positions[5] = rng.uniform(0, 3.13)
+        sideways, up = rng.uniform(-0.05, 0.15) * self.task.side, rng.uniform(-0.15, 0.15)
+        # As published: a knob that turns moves up and down only.
+        positions[self._door + 1 : self._door + 3] = (0.0 if self._turns else sideways), up
+        self._state[i] = 0
+        self._positions(self._state[i])[:] = positions
+        data.qpos[:] = positions
+        mujoco.mj_kinematics(model, data)
+        sensed = [data.site(model.sensor(k).objid[0]).xpos for k in range(model.nsensor)]
+        self._finger_minus_knob[i] = self._offset(np.concatenate(sensed))
+        self._steps[i], self._success[i] = 0, False
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        """Starts all episodes anew, or those of options["reset_mask"] bool [N]; `seed` seeds them (not the worlds)."""
+        if seed is not None:
+            self._seed(seed)
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        for i in np.flatnonzero(mask):
+            self._begin(i)
+        return self._observe(), self._info()
+
+    def step(self, actions: np.ndarray):
+        """Moves all worlds by `action_repeat` times 20 ms; rewards float64 [N]."""
+        actions = np.asarray(actions, np.float64)
+        if actions.shape != self.action_space.shape:
+            raise ValueError(f"actions of shape {actions.shape}: give {self.action_space.shape}")
+        last = (self.action_repeat - 1) * FRAME_SKIP
+        controls = actions
+        if self.robot == "gripper":
+            controls = np.concatenate([actions[:, :6], *(s * actions[:, 6:] for s in (1, -1, 1, -1))], axis=1)
+        self._controls[:] = controls[:, None]
+        self._pool.rollout(
+            [self.models[w] for w in self._world], self._datas, self._state, self._controls,
+            nstep=self._controls.shape[1], control_spec=mjtState.mjSTATE_CTRL.value, skip_checks=True,
+            state=self._states, sensordata=self._sensors, chunk_size=max(1, self.num_envs // (8 * len(self._datas))),
+        )  # fmt: skip
+
+        before = self._states[:, last - 1] if last else self._state
+        door, knob = self._angles(before)
+        yaw, pitch = self._positions(before)[:, 3] - door, self._positions(before)[:, 4]
+        costly = actions if self.robot == "hook" else actions[:, :-2]
+        rewards = reward(self._offset(self._sensors[:, last]), pitch, yaw, door, knob, costly)
+
+        self._state[:] = self._states[:, -1]
+        self._finger_minus_knob[:] = self._offset(self._sensors[:, -1])
+        self._steps += self.action_repeat
+        self._success |= np.abs(self._angles(self._state)[0]) >= OPEN
+        truncated = self._steps >= self.max_episode_steps
+        observations, info = self._observe(), self._info()
+        if truncated.any():
+            final = {"final_obs": observations, "_final_obs": truncated}
+            final |= {"final_info": info | {f"_{k}": truncated for k in ("door_angle", "success")}}
+            observations, info = self.reset(options={"reset_mask": truncated})
+            info |= final | {"_final_info": truncated}
+        return observations, rewards, np.zeros(self.num_envs, bool), truncated, info
+
+    def frame(self, i: int = 0) -> np.ndarray:
+        """A picture of environment i: uint8 [height, width, 3]."""
+        world, (size, camera) = int(self._world[i]), self._picture
+        if world not in self._renderers:
+            if len(self._renderers) == 8:  # each holds a context of the graphics driver
+                self._renderers.pop(next(iter(self._renderers))).close()
+            try:
+                self._renderers[world] = mujoco.Renderer(self.models[world], **size)
+            except Exception as error:  # each driver has its own
+                reason = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+                raise RuntimeError(
+                    f"no offscreen rendering with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')} ({reason}): "
+                    "set it to egl or osmesa and install that library (libegl1, libosmesa6)"
+                ) from error
+        data = self._datas[0]
+        data.qpos[:] = self._positions(self._state[i])
+        mujoco.mj_forward(self.models[world], data)
+        self._renderers[world].update_scene(data, camera)
+        return self._renderers[world].render()
+
+    def render(self) -> tuple[np.ndarray, ...] | None:
+        """A picture of every environment, if render_mode is rgb_array."""
+        return tuple(self.frame(i) for i in range(self.num_envs)) if self.render_mode else None
+
+    def close_extras(self, **kwargs) -> None:
+        for renderer in self._renderers.values():
+            renderer.close()
+        self._renderers = {}
+        self._pool.close()
+
+
+class DoorEnv(gym.Env):
+    """One door: the vector environment's, for code that wants a `gymnasium.Env`; no autoreset."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012
+
+    def __init__(self, task: str, **options):
+        self._doors = DoorVectorEnv(task, 1, num_threads=1, **options)
+        self.observation_space = self._doors.single_observation_space
+        self.action_space = self._doors.single_action_space
+        self.render_mode = self._doors.render_mode
+
+    @staticmethod
+    def _first(info: dict[str, Any]) -> dict[str, Any]:
+        return {name: info[name][0] for name in ("door_angle", "success")}
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        observations, info = self._doors.reset(seed=seed)
+        return observations[0], self._first(info)
+
+    def step(self, action: np.ndarray):
+        observations, rewards, _, truncated, info = self._doors.step(np.asarray(action)[None])
+        if truncated[0]:
+            observations, info = info["final_obs"], info["final_info"]
+        return observations[0], float(rewards[0]), False, bool(truncated[0]), self._first(info)
+
+    def render(self) -> np.ndarray | None:
+        return self._doors.frame() if self.render_mode else None
+
+    def close(self) -> None:
+        self._doors.close()

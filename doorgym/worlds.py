@@ -1,0 +1,314 @@
+"""Random doors, built from primitives with MuJoCo's model builder.
+
+World x points from the door towards the robot, z up; metres, kilograms, radians. The slab is 1 m wide, its knob 1 m
+high. Numbers are those of DoorGym's world generator (Urakami et al. 2019, arXiv 1908.01887), with boxes, cylinders and
+capsules in place of its meshes.
+"""
+
+from typing import Literal, NamedTuple
+
+import mujoco
+import numpy as np
+from mujoco import mjtGeom, mjtJoint, mjtObj, mjtSensor
+
+TIMESTEP = 0.001  # seconds
+WIDTH, KNOB_HEIGHT, INSET, CLEARANCE = 1.0, 1.0, 0.15, 0.01
+LATCH_THICKNESS = 0.015
+GAP = 1.3 * LATCH_THICKNESS  # between the front and the back of the frame, where the latch is
+LATCH = np.array((LATCH_THICKNESS / 2, 0.18333, 0.05))  # half sizes
+
+# Who collides with whom: robots with everything but themselves, the latch with the frame (by explicit pairs).
+ROBOT, WORLD = {"contype": 1, "conaffinity": 0}, {"contype": 0, "conaffinity": 1}
+NOTHING = {"contype": 0, "conaffinity": 0}
+
+
+class Task(NamedTuple):
+    knob: Literal["pull", "lever", "round"]
+    hinge: Literal["right", "left"]
+    opening: Literal["pull", "push"]
+
+    @property
+    def name(self) -> str:
+        return "-".join(part.capitalize() for part in self)
+
+    @property
+    def side(self) -> int:
+        """+1 where the hinge is on the side of +y (right), -1 on that of -y."""
+        return 1 if self.hinge == "right" else -1
+
+    @property
+    def direction(self) -> int:
+        """Sign of the door's angle as it opens."""
+        return -self.side if self.opening == "push" else self.side
+
+
+TASKS = {
+    task.name: task
+    for knob in ("pull", "lever", "round")
+    for opening in ("pull", "push")
+    for hinge in ("right", "left")
+    for task in [Task(knob, hinge, opening)]
+}
+
+
+class World(NamedTuple):
+    """What is random about a world."""
+
+    height: float
+    thickness: float
+    door_damping: float  # N m s/rad
+    door_stiffness: float  # N m/rad
+    knob_damping: float
+    knob_stiffness: float
+    knob_limit: float  # rad, either way
+    knob_friction: tuple[float, float, float]  # sliding, torsional, rolling
+    robot_damping: float
+    shape: tuple[float, ...]  # of the knob, see `add_knob`
+    colors: np.ndarray  # [6, 3]: slab, frame, wall, floor, knob, and shininess, specular
+    lights: np.ndarray  # [2 to 5, 3]: directions
+
+
+# Metres of each knob's dimensions, uniform.
+SHAPES = {
+    # plate's width and height, grip bar's distance, half length and radius
+    "pull": ((0.102, 0.145), (0.255, 0.287), (0.070, 0.117), (0.077, 0.096), (0.0065, 0.0099)),
+    # shaft's radius and length, handle's length and thickness
+    "lever": ((0.015, 0.020), (0.0465, 0.060), (0.0945, 0.141), (0.021, 0.0285)),
+    # neck's length, knob's radius and depth
+    "round": ((0.010, 0.018), (0.033, 0.041), (0.027, 0.049)),
+}
+
+
+def draw(knob: str, hardness: str, rng: np.random.Generator) -> World:
+    """A random world; its numbers are discrete, as the original's."""
+
+    def steps(low: int, high: int, unit: float) -> float:
+        return float(rng.integers(low, high)) * unit
+
+    hard = hardness == "hard"
+    return World(
+        height=steps(2000, 2500, 0.001),
+        thickness=steps(20, 30, 0.001),
+        door_damping=steps(10, 20, 0.1),
+        door_stiffness=steps(10, 20, 0.01),
+        knob_damping=steps(100, 200, 0.01) if hard else steps(10, 20, 0.01),
+        knob_stiffness=steps(100, 150, 0.01) if hard else steps(10, 15, 0.01),
+        knob_limit=steps(75, 80, 3.14 / 180),
+        knob_friction=(steps(50, 100, 0.01), steps(1, 5, 0.001), steps(1, 5, 0.001)),
+        robot_damping=steps(9, 11, 0.01),
+        shape=tuple(float(rng.uniform(low, high)) for low, high in SHAPES[knob]),
+        colors=rng.uniform(0.15, 0.9, (6, 3)),
+        lights=rng.uniform((-1, -1, -1), (-0.2, 1, -0.3), (rng.integers(2, 6), 3)),
+    )
+
+
+def door_mass(world: World) -> float:
+    return world.height * WIDTH * world.thickness * 300
+
+
+def door_inertia(world: World) -> np.ndarray:
+    """[3] about the slab's middle: a box's."""
+    x, y, z = np.square((world.thickness, WIDTH, world.height))
+    return door_mass(world) / 12 * np.array((y + z, x + z, x + y))
+
+
+def knob_home(task: Task) -> float:
+    """World y of the knob where its slide is at 0: 0.15 m inside the slab's free edge."""
+    return -task.side * (WIDTH / 2 - INSET)
+
+
+def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco.MjSpec:
+    """A world as a model to compile. Joints: the robot's, then door, target_y, target_z, and knob where it turns."""
+    spec = mujoco.MjSpec()
+    spec.modelname = f"{task.name} {robot}"
+    spec.compiler.degree = False
+    spec.option.timestep = TIMESTEP
+    spec.option.gravity = (0, 0, 0)  # of the floating robots' worlds
+    spec.visual.global_.offwidth = spec.visual.global_.offheight = 1024
+    spec.visual.headlight.ambient, spec.visual.headlight.diffuse = (0.35,) * 3, (0.35,) * 3
+    for direction in world.lights:
+        light = spec.worldbody.add_light(type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL, dir=direction, castshadow=False)
+        light.diffuse = np.full(3, 0.6 / len(world.lights))
+    finish = {"shininess": world.colors[5, 0], "specular": world.colors[5, 1]}
+    for name, color in zip(("slab", "frame", "wall", "floor", "knob"), world.colors, strict=False):
+        spec.add_material(name=name, rgba=(*color, 1), **finish)
+    spec.worldbody.add_camera(name="side", pos=(1.9, -1.35, 1.75), xyaxes=_look_at((1.9, -1.35, 1.75), (0.15, 0, 1.05)))
+    spec.worldbody.add_camera(name="close", pos=(1.1, -0.9, 1.6), xyaxes=_look_at((1.1, -0.9, 1.6), (0.1, 0, 1.1)))
+    spec.worldbody.add_geom(
+        name="floor", type=mjtGeom.mjGEOM_PLANE, pos=(0, 0, -0.05), size=(5, 5, 0.1), material="floor", **WORLD
+    )
+    {"hook": add_hook, "gripper": add_gripper}[robot](spec, world)
+    add_wall(spec, world)
+    add_door(spec, task, world)
+    for name in {"hook": ("finger", "knob"), "gripper": ("finger_right", "finger_left", "knob")}[robot]:
+        # Measured before each step, so what is read after one is a millisecond old, as in the original.
+        spec.add_sensor(name=name, type=mjtSensor.mjSENS_FRAMEPOS, objtype=mjtObj.mjOBJ_SITE, objname=name)
+    return spec
+
+
+def _look_at(eye, target) -> np.ndarray:
+    """A camera's x and y axes [6], its top up."""
+    z = np.subtract(eye, target, dtype=float)
+    x = np.cross((0, 0, 1), z)
+    y = np.cross(z, x)
+    return np.concatenate([x / np.linalg.norm(x), y / np.linalg.norm(y)])
+
+
+def _box(body, name: str, low, high, **options) -> None:
+    """A box from its lowest to its highest corner."""
+    low, high = np.asarray(low, float), np.asarray(high, float)
+    body.add_geom(name=name, type=mjtGeom.mjGEOM_BOX, pos=(low + high) / 2, size=(high - low) / 2, **options)
+
+
+def add_wall(spec: mujoco.MjSpec, world: World) -> None:
+    """The wall around the door, and the frame's front and back, in world coordinates."""
+    t, free, inner, top = world.thickness, WIDTH / 2, WIDTH / 2 + CLEARANCE, world.height + CLEARANCE
+    wall = {"material": "wall"} | WORLD
+    _box(spec.worldbody, "wall_left", (-0.3, -2.57, 0), (0, -0.57, top + 1), **wall)
+    _box(spec.worldbody, "wall_right", (-0.3, 0.6, 0), (0, 2.6, top + 1), **wall)
+    _box(spec.worldbody, "wall_top", (-0.3, -0.57, top + 0.1), (0, 0.6, top + 1), **wall)
+    for name, x in (("front", 0), ("back", -(t + GAP))):
+        sides = {"material": "frame"} | WORLD
+        _box(spec.worldbody, f"{name}_left", (x - t / 2, -inner - 0.1, 0), (x + t / 2, -inner, top), **sides)
+        _box(spec.worldbody, f"{name}_right", (x - t / 2, inner, 0), (x + t / 2, inner + 0.1, top), **sides)
+        _box(
+            spec.worldbody, f"{name}_top", (x - t / 2, -free - 0.11, top), (x + t / 2, free + 0.11, top + 0.1), **sides
+        )
+
+
+def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
+    """Slab, knob and latch. The door's body is at its hinge, its knob's where the knob is fixed to the slab."""
+    t, side = world.thickness, task.side
+    door = spec.worldbody.add_body(name="door", pos=(0, side * WIDTH / 2, 0))
+    angle = np.sort((0.0, task.direction * 1.57))
+    _joint(door, "door", (0, 0, 1), angle, world.door_damping, 1e-4, world.door_stiffness)
+    middle = np.array((0, -side * WIDTH / 2, world.height / 2))
+    door.explicitinertial = True
+    door.mass, door.ipos, door.inertia = door_mass(world), middle, door_inertia(world)
+    half = np.array((t / 2, WIDTH / 2, world.height / 2))
+    _box(door, "slab", middle - half, middle + half, material="slab", **WORLD)
+
+    turns = task.knob != "pull"
+    depth = t / 2 if turns else t / 2 - 0.006
+    mount = door.add_body(name="mount", pos=(depth, knob_home(task) - side * WIDTH / 2, KNOB_HEIGHT))
+    mount.explicitinertial = True
+    mount.mass, mount.ipos, mount.inertia = 1.0, (0, 0, 0), (1e-3,) * 3
+    # Slides so stiff that they only serve to place the knob.
+    _joint(mount, "target_y", (0, 1, 0), (-0.2, 0.3), 30000, 0, slide=True)
+    _joint(mount, "target_z", (0, 0, 1), (-0.5, 0.5), 30000, 0, slide=True)
+    if turns:
+        limits = (-world.knob_limit, world.knob_limit)
+        _joint(mount, "knob", (1, 0, 0), limits, world.knob_damping, 1e-4, world.knob_stiffness)
+    knob = mount.add_body(name="knob")
+    add_knob(knob, task, world)
+    if turns:
+        y, z = LATCH[1:]
+        x = LATCH[0]
+        knob.explicitinertial = True
+        knob.mass, knob.ipos = 1.0, (-(GAP / 2 + 2.1 * t), 0, 0)
+        knob.inertia = np.array((y**2 + z**2, x**2 + z**2, x**2 + y**2)) / 3
+        knob.add_geom(
+            name="latch", type=mjtGeom.mjGEOM_BOX, pos=(-(t + GAP / 2), 0, 0), size=LATCH, material="knob", **NOTHING
+        )
+        for name in ("front_left", "front_right", "back_left", "back_right"):
+            spec.add_pair(geomname1="latch", geomname2=name, solref=(0.01, 1), condim=3)
+
+
+def add_knob(body, task: Task, world: World) -> None:
+    """Geoms of the knob, towards +x, and the site that a robot's finger should go to."""
+    solid = {"friction": world.knob_friction, "condim": 4, "material": "knob"} | WORLD
+    side, shape = task.side, world.shape
+
+    def rod(name, a, b, radius, kind=mjtGeom.mjGEOM_CYLINDER):
+        body.add_geom(name=name, type=kind, fromto=(*a, *b), size=(radius, 0, 0), density=1000, **solid)
+
+    if task.knob == "pull":
+        width, height, distance, half, radius = shape
+        plate = 0.006, 0.011  # on the slab, which begins at 0.006
+        _box(
+            body, "plate", (plate[0], -width / 2, -height / 2), (plate[1], width / 2, height / 2), density=1000, **solid
+        )
+        for name, z in (("post_low", -half), ("post_high", half)):
+            rod(name, (plate[1], 0, z), (distance, 0, z), radius)
+        rod("grip", (distance, 0, -half), (distance, 0, half), radius, mjtGeom.mjGEOM_CAPSULE)
+        target = ((plate[1] + distance) / 2, 0, 0)  # behind the bar
+    elif task.knob == "lever":
+        radius, shaft, length, thickness = shape
+        x = shaft + thickness / 2
+        rod("shaft", (0, 0, 0), (shaft, 0, 0), radius)
+        ends = (side * (thickness / 2 - 0.02), side * (length - 0.02 - thickness / 2))  # from -0.02 towards the hinge
+        rod("handle", (x, ends[0], 0), (x, ends[1], 0), thickness / 2, mjtGeom.mjGEOM_CAPSULE)
+        target = (x, side * np.interp(length, SHAPES["lever"][2], (0.018, 0.034)), 0)
+    else:
+        neck, radius, depth = shape
+        rod("neck", (0, 0, 0), (neck, 0, 0), 0.0135)
+        rod("ball", (neck, 0, 0), (neck + depth, 0, 0), radius)
+        target = (neck + depth / 2, 0, 0)
+    body.add_site(name="knob", pos=target, size=(0.008,) * 3, rgba=(1, 0, 0, 0.5), group=4)
+
+
+def _joint(body, name, axis, limits, damping, armature, stiffness=0.0, slide=False, pos=(0, 0, 0)) -> None:
+    kind = mjtJoint.mjJNT_SLIDE if slide else mjtJoint.mjJNT_HINGE
+    joint = body.add_joint(name=name, type=kind, axis=axis, pos=pos, range=limits, armature=armature)
+    joint.limited = mujoco.mjtLimited.mjLIMITED_TRUE
+    joint.damping[0], joint.stiffness[0] = damping, stiffness
+
+
+def add_wrist(spec: mujoco.MjSpec, damping: float):
+    """A floating wrist with six motors, at (1, 0, 1.2): slides along x, y, z, hinges about z, y, x."""
+    wrist = spec.worldbody.add_body(name="wrist", pos=(1, 0, 1.2))
+    anchor = (-0.06416, 0, 0.0053)
+    for axis, name in zip(np.eye(3), "xyz", strict=True):
+        _joint(wrist, f"slide_{name}", axis, (-3, 3), damping, 1, slide=True, pos=anchor)
+    for axis, name, limits in zip(np.eye(3)[::-1], "zyx", ((-1.57, 1.57), (-1.57, 1.57), (0, 3.13)), strict=True):
+        _joint(wrist, f"hinge_{name}", axis, limits, damping, 1, pos=anchor)
+    wrist.explicitinertial = True
+    wrist.mass, wrist.ipos, wrist.inertia = 0.65711, anchor, (5.79e-3, 5.30e-3, 3.42e-3)
+    _box(wrist, "wrist", (-0.10, -0.05, -0.05), (0.03, 0.05, 0.05), rgba=(0.25, 0.3, 0.4, 1), **ROBOT)
+    for name in ("slide_x", "slide_y", "slide_z", "hinge_z", "hinge_y", "hinge_x"):
+        motor = spec.add_actuator(
+            name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT, ctrlrange=(-1, 1), ctrllimited=True
+        )
+        motor.gear[0] = 2
+    return wrist
+
+
+GRIP = {"friction": (1, 1, 1), "condim": 3} | ROBOT
+
+
+def add_hook(spec: mujoco.MjSpec, world: World) -> None:
+    """A C of four bars, 10 mm thick, open towards -y; its finger is the bar farthest from the wrist."""
+    wrist = add_wrist(spec, world.robot_damping)
+    hook = wrist.add_body(name="hook", pos=(-0.06, -0.02, 0))
+    hook.explicitinertial = True
+    hook.mass, hook.ipos, hook.inertia = 1e-4, (-0.05, 0.02, 0), (1e-7,) * 3
+    color = {"rgba": (0.9, 0.75, 0.1, 1)} | GRIP
+    _box(hook, "hook_arm", (-0.0565, 0, -0.005), (-0.020, 0.0456, 0.005), **color)
+    _box(hook, "hook_link", (-0.1006, 0.0385, -0.005), (-0.0494, 0.050, 0.005), **color)
+    _box(hook, "hook_tip", (-0.1006, -0.010, -0.005), (-0.080, 0.0015, 0.005), **color)
+    finger = hook.add_body(name="finger")
+    _box(finger, "hook_finger", (-0.105, -0.0056, -0.005), (-0.0935, 0.0456, 0.005), mass=4.3e-3, **color)
+    finger.add_site(name="finger", pos=(-0.0999, 0.020, 0), size=(0.008,) * 3, rgba=(0, 1, 0, 0.5), group=4)
+
+
+def add_gripper(spec: mujoco.MjSpec, world: World) -> None:
+    """Two fingers of two links each; their servos turn the inner link in and the outer one back, so that the tips stay
+    parallel. The original's joints lack its class for robots: they have damping 1."""
+    del world
+    wrist = add_wrist(spec, 1.0)
+    color = {"rgba": (0.9, 0.75, 0.1, 1)} | GRIP
+    for name, side in (("right", 1), ("left", -1)):
+        inner = wrist.add_body(name=f"{name}_inner", pos=(-0.10, side * 0.045, 0))
+        outer = inner.add_body(name=f"{name}_outer", pos=(-0.045, 0, 0))
+        # 0 is open, 1.05 closed: a positive angle moves a tip towards the other one.
+        _joint(inner, f"{name}_inner", (0, 0, side), (0, 1.05), 1, 0.01)
+        _joint(outer, f"{name}_outer", (0, 0, side), (-1.05, 0), 1, 0.01)
+        _box(inner, f"{name}_inner", (-0.045, -0.006, -0.008), (0, 0.006, 0.008), mass=0.01, **color)
+        _box(outer, f"{name}_outer", (-0.035, -0.006, -0.008), (0, 0.006, 0.008), mass=0.01, **color)
+        outer.add_site(name=f"finger_{name}", pos=(-0.03, 0, 0), size=(0.008,) * 3, rgba=(0, 1, 0, 0.5), group=4)
+        for part, limits in (("inner", (0, 1.05)), ("outer", (-1.05, 0))):
+            servo = spec.add_actuator(
+                name=f"{name}_{part}", target=f"{name}_{part}", trntype=mujoco.mjtTrn.mjTRN_JOINT,
+                ctrlrange=limits, ctrllimited=True,
+            )  # fmt: skip
+            servo.set_to_position(kp=20)
