@@ -588,7 +588,6 @@ def update(args: Args, remember: bool, state: TrainState, rollout: Rollout):
     )
     metrics = {f"losses/{name}": value[-1] for name, value in parts.items()} | {
         "losses/explained_variance": explained,
-        "losses/param_norm": optax.tree.norm(learner),
         "losses/action_std": jnp.exp(log_std).mean(),
         "charts/skipped_steps": skipped,
         "charts/skipped_in_a_row": longest,
@@ -712,8 +711,8 @@ def main(args: Args) -> runs.Run:
                 doors = make_doors(args, name, args.num_envs, envs.derive_seed(args.seed, 9), args.num_worlds)
             state, metrics = learn(args, state, doors, watch)
             step, updates = int(state.global_step), int(state.updates)
-            run.check_finite(step, metrics)
             check_skipped(args, run, step, metrics)
+            run.check_finite(step, metrics)
             over = updates * args.num_envs * DECISIONS >= args.task_timesteps
             if over or updates % args.eval_every == 0:
                 with watch("evaluation"):

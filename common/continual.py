@@ -29,12 +29,12 @@ def metrics(matrix: np.ndarray) -> dict[str, float]:
 
 def show(title: str, matrix: np.ndarray, names: tuple[str, ...], summary: dict[str, float]) -> None:
     """Prints success rates [M, N] after each of M tasks and what they say."""
-    table = Table(title=title)
+    table = Table()
     for column in ("after", *names):
         table.add_column(column, justify="right")
     for name, row in zip(names, matrix, strict=False):
         table.add_row(name, *(f"{x:.2f}" for x in row))
-    Console().print(table, "  ".join(f"{name} {x:.3f}" for name, x in summary.items()))
+    Console().print(title, table, "  ".join(f"{name} {x:.3f}" for name, x in summary.items()), sep="\n")
 
 
 def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:

@@ -189,7 +189,7 @@ def assert_resumes_after_sigterm(script, flags, tmp_path):
     (run_dir,) = (tmp_path / "stopped").iterdir()
     assert f"python {script.SCRIPT}.py --resume {run_dir}" in output
     step = runs.load_checkpoint(run_dir)[0]
-    assert step == read_metrics(run_dir)[-1]["global_step"] < flags["total_timesteps"]
+    assert step == read_metrics(run_dir)[-1]["global_step"] < script.Args(**flags).total_timesteps
     resumed = start(f"{script.SCRIPT}.py", "--resume", run_dir)
     assert resumed.wait(120) == 0, resumed.communicate()[0]
     assert_same_run(whole, run_dir)
