@@ -520,7 +520,9 @@ def descend(args: Args, learner: dict, direction: dict) -> dict:
 
 def gradients(args: Args, state: TrainState, learner: dict, opt_state, batch: Batch, remember: bool):
     """The gradient of a minibatch: PPO's, clipped, and the penalty's, which looks one step ahead and is not clipped."""
-    (_, parts), grads = jax.value_and_grad(partial(loss, args), argnums=0, has_aux=True)(learner, batch)
+    (_, parts), grads = jax.value_and_grad(partial(loss, args), has_aux=True)(learner, batch)
+    # A barrier keeps XLA from computing a gradient of millions of weights again in each of its uses: twice as fast.
+    grads = jax.lax.optimization_barrier(grads)
     norm = optax.tree.norm(grads)
     parts["grad_norm"] = norm
     if args.max_grad_norm:
@@ -529,9 +531,10 @@ def gradients(args: Args, state: TrainState, learner: dict, opt_state, batch: Ba
     if remember:
         # Where Adam would go with this gradient alone: the penalty there says what the step is about to spoil.
         direction, _ = make_optimizer(args).update(grads, opt_state)
-        ahead = descend(args, learner, direction)["hyper"]
+        ahead = jax.lax.optimization_barrier(descend(args, learner, direction)["hyper"])
         value, spoils = jax.value_and_grad(partial(penalty, args))(ahead, state.embeddings, state.targets, state.task)
         grads = grads | {"hyper": jax.tree.map(lambda g, s: g + args.beta * s, grads["hyper"], spoils)}
+        grads = jax.lax.optimization_barrier(grads)
         parts["penalty"] = value
     return grads, parts
 
@@ -559,11 +562,13 @@ def update(args: Args, remember: bool, state: TrainState, rollout: Rollout):
     def minibatch(carry, index):
         learner, opt_state, skipped, in_a_row, longest = carry
         grads, parts = gradients(args, state, learner, opt_state, jax.tree.map(lambda x: x[index], batch), remember)
-        direction, new_opt_state = tx.update(grads, opt_state)
-        new = descend(args, learner, direction), new_opt_state
-        # One that is not finite would make everything so.
-        good = jnp.isfinite(optax.tree.norm(grads))
-        learner, opt_state = jax.tree.map(partial(jnp.where, good), new, (learner, opt_state))
+        good = jnp.isfinite(optax.tree.norm(grads))  # one that is not would make everything so
+
+        def take(learner, opt_state):
+            direction, opt_state = tx.update(grads, opt_state)
+            return descend(args, learner, direction), opt_state
+
+        learner, opt_state = jax.lax.cond(good, take, lambda *same: same, learner, opt_state)
         in_a_row = jnp.where(good, 0, in_a_row + 1)
         carry = learner, opt_state, skipped + ~good, in_a_row, jnp.maximum(longest, in_a_row)
         return carry, jax.tree.map(lambda x: jnp.where(good, x, 0.0), parts)

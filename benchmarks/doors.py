@@ -1,0 +1,167 @@
+"""Doors on all threads beside bare `mj_step`, and the seconds of an update of hnppo_doorgym.py.
+
+Prints two tables and appends their rows to CSV files (OUT.csv and OUT_update.csv). Try:
+
+python benchmarks/doors.py
+"""
+
+import os
+import shlex
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import throughput  # the script beside this one; it makes the repository's modules importable
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import doorgym  # before MuJoCo, which it tells how to draw without a display
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import mujoco
+import numpy as np
+
+import hnppo_doorgym as hn
+from common import runs
+
+PUBLISHED = (
+    "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "
+    "--max-grad-norm 1e-4 --num-envs 256 --num-minibatches 256 --update-epochs 10"
+)
+SETTINGS = {
+    "default": "",
+    "default, --critic hyper": "--critic hyper",
+    "default, --chunked": "--chunked",
+    "published": PUBLISHED,
+    "--method ppo": "--method ppo",
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    num_envs: int = 64
+    """doors side by side"""
+    rounds: int = 5
+    """how often the environment and mj_step run, in turns; the table has the medians"""
+    updates: int = 2
+    """timed updates, after one that compiles"""
+    out: str = "benchmarks/results/doors"
+    """where rows are appended; empty for nowhere"""
+
+
+def play(doors: doorgym.DoorVectorEnv, actions: np.ndarray) -> float:
+    """Seconds for actions [T, N, A] in the environment."""
+    doors.reset(seed=1)
+    start = time.perf_counter()
+    for action in actions:
+        doors.step(action)
+    return time.perf_counter() - start
+
+
+def bare(doors: doorgym.DoorVectorEnv, actions: np.ndarray, threads: int) -> float:
+    """Seconds for the same worlds, starts and actions with nothing but mj_step, doors dealt out to threads."""
+    doors.reset(seed=1)
+    models = [doors.models[world] for world in doors._world]
+    datas = [mujoco.MjData(model) for model in models]
+    for data, state in zip(datas, doors._state, strict=True):
+        data.qpos[:] = state[1 : 1 + data.qpos.size]
+
+    def work(k):
+        for action in actions:
+            for i in range(k, len(models), threads):
+                datas[i].ctrl[:] = action[i]
+                mujoco.mj_step(models[i], datas[i], 80)
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
+
+
+def speed(task: str, args: Args) -> dict:
+    threads = len(os.sched_getaffinity(0))
+    doors = doorgym.make_vec(task, args.num_envs, 1, threads, action_repeat=4)
+    # Towards the knob, so that there are contacts.
+    actions = np.random.default_rng(0).normal(0, 1, (hn.DECISIONS - 1, args.num_envs, 6))
+    actions[..., 0] -= 0.5
+    times = [(play(doors, actions), bare(doors, actions, threads)) for _ in range(args.rounds)]
+    doors.close()
+    ours, theirs = np.median(times, axis=0)
+    steps = actions.shape[0] * args.num_envs * 80
+    return {
+        "task": task,
+        "threads": threads,
+        "doors": args.num_envs,
+        "decisions/s": f"{steps / 80 / ours:.0f}",
+        "mj_step us, one thread": f"{1e6 * theirs * threads / steps:.2f}",
+        "of bare mj_step %": f"{100 * np.median([b / a for a, b in times]):.1f}",
+        "rounds": args.rounds,
+    }
+
+
+def adam_alone(args: hn.Args, learner: dict) -> float:
+    """Seconds of one Adam step on these parameters, ten in a scan."""
+    tx = hn.make_optimizer(args)
+
+    @partial(jax.jit, donate_argnums=0)
+    def ten(carry):
+        def step(carry, _):
+            learner, opt_state = carry
+            direction, opt_state = tx.update(jax.tree.map(lambda p: 0.1 * p, learner), opt_state)
+            return (hn.descend(args, learner, direction), opt_state), None
+
+        return jax.lax.scan(step, carry, length=10)[0]
+
+    carry = jax.block_until_ready(ten((jax.tree.map(jnp.copy, learner), tx.init(learner))))
+    start = time.perf_counter()
+    jax.block_until_ready(ten(carry))
+    return (time.perf_counter() - start) / 10
+
+
+def update_seconds(name: str, flags: str, updates: int) -> dict:
+    """An update in a second task, so that the penalty is in it."""
+    args = tyro.cli(hn.Args, args=shlex.split(f"{flags} --num-worlds 64"))
+    doors = hn.make_doors(args, "Pull-Right-Pull", args.num_envs, 1, args.num_worlds)
+    state = hn.begin_task(args, hn.end_task(args, hn.begin_task(args, hn.initial_state(args))))
+    adam, times = adam_alone(args, state.learner), []
+    for _ in range(1 + updates):
+        watch = runs.Stopwatch()
+        state, _ = hn.learn(args, state, doors, watch)
+        times.append(watch.seconds)
+    doors.close()
+    rollout, update = (np.median([x[name] for x in times[1:]]) for name in ("rollout", "update"))
+    steps, decisions = args.num_minibatches * args.update_epochs, args.num_envs * hn.DECISIONS
+    return {
+        "setting": name,
+        "weights that learn": sum(x.size for x in jax.tree.leaves(state.learner)),
+        "decisions": decisions,
+        "gradient steps": steps,
+        "rollout s": f"{rollout:.3g}",
+        "update s": f"{update:.3g}",
+        "decisions/s": f"{decisions / (rollout + update):.0f}",
+        "ms a gradient step": f"{1e3 * update / steps:.3g}",
+        "of it one Adam step %": f"{100 * adam * steps / update:.0f}",
+        "flags": flags,
+    }
+
+
+def main(args: Args) -> None:
+    speeds = [speed(task, args) for task in ("Pull-Right-Pull", "Lever-Right-Pull", "Round-Left-Push")]
+    seconds = [update_seconds(name, flags, args.updates) for name, flags in SETTINGS.items()]
+    for rows, suffix in ((speeds, ".csv"), (seconds, "_update.csv")):
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+        Console().print(table)
+        throughput.append_rows(args.out and args.out + suffix, [row | throughput.origin() for row in rows])
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
