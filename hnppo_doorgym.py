@@ -8,6 +8,7 @@ keeps what it generates for earlier tasks as it was (von Oswald et al. 2020, arX
     python hnppo_doorgym.py --method ppo --task 2 --robot gripper
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ TASKS = (
     "Lever-Left-Push",
 )
 SLOTS = len(TASKS)  # a series has at most this many
-EVAL_SEED = 1000
+EVAL_SEED, SELECT_SEED = 1000, 2000  # of the doors that the matrix is of, and of those that parameters are chosen by
 ACTION_REPEAT, DECISIONS = 4, 128  # of 80 ms in an episode: 10.24 seconds
 
 
@@ -47,7 +48,7 @@ class Args:
 
     # The doors
     tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"
-    """to learn in this order: the study's numbers, or names such as Round-Right-Pull"""
+    """in this order: 0, 1 pull handles, right and left; 2, 3 levers; 4, 5 levers to push; or names: Round-Right-Pull"""
     robot: Literal["hook", "gripper"] = "hook"
     """what floats before the door"""
     hardness: Literal["hard", "easy"] = "hard"
@@ -97,7 +98,7 @@ class Args:
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
-    """clip the gradient of PPO's loss to this global norm; the penalty's is not clipped"""
+    """clip the gradient of PPO's loss, not the penalty's, to this global norm; 0 for no clipping"""
     adam_eps: float = 1e-5
     """Adam's epsilon"""
     max_skipped: int = 50
@@ -109,7 +110,7 @@ class Args:
     eval_episodes: int = 100
     """episodes of an evaluation, always the same ones; mean actions"""
     stop_at_success: float = 0.95
-    """go on to the next task when as large a part of the doors was opened in three evaluations in a row"""
+    """go on to the next task when this part of the doors was opened in three evaluations in a row; 2 for never"""
 
     # The run
     seed: int = 1
@@ -158,6 +159,7 @@ def task_names(args: Args) -> tuple[str, ...]:
             word = TASKS[int(word)]
         valid = f"give numbers from 0 to {SLOTS - 1}, or names such as {TASKS[2]}, with commas between"
         check(word in doorgym.TASKS, f"--tasks {args.tasks!r}: {valid}")
+        check(word not in names, f"--tasks {args.tasks!r}: {word} is in it twice")
         names.append(word)
     check(len(names) <= SLOTS, f"--tasks {args.tasks!r}: give at most {SLOTS}")
     return tuple(names)
@@ -297,7 +299,7 @@ class TrainState(NamedTuple):
     best: dict  # the learner at this task's best evaluation
     best_success: jax.Array  # float32 []; -1 before the first
     held: jax.Array  # int32 []: evaluations in a row that were good enough to stop
-    matrix: jax.Array  # float32 [SLOTS, SLOTS]: success on task j after task i
+    matrix: jax.Array  # float32 [SLOTS, SLOTS]: success on task j after task i; NaN where not measured
     key: jax.Array
     task: jax.Array  # int32 []: position in the series
     finished: jax.Array  # int32 []: tasks learnt; `task` as long as that one is not
@@ -336,7 +338,7 @@ def initial_state(args: Args) -> TrainState:
         best=learner,
         best_success=jnp.float32(-1),
         held=zero,
-        matrix=jnp.zeros((SLOTS, SLOTS)),
+        matrix=jnp.full((SLOTS, SLOTS), jnp.nan),
         key=key,
         task=jnp.int32(-1),
         finished=zero,
@@ -373,7 +375,8 @@ def begin_task(args: Args, state: TrainState) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def end_task(args: Args, state: TrainState) -> TrainState:
-    """The task's end: the best parameters, and what they make of the task is remembered."""
+    """The task's end: its best parameters, and what they make of it is remembered, once and for all (the study makes
+    all targets anew at each task's start, so that they drift along)."""
     learner = state.best
     remembered = {k: v for k, v in networks(args, learner).items() if args.critic == "hyper" or k == "actor"}
     targets = state.targets.at[state.task].set(ravel_pytree(remembered)[0])
@@ -422,7 +425,7 @@ def make_doors(args: Args, task: str, num_envs: int, seed: int, num_worlds: int)
 def play(doors: doorgym.DoorVectorEnv, choose, seed: int, film: list | None = None):
     """One episode of each door, with the actions that `choose(obs, t)` returns: a Rollout, and success bool [N].
 
-    `film` is given a frame of the first door after each decision.
+    `film` is given a frame of the first door before each decision.
     """
     obs, _ = doors.reset(seed=seed)
     seen, actions, rewards = [obs], [], []
@@ -562,7 +565,7 @@ def update(args: Args, remember: bool, state: TrainState, rollout: Rollout):
     def minibatch(carry, index):
         learner, opt_state, skipped, in_a_row, longest = carry
         grads, parts = gradients(args, state, learner, opt_state, jax.tree.map(lambda x: x[index], batch), remember)
-        good = jnp.isfinite(optax.tree.norm(grads))  # one that is not would make everything so
+        good = jnp.isfinite(parts["grad_norm"] + optax.tree.norm(grads))  # one that is not would make everything so
 
         def take(learner, opt_state):
             direction, opt_state = tx.update(grads, opt_state)
@@ -571,12 +574,12 @@ def update(args: Args, remember: bool, state: TrainState, rollout: Rollout):
         learner, opt_state = jax.lax.cond(good, take, lambda *same: same, learner, opt_state)
         in_a_row = jnp.where(good, 0, in_a_row + 1)
         carry = learner, opt_state, skipped + ~good, in_a_row, jnp.maximum(longest, in_a_row)
-        return carry, jax.tree.map(lambda x: jnp.where(good, x, 0.0), parts)
+        return carry, jax.tree.map(lambda x: jnp.where(good, x, jnp.nan), parts)
 
     def epoch(carry, key):
         order = jax.random.permutation(key, len(batch.obs)).reshape(args.num_minibatches, -1)
         carry, parts = jax.lax.scan(minibatch, carry, order)
-        return carry, jax.tree.map(jnp.mean, parts)
+        return carry, jax.tree.map(lambda x: jnp.nan_to_num(jnp.nanmean(x)), parts)  # of the steps that were taken
 
     key, *keys = jax.random.split(state.key, 1 + args.update_epochs)
     carry = state.learner, state.opt_state, state.skipped, state.skipped_in_a_row, jnp.int32(0)
@@ -614,9 +617,8 @@ def policy_for(args: Args, state: TrainState, i: int) -> dict:
 
 def evaluate_policy(args: Args, actor: dict, task: str, episodes: int, seed: int = EVAL_SEED, film: list | None = None):
     """Mean actions before doors of its own, the same ones for a seed: returns [episodes], success bool [episodes]."""
-    doors = make_doors(args, task, episodes, seed, episodes)
-    rollout, success = play(doors, lambda obs, t: mean_action(args, actor, obs), seed, film)
-    doors.close()
+    with closing(make_doors(args, task, episodes, seed, episodes)) as doors:
+        rollout, success = play(doors, lambda obs, t: mean_action(args, actor, obs), seed, film)
     return rollout.rewards.sum(axis=0), success
 
 
@@ -643,8 +645,9 @@ def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, v
             actor = generated(args)[1](state.targets[i])["actor"]
         frames = film if video else None
         if random:
-            doors = make_doors(args, name, episodes, EVAL_SEED + seed, episodes)
-            rollout, success = play(doors, lambda obs, t: rng.uniform(-1, 1, (len(obs), sizes(args)[1])), seed, frames)
+            with closing(make_doors(args, name, episodes, EVAL_SEED + seed, episodes)) as doors:
+                drawn = lambda obs, t: rng.uniform(-1, 1, (len(obs), sizes(args)[1]))  # noqa: E731
+                rollout, success = play(doors, drawn, EVAL_SEED + seed, frames)
             returns = rollout.rewards.sum(axis=0)
         else:
             returns, success = evaluate_policy(args, actor, name, episodes, EVAL_SEED + seed, frames)
@@ -688,7 +691,7 @@ def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict) -> None:
         rate = "--hyper-learning-rate" if args.method == "hnppo" else "--learning-rate"
         raise runs.DivergedError(
             f"{many} gradients in a row were not finite before step {step}: training stopped, {run.path} keeps its "
-            f"last checkpoint; try a smaller {rate}, --clip-coef or --max-grad-norm"
+            f"checkpoints; try a smaller {rate}, --clip-coef or --max-grad-norm"
         )
 
 
@@ -713,6 +716,8 @@ def main(args: Args) -> runs.Run:
                 state = begin_task(args, state)
             name = names[int(state.task)]
             if doors is None or doors.task.name != name:
+                if doors:
+                    doors.close()
                 doors = make_doors(args, name, args.num_envs, envs.derive_seed(args.seed, 9), args.num_worlds)
             state, metrics = learn(args, state, doors, watch)
             step, updates = int(state.global_step), int(state.updates)
@@ -722,7 +727,7 @@ def main(args: Args) -> runs.Run:
             if over or updates % args.eval_every == 0:
                 with watch("evaluation"):
                     actor = policy_of(args, state.learner)
-                    returns, success = evaluate_policy(args, actor, name, args.eval_episodes)
+                    returns, success = evaluate_policy(args, actor, name, args.eval_episodes, SELECT_SEED)
                 state = keep_best(args, state, success.mean())
                 metrics |= {"eval/success_rate": success.mean(), "eval/mean_return": returns.mean()}
             run.log(step, metrics | watch.fractions() | {"charts/SPS": run.steps_per_second(step)})
@@ -730,6 +735,8 @@ def main(args: Args) -> runs.Run:
                 state = finish(args, run, state, names)
             if run.stop or state.finished > state.task or updates % args.checkpoint_every == 0:
                 run.save(step, {"state": state})
+        if doors:
+            doors.close()
     return run
 
 

@@ -13,18 +13,23 @@ def metrics(matrix: np.ndarray) -> dict[str, float]:
     """What success rates [N, N] on task j after task i say (Diaz-Rodriguez et al. 2018, section 3).
 
     ACC: accuracy on the tasks learnt; FWT: on those to come; BWT: what later tasks changed; BWT+: for the better; REM:
-    what is remembered. One task has no transfer: 0, and all is remembered.
+    what is remembered. One task has no transfer: 0, and all is remembered. NaN for a task that was not asked for when
+    another one was learnt: FWT is of the others.
     """
     n = len(matrix)
-    pairs = max(n * (n - 1) / 2, 1)
+    pairs, ahead = max(n * (n - 1) / 2, 1), matrix[np.triu_indices(n, 1)]
     backward = np.tril(matrix - np.diag(matrix), -1).sum() / pairs
     return {
         "ACC": float(np.tril(matrix).sum() / (n * (n + 1) / 2)),
-        "FWT": float(np.triu(matrix, 1).sum() / pairs),
+        "FWT": float(np.nan_to_num(ahead).sum() / max(np.isfinite(ahead).sum(), 1)),
         "BWT": float(backward),
         "BWT+": float(max(0.0, backward)),
         "REM": float(1 - abs(min(0.0, backward))),
     }
+
+
+def cell(value: float, digits: int) -> str:
+    return "" if np.isnan(value) else f"{value:.{digits}f}"
 
 
 def show(title: str, matrix: np.ndarray, names: tuple[str, ...], summary: dict[str, float]) -> None:
@@ -33,7 +38,7 @@ def show(title: str, matrix: np.ndarray, names: tuple[str, ...], summary: dict[s
     for column in ("after", *names):
         table.add_column(column, justify="right")
     for name, row in zip(names, matrix, strict=False):
-        table.add_row(name, *(f"{x:.2f}" for x in row))
+        table.add_row(name, *(cell(x, 2) for x in row))
     Console().print(title, table, "  ".join(f"{name} {x:.3f}" for name, x in summary.items()), sep="\n")
 
 
@@ -43,7 +48,7 @@ def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:
     with temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["after", *names])
-        writer.writerows([name, *(f"{x:.4f}" for x in row)] for name, row in zip(names, matrix, strict=False))
+        writer.writerows([name, *(cell(x, 4) for x in row)] for name, row in zip(names, matrix, strict=False))
     temporary.replace(path)
 
 
@@ -57,7 +62,7 @@ def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndar
     axis = figure.subplots()
     axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis")
     for (i, j), value in np.ndenumerate(matrix):
-        axis.text(j, i, f"{value:.2f}", ha="center", va="center", color="k" if value > 0.5 else "w")
+        axis.text(j, i, cell(value, 2), ha="center", va="center", color="k" if value > 0.5 else "w")
     axis.set_xticks(range(columns), names, rotation=35, ha="right", fontsize=8)
     axis.set_yticks(range(rows), names[:rows], fontsize=8)
     axis.set(xlabel="doors opened in task", ylabel="after learning", title=title)

@@ -32,7 +32,8 @@ def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> n
 
     Args:
       offset: [N, 3] from knob to finger, metres.
-      pitch, yaw: [N] of the finger to the knob, radians.
+      pitch, yaw: [N] of the finger to the knob, radians; those of the joints, which turn about z, y and x in this order
+        (the original's Euler angles are of another order, and the same for small angles).
       door, knob: [N] angles; 0 for a knob that does not turn.
       actions: [N, A] as they were given, before MuJoCo clips them.
     """
@@ -72,6 +73,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         width: int = 480,
         height: int = 480,
         camera: str = "side",
+        autoreset: bool = True,
     ):
         """
         Args:
@@ -81,6 +83,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
           num_worlds: how many to draw and compile.
           action_repeat: an action is held for this many steps of 20 ms, and the reward is the last one's.
           max_episode_steps: of 20 ms.
+          autoreset: whether the next episode begins at once; otherwise `reset` has to be called.
 
         Raises ValueError if an argument is none of those that are valid.
         """
@@ -90,15 +93,21 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         ):  # fmt: skip
             if value not in valid:
                 raise ValueError(f"{name} {value!r}: give one of {', '.join(map(str, valid))}")
-        num_threads = (
-            num_threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        num_threads = num_threads or cores
         sizes = {
             "num_envs": num_envs, "num_threads": num_threads, "num_worlds": num_worlds, "action_repeat": action_repeat,
         }  # fmt: skip
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} {value}: must be 1 or more")
+        for name, value, low, high in (
+            ("seed", seed, 0, 2**64),
+            ("width", width, 1, 1024),
+            ("height", height, 1, 1024),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"{name} {value}: must be from {low} to {high}")
         if max_episode_steps < 1 or max_episode_steps % action_repeat:
             raise ValueError(
                 f"max_episode_steps {max_episode_steps}: must be a multiple of action_repeat {action_repeat}"
@@ -116,6 +125,9 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         drawn = [worlds.draw(self.task.knob, hardness, rng) for _ in range(num_worlds)]
         self.models = [worlds.build(self.task, robot, world).compile() for world in drawn]
         model = self.models[0]
+        # A thread's data goes from world to world; with arrays of other sizes it would be written past its end.
+        if len({model.signature for model in self.models}) > 1:
+            raise RuntimeError(f"worlds of {task} differ in structure")
         self._nq, self._door = model.nq, model.joint("door").qposadr[0]
         self._turns = self.task.knob != "pull"
         self._datas = [mujoco.MjData(model) for _ in range(num_threads)]
@@ -129,8 +141,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._finger_minus_knob = np.zeros((num_envs, 3))
         self._world = np.zeros(num_envs, int)
         self._steps, self._success = np.zeros(num_envs, int), np.zeros(num_envs, bool)
-        self._renderers = {}
-        self._seed(seed)
+        self._renderers, self._autoreset = {}, autoreset
+        self.reset(seed=seed)
 
     def _seed(self, seed: int) -> None:
         self._rngs = [np.random.default_rng([seed, 1, i]) for i in range(self.num_envs)]
@@ -221,7 +233,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._success |= np.abs(self._angles(self._state)[0]) >= OPEN
         truncated = self._steps >= self.max_episode_steps
         observations, info = self._observe(), self._info()
-        if truncated.any():
+        if truncated.any() and self._autoreset:
             final = {"final_obs": observations, "_final_obs": truncated}
             final |= {"final_info": info | {f"_{k}": truncated for k in ("door_angle", "success")}}
             observations, info = self.reset(options={"reset_mask": truncated})
@@ -229,7 +241,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         return observations, rewards, np.zeros(self.num_envs, bool), truncated, info
 
     def frame(self, i: int = 0) -> np.ndarray:
-        """A picture of environment i: uint8 [height, width, 3]."""
+        """A picture of environment i, whatever `render_mode` is: uint8 [height, width, 3]."""
         world, (size, camera) = int(self._world[i]), self._picture
         if world not in self._renderers:
             if len(self._renderers) == 8:  # each holds a context of the graphics driver
@@ -239,8 +251,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
             except Exception as error:  # each driver has its own
                 reason = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
                 raise RuntimeError(
-                    f"no offscreen rendering with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')} ({reason}): "
-                    "set it to egl or osmesa and install that library (libegl1, libosmesa6)"
+                    f"no offscreen rendering with MUJOCO_GL={os.environ.get('MUJOCO_GL')} ({reason}): import "
+                    "doorgym before mujoco, or set it to egl or osmesa before Python starts; install libegl1 or libosmesa6"
                 ) from error
         data = self._datas[0]
         data.qpos[:] = self._positions(self._state[i])
@@ -265,7 +277,7 @@ class DoorEnv(gym.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012
 
     def __init__(self, task: str, **options):
-        self._doors = DoorVectorEnv(task, 1, num_threads=1, **options)
+        self._doors = DoorVectorEnv(task, 1, num_threads=1, autoreset=False, **options)
         self.observation_space = self._doors.single_observation_space
         self.action_space = self._doors.single_action_space
         self.render_mode = self._doors.render_mode
@@ -281,8 +293,6 @@ class DoorEnv(gym.Env):
 
     def step(self, action: np.ndarray):
         observations, rewards, _, truncated, info = self._doors.step(np.asarray(action)[None])
-        if truncated[0]:
-            observations, info = info["final_obs"], info["final_info"]
         return observations[0], float(rewards[0]), False, bool(truncated[0]), self._first(info)
 
     def render(self) -> np.ndarray | None:

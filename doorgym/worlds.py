@@ -126,8 +126,10 @@ def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco
     spec.option.gravity = (0, 0, 0)  # of the floating robots' worlds
     spec.visual.global_.offwidth = spec.visual.global_.offheight = 1024
     spec.visual.headlight.ambient, spec.visual.headlight.diffuse = (0.35,) * 3, (0.35,) * 3
-    for direction in world.lights:
-        light = spec.worldbody.add_light(type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL, dir=direction, castshadow=False)
+    for i in range(5):  # in every world, lit or not: all worlds of a task must have data of one size
+        light = spec.worldbody.add_light(type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL, castshadow=False)
+        light.active = i < len(world.lights)
+        light.dir = world.lights[min(i, len(world.lights) - 1)]
         light.diffuse = np.full(3, 0.6 / len(world.lights))
     finish = {"shininess": world.colors[5, 0], "specular": world.colors[5, 1]}
     for name, color in zip(("slab", "frame", "wall", "floor", "knob"), world.colors, strict=False):

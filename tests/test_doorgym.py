@@ -210,6 +210,10 @@ def test_observation_and_reward_are_those_of_mujoco(make, name):
     data.qpos[:] = doors._positions(doors._state[1])
     mujoco.mj_forward(model, data)
     knob = data.joint("knob").qpos if model.nq == 10 else np.zeros(1)
+    # A door ajar, so that the finger's direction is not the door's.
+    doors._state[1, 1 + doors._door] = data.joint("door").qpos[0] = 0.05 * doors.task.direction
+    mujoco.mj_forward(model, data)
+    obs[1, -3:] = data.site("finger").xpos - data.site("knob").xpos
     rng = np.random.default_rng(0)
     for _ in range(20):
         offset = data.site("finger").xpos - data.site("knob").xpos
@@ -224,6 +228,67 @@ def test_observation_and_reward_are_those_of_mujoco(make, name):
         mujoco.mj_step(model, data, 20)
         obs, rewards, *_ = doors.step(actions)
         np.testing.assert_allclose(rewards[1], want + 30 * abs(door) + 50 * abs(knob[0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_touching_doors_move_as_each_alone(make, seed):
+    """Doors of many worlds that take turns in two threads' data, robot and door in contact, against a model and data of
+    their own each: what one world leaves behind must not change another."""
+    doors = make("Pull-Right-Pull", 48, seed, 2, num_worlds=48)
+    doors.reset(seed=3)
+    rng = np.random.default_rng(seed)
+    knobs = doors._state[:, 2 + doors._door : 4 + doors._door]
+    doors._state[:, 1:7] = rng.normal((-0.75, -0.35, -0.2, 0, 0, 1.5), 0.02, (48, 6))
+    doors._state[:, 2:4] += knobs
+    singles = []
+    for state, world in zip(doors._state, doors._world, strict=True):
+        model = doors.models[world]
+        singles.append((model, mujoco.MjData(model)))
+        singles[-1][1].qpos[:] = doors._positions(state)
+    actions, touched = rng.normal((1, 0, 0, 0, 0, 0), 1, (15, 48, 6)), 0
+    for action in actions:
+        doors.step(action)
+        for (model, data), control, got in zip(singles, action, doors._state, strict=True):
+            data.ctrl[:] = control
+            data.qacc_warmstart[:] = 0  # as in mujoco.rollout
+            mujoco.mj_step(model, data, 20)
+            touched += data.ncon > 0
+            np.testing.assert_allclose(doors._positions(got), data.qpos, atol=1e-9)
+    assert touched > 50
+
+
+def test_each_episode_has_another_world(make):
+    doors = make("Pull-Right-Pull", 16, 1, 1, max_episode_steps=2)
+    seen = [doors._world.copy()]
+    for _ in range(8):
+        doors.step(np.zeros((16, 6)))
+        seen.append(doors._world.copy())
+    assert len(set(seen[0])) > 4
+    np.testing.assert_array_equal(seen[0], seen[1])
+    assert (seen[1] != seen[2]).mean() > 0.5
+    assert len(set(np.ravel(seen))) == 8
+
+
+@pytest.mark.parametrize("knob", ["pull", "lever", "round"])
+def test_what_is_drawn_is_in_the_model(knob):
+    """Each joint's damping, spring and range, and the door's mass and inertia about its hinge."""
+    task = doorgym.TASKS[f"{knob.capitalize()}-Left-Push"]
+    world = worlds.draw(knob, "hard", np.random.default_rng(5))
+    model = worlds.build(task, "hook", world).compile()
+    numbers = {
+        "slide_x": (world.robot_damping, 0, 3), "hinge_z": (world.robot_damping, 0, 1.57),
+        "hinge_x": (world.robot_damping, 0, 3.13), "door": (world.door_damping, world.door_stiffness, 1.57),
+        "target_y": (30000, 0, 0.3), "target_z": (30000, 0, 0.5),
+    }  # fmt: skip
+    if knob != "pull":
+        numbers["knob"] = world.knob_damping, world.knob_stiffness, world.knob_limit
+    for name, want in numbers.items():
+        joint = model.joint(name)
+        got = model.dof_damping[joint.dofadr[0]], np.ravel(joint.stiffness)[0], joint.range[1]
+        np.testing.assert_allclose(got, want, err_msg=name)
+    assert model.body("door").mass[0] == pytest.approx(300 * world.height * world.thickness)
+    assert {tuple(x) for x in model.geom_friction[model.geom_condim == 4]} == {world.knob_friction}
+    assert (model.opt.timestep, *model.opt.gravity) == (0.001, 0, 0, 0)
 
 
 def test_episodes_are_truncated_and_begin_again_in_the_same_step(make):
@@ -277,8 +342,8 @@ def test_start_states_are_in_the_published_ranges(make):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # unbounded observations, the gripper's asymmetric action
 @pytest.mark.parametrize("options", [{}, {"robot": "gripper"}])
 def test_gymnasium_makes_and_checks_it(options):
-    env = gym.make("DoorGym/Lever-Right-Pull-v0", num_worlds=2, **options)
-    check_env(env.unwrapped, skip_render_check=True)
+    env = gym.make("DoorGym/Lever-Right-Pull-v0", num_worlds=2, render_mode="rgb_array", **options)
+    check_env(env.unwrapped)
     env.close()
     doors = gym.make_vec("DoorGym/Lever-Right-Pull-v0", num_envs=3, num_worlds=2, **options)
     obs, _ = doors.reset(seed=1)
@@ -323,6 +388,8 @@ def test_pictures_show_the_door_move(make):
         ({"render_mode": "human"}, "render_mode 'human'"),
         ({"num_envs": 0}, "num_envs 0: must be 1 or more"),
         ({"num_worlds": 0}, "num_worlds 0"),
+        ({"seed": -1}, "seed -1: must be from 0"),
+        ({"width": 1200}, "width 1200: must be from 1 to 1024"),
         ({"max_episode_steps": 10, "action_repeat": 4}, "max_episode_steps 10: must be a multiple of action_repeat 4"),
     ],
 )
