@@ -251,8 +251,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
             except Exception as error:  # each driver has its own
                 reason = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
                 raise RuntimeError(
-                    f"no offscreen rendering with MUJOCO_GL={os.environ.get('MUJOCO_GL')} ({reason}): import "
-                    "doorgym before mujoco, or set it to egl or osmesa before Python starts; install libegl1 or libosmesa6"
+                    f"no offscreen rendering with MUJOCO_GL={os.environ.get('MUJOCO_GL')} ({reason}): "
+                    "import doorgym before mujoco, or set it to egl or osmesa before; install libegl1 or libosmesa6"
                 ) from error
         data = self._datas[0]
         data.qpos[:] = self._positions(self._state[i])

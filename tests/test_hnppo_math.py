@@ -1,5 +1,7 @@
 """Hypernetwork PPO against float64 NumPy, rlax and what can be done by hand."""
 
+from contextlib import closing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -243,6 +245,39 @@ def test_gae_equals_rlax(seed, gamma, lam):
         np.testing.assert_allclose(got[:, i], want, rtol=1e-4, atol=1e-5)
 
 
+def test_each_part_has_its_learning_rate():
+    """Adam's first step is as long as the learning rate, for every number with a gradient."""
+    args = make_args(num_minibatches=1, update_epochs=1, adam_eps=1e-12, learning_rate=0.02, hyper_learning_rate=0.003)
+    before = jax.device_get(begun(args)._replace(opt_state=hn.make_optimizer(args).init(begun(args).learner)))
+    after, _ = hn.update(args, False, jax.tree.map(jnp.asarray, before), random_rollout(args))
+    for name, rate in (("hyper", 0.003), ("embedding", 0.003), ("critic", 0.02)):
+        pairs = zip(jax.tree.leaves(before.learner[name]), jax.tree.leaves(after.learner[name]), strict=True)
+        steps = np.concatenate([np.abs(x - y).ravel() for x, y in pairs])
+        moved = steps[steps > 0]
+        assert len(moved) > 0.3 * len(steps), name
+        np.testing.assert_allclose(np.median(moved), rate, rtol=1e-3)
+
+
+def test_a_rollout_ends_with_the_episodes_last_observation():
+    """`play` against steps by hand: the last observation is the episode's own, not the next one's first."""
+    args = make_args(num_worlds=3)
+    actions = np.random.default_rng(0).normal(size=(hn.DECISIONS, 4, 6))
+    with closing(hn.make_doors(args, "Pull-Right-Pull", 4, 1, 3)) as doors:
+        rollout, success = hn.play(doors, lambda obs, t: actions[t], 7)
+        obs, rewards = [doors.reset(seed=7)[0]], []
+        for t in range(hn.DECISIONS):
+            new, reward, _, truncated, info = doors.step(actions[t])
+            assert truncated.all() == (t == hn.DECISIONS - 1)
+            obs.append(new)
+            rewards.append(reward)
+    np.testing.assert_array_equal(rollout.obs[:-1], obs[:-1])
+    np.testing.assert_array_equal(rollout.obs[-1], info["final_obs"])
+    assert (rollout.obs[-1] != obs[-1]).all()
+    np.testing.assert_array_equal(rollout.rewards, np.float32(rewards))
+    np.testing.assert_array_equal(rollout.actions, actions)
+    np.testing.assert_array_equal(success, info["final_info"]["success"])
+
+
 @pytest.mark.parametrize("flags", [{"method": "ppo"}, {"critic": "hyper"}, {"chunked": True}, {}], ids=str)
 def test_learns_which_action_is_rewarded(flags):
     """Rewards for actions near one that depends on the observation's sign: the mean action finds it."""
@@ -280,10 +315,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     before = jax.device_get(begun(args))
     state, metrics = hn.update(args, False, begun(args), nothing)
     assert metrics["charts/skipped_in_a_row"] == metrics["charts/skipped_steps"] == 12
+    state, metrics = hn.update(args, False, state, nothing)
+    assert metrics["charts/skipped_in_a_row"] == metrics["charts/skipped_steps"] == 24
     for x, y in zip(jax.tree.leaves(before.learner), jax.tree.leaves(state.learner), strict=True):
         np.testing.assert_array_equal(x, y)
     state, metrics = hn.update(args, False, state, good)
-    assert metrics["charts/skipped_steps"] == 12
+    assert metrics["charts/skipped_steps"] == 24
     assert metrics["charts/skipped_in_a_row"] == 0
 
 
@@ -296,6 +333,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
 def test_what_a_new_task_keeps(method, critic):
     args = make_args(method=method, critic=critic)
     old = begun(args)
+    old = old._replace(return_filter=old.return_filter._replace(count=jnp.float32(5)))
     old = hn.keep_best(args, old, jnp.float32(0.5))
     worse = hn.keep_best(args, old._replace(learner=random_like(old.learner, 9)), jnp.float32(0.4))
     done = hn.end_task(args, worse)
@@ -309,6 +347,7 @@ def test_what_a_new_task_keeps(method, critic):
     assert int(new.task) == 1
     assert same(new.opt_state, hn.make_optimizer(args).init(new.learner))
     assert float(new.best_success) == -1
+    assert float(new.return_filter.count) == 0
     kept = {"hnppo": {"hyper"}, "ppo": set(), "finetune": {"actor", "critic"}}[method]
     for name in new.learner:
         assert same(new.learner[name], old.learner[name]) == (name in kept), name
@@ -356,6 +395,14 @@ def test_metrics_of_the_published_matrices(name, acc, fwt, rem):
     assert got["BWT+"] == 0
     if name == "HN-PPO":
         assert round(got["BWT"], 3) == -0.002
+
+
+def test_what_was_not_measured_is_not_zero(tmp_path):
+    matrix = np.array([[0.8, np.nan, 0.2], [0.9, 0.6, 0.4], [0.9, 0.6, 0.5]])
+    assert continual.metrics(matrix)["FWT"] == pytest.approx(0.3)
+    continual.write_csv(tmp_path / "matrix.csv", matrix, ("a", "b", "c"))
+    assert (tmp_path / "matrix.csv").read_text().splitlines()[:2] == ["after,a,b,c", "a,0.8000,,0.2000"]
+    assert continual.draw(matrix, ("a", "b", "c")).std() > 20
 
 
 def test_metrics_by_hand():
