@@ -36,7 +36,7 @@ def show(title: str, matrix: np.ndarray, names: tuple[str, ...], summary: dict[s
     """Prints success rates [M, N] after each of M tasks and what they say."""
     table = Table()
     for column in ("after", *names):
-        table.add_column(column, justify="right")
+        table.add_column(column.replace("-", "\n"), justify="right")
     for name, row in zip(names, matrix, strict=False):
         table.add_row(name, *(cell(x, 2) for x in row))
     Console().print(title, table, "  ".join(f"{name} {x:.3f}" for name, x in summary.items()), sep="\n")
