@@ -58,7 +58,7 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
         if lines:
             table = Table(title=title)
             for column in lines[0]:
-                table.add_column(column.replace("_", " "), justify="right")
+                table.add_column(column.replace("_", " ").replace("-", " "), justify="right")
             for line in lines:
                 table.add_row(*map(text, line.values()))
             Console().print(table)
