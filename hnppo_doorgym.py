@@ -8,6 +8,7 @@ keeps what it generates for earlier tasks as it was (von Oswald et al. 2020, arX
     python hnppo_doorgym.py --method ppo --task 2 --robot gripper
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -178,6 +179,13 @@ def check_args(args: Args) -> None:
 # NETWORKS
 
 
+def tanh_layers(x: jax.Array, hidden: int, layers: int) -> jax.Array:
+    """Hidden layers of the module that calls it: [..., D] -> [..., hidden]."""
+    for _ in range(layers):
+        x = nn.tanh(nn.Dense(hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
+    return x
+
+
 class Actor(nn.Module):
     """Mean and log standard deviation of a Gaussian over actions: [..., D] -> [..., A] and [A]."""
 
@@ -187,8 +195,7 @@ class Actor(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array):
-        for _ in range(self.layers):
-            x = nn.tanh(nn.Dense(self.hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
+        x = tanh_layers(x, self.hidden, self.layers)
         mean = nn.Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
         return mean, self.param("log_std", nn.initializers.zeros, (self.actions,))
 
@@ -201,8 +208,7 @@ class Critic(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array):
-        for _ in range(self.layers):
-            x = nn.tanh(nn.Dense(self.hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
+        x = tanh_layers(x, self.hidden, self.layers)
         return nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)[..., 0]
 
 
@@ -246,8 +252,7 @@ class HyperNetwork(nn.Module):
 
 def sizes(args: Args) -> tuple[int, int]:
     """Numbers in an observation and in an action."""
-    actions = doorgym.vector.ROBOTS[args.robot]
-    return 2 * actions + 3, actions
+    return doorgym.vector.sizes(args.robot)
 
 
 def make_actor(args: Args) -> Actor:
@@ -265,10 +270,10 @@ def initial_networks(args: Args, key: jax.Array) -> dict:
     return {"actor": make_actor(args).init(actor_key, obs), "critic": make_critic(args).init(critic_key, obs)}
 
 
-def generated(args: Args) -> tuple[int, callable]:
+def generated(args: Args) -> tuple[int, Callable]:
     """How many weights are remembered for a task, and what turns a vector of them [size] into networks' parameters."""
     template = jax.eval_shape(partial(initial_networks, args), jax.random.PRNGKey(0))
-    if args.critic == "fresh" or args.method != "hnppo":
+    if args.critic == "fresh":
         del template["critic"]
     vector, unravel = ravel_pytree(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), template))
     return vector.size, unravel
@@ -419,6 +424,7 @@ def make_doors(args: Args, task: str, num_envs: int, seed: int, num_worlds: int)
     return doorgym.make_vec(
         task, num_envs, seed, args.num_threads or None,
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
+        max_episode_steps=ACTION_REPEAT * DECISIONS,
     )  # fmt: skip
 
 
@@ -510,14 +516,10 @@ def penalty(args: Args, hyper: dict, embeddings: jax.Array, targets: jax.Array, 
     return (earlier * distance).sum() / jnp.maximum(task, 1)
 
 
-def step_sizes(args: Args, tree: dict) -> dict:
-    """A learning rate for each part of a learner."""
-    rate = {"hyper": args.hyper_learning_rate, "embedding": args.hyper_learning_rate}
-    return {name: rate.get(name, args.learning_rate) for name in tree}
-
-
 def descend(args: Args, learner: dict, direction: dict) -> dict:
-    rates = step_sizes(args, learner)
+    """A step against Adam's direction, each part of a learner by its learning rate."""
+    hyper = ("hyper", "embedding")
+    rates = {name: args.hyper_learning_rate if name in hyper else args.learning_rate for name in learner}
     return {k: jax.tree.map(lambda p, d, rate=rates[k]: p - rate * d, learner[k], direction[k]) for k in learner}
 
 
@@ -615,11 +617,16 @@ def policy_for(args: Args, state: TrainState, i: int) -> dict:
     return policy_of(args, learner)
 
 
-def evaluate_policy(args: Args, actor: dict, task: str, episodes: int, seed: int = EVAL_SEED, film: list | None = None):
-    """Mean actions before doors of its own, the same ones for a seed: returns [episodes], success bool [episodes]."""
+def evaluate_actions(args: Args, choose: Callable, task: str, episodes: int, seed: int, film: list | None):
+    """`play` before doors of its own, the same ones for a seed: returns [episodes] and success bool [episodes]."""
     with closing(make_doors(args, task, episodes, seed, episodes)) as doors:
-        rollout, success = play(doors, lambda obs, t: mean_action(args, actor, obs), seed, film)
+        rollout, success = play(doors, choose, seed, film)
     return rollout.rewards.sum(axis=0), success
+
+
+def evaluate_policy(args: Args, actor: dict, task: str, episodes: int, seed: int = EVAL_SEED, film: list | None = None):
+    """The same with a policy's mean actions."""
+    return evaluate_actions(args, lambda obs, t: mean_action(args, actor, obs), task, episodes, seed, film)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -640,17 +647,14 @@ def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, v
     state, rows, film = load(args, run_dir)["state"], [], []
     rng, names, finished = np.random.default_rng(seed), task_names(args), int(state.finished)
     for i, name in enumerate(names):
-        actor = policy_for(args, state, i)
-        if args.method == "ppo" and i < finished:
-            actor = generated(args)[1](state.targets[i])["actor"]
-        frames = film if video else None
+        where = name, episodes, EVAL_SEED + seed, film if video else None
         if random:
-            with closing(make_doors(args, name, episodes, EVAL_SEED + seed, episodes)) as doors:
-                drawn = lambda obs, t: rng.uniform(-1, 1, (len(obs), sizes(args)[1]))  # noqa: E731
-                rollout, success = play(doors, drawn, EVAL_SEED + seed, frames)
-            returns = rollout.rewards.sum(axis=0)
+            drawn = lambda obs, t: rng.uniform(-1, 1, (len(obs), sizes(args)[1]))  # noqa: E731
+            returns, success = evaluate_actions(args, drawn, *where)
         else:
-            returns, success = evaluate_policy(args, actor, name, episodes, EVAL_SEED + seed, frames)
+            own = args.method == "ppo" and i < finished
+            actor = generated(args)[1](state.targets[i])["actor"] if own else policy_for(args, state, i)
+            returns, success = evaluate_policy(args, actor, *where)
         rows.append({"task": name, "success_rate": float(success.mean()), "mean_return": float(returns.mean())})
         rows[-1] |= {"episodes": episodes, "learnt": "yes" if i < finished else "no"}
     summary = {row["task"]: row["success_rate"] for row in rows} | {"tasks_learnt": finished}

@@ -1,7 +1,6 @@
 """Task after task: the matrix of success rates, what it says, and how it is shown."""
 
 import csv
-import io
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +53,8 @@ def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:
 
 def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndarray:
     """A heat map of `matrix` [M, N]: uint8 [H, W, 3]."""
-    from matplotlib.figure import Figure  # late: it takes a second
-    from PIL import Image
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: it takes a second
+    from matplotlib.figure import Figure
 
     rows, columns = matrix.shape
     figure = Figure(figsize=(2 + 0.65 * columns, 2 + 0.45 * rows), dpi=120, layout="constrained")
@@ -66,6 +65,6 @@ def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndar
     axis.set_xticks(range(columns), names, rotation=35, ha="right", fontsize=8)
     axis.set_yticks(range(rows), names[:rows], fontsize=8)
     axis.set(xlabel="doors opened in task", ylabel="after learning", title=title)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return np.asarray(Image.open(buffer).convert("RGB"))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]

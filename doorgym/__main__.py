@@ -1,4 +1,4 @@
-"""Draws a world of each knob, hinge and opening: python -m doorgym doors.png"""
+"""Draws a door of each of six tasks: python -m doorgym doors.png"""
 
 import sys
 
@@ -7,25 +7,26 @@ from PIL import Image, ImageDraw
 
 import doorgym
 
+TASKS = (
+    ("Pull-Right-Pull", "Pull-Left-Pull", "Lever-Right-Pull"),
+    ("Lever-Left-Pull", "Lever-Right-Push", "Lever-Left-Push"),
+)
 
-def main(path: str, tasks: tuple[str, ...], columns: int = 3) -> None:
-    """Writes a picture of these tasks, a robot before each door."""
-    pictures = []
-    for i, task in enumerate(tasks):
-        robot = "gripper" if task.startswith("Round") else "hook"
-        doors = doorgym.make_vec(
-            task, 1, i, 1, num_worlds=1, robot=robot, render_mode="rgb_array", width=400, height=400
-        )
-        doors.reset(seed=3)
-        picture = Image.fromarray(doors.frame())
-        ImageDraw.Draw(picture).text((8, 8), f"{task}, {robot}", fill="black", font_size=22)
-        pictures.append(np.asarray(picture))
-        doors.close()
-    rows = [np.concatenate(pictures[i : i + columns], axis=1) for i in range(0, len(pictures), columns)]
-    Image.fromarray(np.concatenate(rows)).save(path)
-    print(path)
+
+def picture(task: str, seed: int) -> np.ndarray:
+    """A robot before a door, and the task's name: uint8 [400, 400, 3]."""
+    doors = doorgym.make_vec(task, 1, seed, 1, num_worlds=1, width=400, height=400)
+    doors.reset(seed=3)
+    image = Image.fromarray(doors.frame())
+    doors.close()
+    ImageDraw.Draw(image).text((8, 8), task, fill="black", font_size=22)
+    return np.asarray(image)
 
 
 if __name__ == "__main__":
-    pulls = ("Pull-Right-Pull", "Pull-Left-Pull", "Lever-Right-Pull", "Lever-Left-Pull")
-    main(sys.argv[1] if len(sys.argv) > 1 else "doors.png", (*pulls, "Lever-Right-Push", "Lever-Left-Push"))
+    path = sys.argv[1] if len(sys.argv) > 1 else "doors.png"
+    rows = [
+        np.concatenate([picture(task, 3 * i + j) for j, task in enumerate(row)], axis=1) for i, row in enumerate(TASKS)
+    ]
+    Image.fromarray(np.concatenate(rows)).save(path)
+    print(path)

@@ -19,6 +19,11 @@ ROBOTS = {"hook": 6, "gripper": 7}  # and their joints that are observed, as man
 HARDNESS = ("hard", "easy")
 
 
+def sizes(robot: str) -> tuple[int, int]:
+    """Numbers in an observation and in an action."""
+    return 2 * ROBOTS[robot] + 3, ROBOTS[robot]
+
+
 def action_space(robot: str) -> gym.spaces.Box:
     """Motors' controls, +-1; the gripper's last is its fingers' angle, from 0 (open) to 1.05."""
     low, high = -np.ones(ROBOTS[robot], np.float32), np.ones(ROBOTS[robot], np.float32)
@@ -95,10 +100,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
                 raise ValueError(f"{name} {value!r}: give one of {', '.join(map(str, valid))}")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         num_threads = num_threads or cores
-        sizes = {
+        counts = {
             "num_envs": num_envs, "num_threads": num_threads, "num_worlds": num_worlds, "action_repeat": action_repeat,
         }  # fmt: skip
-        for name, value in sizes.items():
+        for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} {value}: must be 1 or more")
         for name, value, low, high in (
@@ -115,8 +120,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self.task, self.robot, self.num_envs, self.render_mode = worlds.TASKS[task], robot, num_envs, render_mode
         self.action_repeat, self.max_episode_steps = action_repeat, max_episode_steps
         self._picture = {"height": height, "width": width}, camera
-        joints = ROBOTS[robot]
-        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2 * joints + 3,), np.float32)
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (sizes(robot)[0],), np.float32)
         self.single_action_space = action_space(robot)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
