@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     With `--resume RUN_DIR` the flags start from that run's own arguments, so that none need be repeated.
     """
     module = sys.modules[main.__module__]
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = _plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     use_compilation_cache()
     try:
         default = None
@@ -56,6 +56,19 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
         sys.exit(130)
+
+
+def _plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
+    """--gap_stack=False, as `wandb agent` has it, becomes --no-gap-stack."""
+    flags = [flag_of(name)[2:] for name, kind in get_type_hints(args_class).items() if kind is bool]
+    words = []
+    for word in argv:
+        name, _, value = word.removeprefix("--").partition("=")
+        name = name.replace("_", "-")
+        if word.startswith("--") and name in flags and value.lower() in ("true", "false"):
+            word = f"--{name}" if value.lower() == "true" else f"--no-{name}"
+        words.append(word)
+    return words
 
 
 def _flag_value(argv: list[str], flag: str) -> str | None:
