@@ -1,0 +1,88 @@
+"""A run of a script as a process of its own, in a folder where it goes on after anything: for sweeps and tables."""
+
+import contextlib
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
+
+
+class Stopped(Exception):
+    """The run was asked to end before it was done; it can go on from its checkpoint."""
+
+
+def find_run(folder: Path) -> Path | None:
+    """The newest run directory in a folder, if there is one."""
+    found = [path.parent for path in folder.glob("*/args.json")]
+    return max(found, key=lambda run: (run / "args.json").stat().st_ctime, default=None)
+
+
+def read_metrics(run: Path | None) -> list[dict]:
+    """The lines of a run's metrics.jsonl so far, without one that is still being written."""
+    lines = []
+    if run and (run / "metrics.jsonl").exists():
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+    return lines
+
+
+def values_of(run: Path | None, metric: str) -> list[float]:
+    """What a run has logged of a metric so far."""
+    return [line[metric] for line in read_metrics(run) if metric in line]
+
+
+def words_of(flags: dict) -> list[str]:
+    """Flags as `wandb agent` gives them: --name=value."""
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def start(program: str, flags: dict, folder: Path) -> subprocess.Popen:
+    """Starts a script with its run directory in `folder`, or goes on with the one that is there.
+
+    What it prints is added to `folder`/output.txt. If this process dies, by whatever signal, the script gets a SIGTERM
+    (on Linux) and so writes a checkpoint: no run has two writers.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    run = find_run(folder)
+    resumable = run is not None and any((run / "checkpoints").glob("[0-9]*"))
+    where = {"resume": run} if resumable else {"run_dir": folder}
+    command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
+    with (folder / "output.txt").open("a") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=(lambda: _prctl(1, signal.SIGTERM)) if _prctl else None,  # 1: PR_SET_PDEATHSIG
+        )  # fmt: skip
+
+
+def wait(
+    process: subprocess.Popen, folder: Path, stopping: threading.Event, look: Callable[[], None] = lambda: None
+) -> None:
+    """Waits for a script to end, calling `look` now and then; on any exception ends it, with a checkpoint, first.
+
+    Raises Stopped once `stopping` is set, or if something else stopped the script; RuntimeError if it failed.
+    """
+    try:
+        while process.poll() is None:
+            if stopping.is_set():
+                raise Stopped
+            look()
+            time.sleep(0.5)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+    last = " ".join((folder / "output.txt").read_text().strip().splitlines()[-1:])
+    if stopping.is_set() or last.startswith("stopped by "):
+        raise Stopped
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}: {last}")
+    look()
