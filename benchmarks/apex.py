@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-import throughput  # the script beside this one; it makes the repository's modules importable
+import records  # the file beside this one; it makes the repository's modules importable
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -63,12 +63,12 @@ def measure(flags: str, steps: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     row = {"setting": args.name} | {k: f"{x:.4g}" for k, x in measure(args.flags, args.steps).items()}
-    row |= {"flags": args.flags} | throughput.origin()
+    row |= {"flags": args.flags} | records.origin()
     table = Table("", args.name)
     for key, value in row.items():
         table.add_row(key, str(value))
     Console().print(table)
-    throughput.append_rows(args.csv, [row])
+    records.append_rows(args.csv, [row])
 
 
 if __name__ == "__main__":

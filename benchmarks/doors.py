@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import throughput  # the script beside this one; it makes the repository's modules importable
+import records  # the file beside this one; it makes the repository's modules importable
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -160,7 +160,7 @@ def main(args: Args) -> None:
         for row in rows:
             table.add_row(*map(str, row.values()))
         Console().print(table)
-        throughput.append_rows(args.out and args.out + suffix, [row | throughput.origin() for row in rows])
+        records.append_rows(args.out and args.out + suffix, [row | records.origin() for row in rows])
 
 
 if __name__ == "__main__":

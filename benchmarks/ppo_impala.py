@@ -12,7 +12,8 @@ import tempfile
 from dataclasses import dataclass
 
 import numpy as np
-import throughput  # the script beside this one; it makes the repository's modules importable
+import records  # the file beside this one; it makes the repository's modules importable
+import throughput
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -86,14 +87,14 @@ def main(args: Args) -> None:
         row |= {k: f"{np.median([x[k] for x in results[name]]):.4g}" for k in results[name][0]}
         row["game alone steps/s"] = f"{alone:.4g}"
         row |= {"times PPO's steps/s": f"{ratio if name == 'impala' else 1:.3g}", "rounds": args.rounds, "flags": flags}
-        rows.append(row | throughput.origin())
+        rows.append(row | records.origin())
     table.add_column("")
     for name in settings:
         table.add_column(name)
     for key in rows[0]:
         table.add_row(key, *(str(row[key]) for row in rows))
     Console().print(table)
-    throughput.append_rows(args.csv, rows)
+    records.append_rows(args.csv, rows)
 
 
 if __name__ == "__main__":

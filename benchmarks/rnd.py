@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-import throughput  # the script beside this one; it makes the repository's modules importable
+import records  # the file beside this one; it makes the repository's modules importable
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -94,7 +94,7 @@ def main(args: Args) -> None:
         row = {"setting": args.name, "mode": name}
         row |= {key: f"{np.median([x[key] for x in results[name]]):.4g}" for key in results[name][0]}
         row |= {"emulator alone steps/s": f"{np.median(alone):.4g}", "rounds": args.rounds, "flags": args.flags}
-        rows.append(row | throughput.origin())
+        rows.append(row | records.origin())
     table = Table()
     table.add_column("")
     for name in MODES:
@@ -102,7 +102,7 @@ def main(args: Args) -> None:
     for key in rows[0]:
         table.add_row(key, *(str(row[key]) for row in rows))
     Console().print(table)
-    throughput.append_rows(args.csv, rows)
+    records.append_rows(args.csv, rows)
 
 
 if __name__ == "__main__":

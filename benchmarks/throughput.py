@@ -6,27 +6,20 @@ python benchmarks/throughput.py default
 python benchmarks/throughput.py small --flags="--width 1 --pool flatten --frame-stack 1 --num-steps 256"
 """
 
-import csv
-import os
-import platform
 import resource
 import shlex
-import subprocess
-import sys
 import time
 import unittest.mock
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
-import tyro
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+import records  # the file beside this one; it makes the repository's modules importable
+import tyro
+from rich.console import Console
+from rich.table import Table
 
 import ppo_procgen as ppo
 from common import compute, envs, networks, runs
@@ -42,26 +35,6 @@ class Args:
     """timed iterations, after two that compile"""
     csv: str = "benchmarks/results/throughput.csv"
     """file that a row is appended to; empty for none"""
-
-
-def machine() -> str:
-    if not compute.on_cpu():
-        return f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
-
-
-def commit() -> str:
-    """The commit, with a + where files other than results differ from it."""
-
-    def git(*words):
-        command = ["git", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False).stdout
-
-    changed = git("status", "--porcelain", "--", ":/", ":!results")
-    return git("rev-parse", "--short=9", "HEAD").strip() + ("+" if changed else "")
 
 
 def outputs(args: ppo.Args, agent: ppo.Agent, params: dict, frames):
@@ -183,34 +156,17 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     }
 
 
-def origin() -> dict[str, str]:
-    """Where and when a row was measured."""
-    return {"machine": machine(), "jax": jax.__version__, "commit": commit(), "date": date.today().isoformat()}
-
-
-def append_rows(path: str, rows: list[dict]) -> None:
-    """Appends rows to a CSV file, with a header if it is new; does nothing without a path."""
-    if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        new = not Path(path).exists()
-        with Path(path).open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
-
-
 def main(args: Args) -> None:
     ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
     ppo.check_args(ppo_args)
     Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
-    row |= {"flags": args.flags} | origin()
+    row |= {"flags": args.flags} | records.origin()
     table = Table(show_header=False)
     for name, value in row.items():
         table.add_row(name, value)
     Console().print(table)
-    append_rows(args.csv, [row])
+    records.append_rows(args.csv, [row])
 
 
 if __name__ == "__main__":

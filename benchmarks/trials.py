@@ -2,14 +2,22 @@
 
 import contextlib
 import ctypes
+import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
+
+import records  # the file beside this one; it makes the repository's modules importable
+import yaml
+
+from common.runs import check
 
 ROOT = Path(__file__).parent.parent
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
@@ -17,6 +25,31 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
 
 class Stopped(Exception):
     """The run was asked to end before it was done; it can go on from its checkpoint."""
+
+
+def read_settings(words: Sequence[str]) -> dict[str, dict]:
+    """Words such as num_envs=8 or gap-stack=False as parameters of a sweep; raises UsageError."""
+    settings = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        check(bool(name and equals), f"--set {word}: give name=value")
+        settings[name.replace("-", "_")] = {"value": yaml.safe_load(value) if value else ""}
+    return settings
+
+
+def check_flags(source: str, program: str, names: Iterable[str]) -> None:
+    """Raises UsageError if a script is not here or lacks one of these flags."""
+    scripts = sorted(path.name for path in ROOT.glob("*_*.py"))
+    check(program in scripts, f"{source}: program {program}, give one of {', '.join(scripts)}")
+    known = [field.name.rstrip("_") for field in fields(importlib.import_module(Path(program).stem).Args)]
+    unknown = [name for name in names if name not in known]
+    check(not unknown, f"{source}: {program} has no flag {', '.join(unknown)}")
+
+
+def origin() -> dict[str, str]:
+    """Where and when, as `records.origin` has it; in a process of its own, since JAX takes most of a GPU's memory."""
+    command = [sys.executable, records.__file__]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def find_run(folder: Path) -> Path | None:
@@ -56,9 +89,10 @@ def start(program: str, flags: dict, folder: Path) -> subprocess.Popen:
     resumable = run is not None and any((run / "checkpoints").glob("[0-9]*"))
     where = {"resume": run} if resumable else {"run_dir": folder}
     command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs may share a GPU
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            command, cwd=ROOT, env=shared | os.environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             preexec_fn=(lambda: _prctl(1, signal.SIGTERM)) if _prctl else None,  # 1: PR_SET_PDEATHSIG
         )  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""Where a number was measured, and how it is written down."""
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # of whoever imports this
+import jax
+
+from common import compute
+
+
+def machine() -> str:
+    if not compute.on_cpu():
+        return f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def commit() -> str:
+    """The commit, with a + where files other than results differ from it."""
+
+    def git(*words):
+        command = ["git", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False).stdout
+
+    changed = git("status", "--porcelain", "--", ":/", ":!results")
+    return git("rev-parse", "--short=9", "HEAD").strip() + ("+" if changed else "")
+
+
+def origin() -> dict[str, str]:
+    """Where and when a row was measured."""
+    return {"machine": machine(), "jax": jax.__version__, "commit": commit(), "date": date.today().isoformat()}
+
+
+def append_rows(path: str, rows: list[dict]) -> None:
+    """Appends rows to a CSV file, with a header if it is new; does nothing without a path."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        new = not Path(path).exists()
+        with Path(path).open("a", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Writes rows of the same columns to a CSV file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    print(json.dumps(origin()))
