@@ -226,8 +226,8 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
         same = study.user_attrs.get("sweep", sweep) == sweep
         check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
     if not study.user_attrs.get("queued"):
-        for cell in grid_of(sweep) if sweep["method"] == "grid" else ():
-            study.enqueue_trial(cell, skip_if_exists=True)
+        for i, cell in enumerate(grid_of(sweep)) if sweep["method"] == "grid" else ():
+            study.enqueue_trial(cell, user_attrs={"cell": i}, skip_if_exists=True)
         study.set_user_attr("queued", True)
     return study
 
@@ -263,7 +263,7 @@ def main(args: Args) -> optuna.Study:
     def objective(trial: optuna.Trial) -> float:
         trial.set_user_attr("origin", origin)
         trial.set_user_attr("stopped", False)
-        if grid and not {"fixed_params", "retry_history"} & set(trial.system_attrs):  # another process took the last
+        if grid and "cell" not in trial.user_attrs:  # another process took the last
             trial.set_user_attr("surplus", True)
             raise optuna.TrialPruned
         try:
@@ -271,8 +271,10 @@ def main(args: Args) -> optuna.Study:
         except trials.Stopped:
             trial.set_user_attr("stopped", True)
             raise
-        except (RuntimeError, OSError) as error:
-            trial.set_user_attr("why", str(error))
+        except optuna.TrialPruned:
+            raise
+        except Exception as error:
+            trial.set_user_attr("why", str(error) or repr(error))
             raise
 
     def end_trial(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
