@@ -9,6 +9,8 @@ last checkpoint; any number of these processes, on any number of machines with o
 
 import importlib.util
 import itertools
+import os
+import platform
 import signal
 import threading
 import time
@@ -32,6 +34,8 @@ from common.runs import check
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+
+warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
 OVER = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 RANGES = ("int_uniform", "uniform", "q_uniform", "log_uniform_values")
@@ -183,16 +187,24 @@ def write_results(study: optuna.Study, out: Path) -> None:
     varied = [name for name in names if len({str(trial.params.get(name)) for trial in done}) > 1]
     if len(done) < 2 or not varied:
         return
-    draw(out / "parallel.png", optuna.visualization.matplotlib.plot_parallel_coordinate, study, params=varied)
+    options = {"params": varied, "target": lambda trial: trial.value, "target_name": study.user_attrs["metric"]}
+    draw(out / "parallel.png", optuna.visualization.matplotlib.plot_parallel_coordinate, study, **options)
     if len({trial.value for trial in done}) > 1 and len(varied) > 1 and len(done) >= 4:
-        options = {"evaluator": optuna.importance.PedAnovaImportanceEvaluator(), "params": varied}
+        options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
         draw(out / "importance.png", optuna.visualization.matplotlib.plot_param_importances, study, **options)
 
 
 def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
+    """Optuna's picture, in colours that go from light to dark for everybody."""
     plot(study, **options)
-    plt.gcf().set_size_inches(9, 5)
-    plt.gcf().savefig(temporary := path.with_suffix(".tmp"), format="png", dpi=120, bbox_inches="tight")
+    figure = plt.gcf()
+    for axis in figure.axes:
+        axis.set_facecolor("white")
+        for lines in axis.collections:
+            lines.set(cmap="cividis_r", linewidth=2)
+    figure.axes[0].set_title(study.study_name)
+    figure.set_size_inches(9, 5)
+    figure.savefig(temporary := path.with_suffix(".tmp"), format="png", dpi=120, bbox_inches="tight")
     temporary.replace(path)
     plt.close("all")
 
@@ -245,7 +257,6 @@ def main(args: Args) -> optuna.Study:
     out = Path(args.out or f"runs/sweeps/{name}").absolute()
     out.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     study = open_study(args, sweep, name, out)
     stopping, lock, origin = threading.Event(), threading.Lock(), trials.origin()
 
@@ -262,6 +273,7 @@ def main(args: Args) -> optuna.Study:
 
     def objective(trial: optuna.Trial) -> float:
         trial.set_user_attr("origin", origin)
+        trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
         trial.set_user_attr("stopped", False)
         if grid and "cell" not in trial.user_attrs:  # another process took the last
             trial.set_user_attr("surplus", True)

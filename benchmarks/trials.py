@@ -1,11 +1,9 @@
 """A run of a script as a process of its own, in a folder where it goes on after anything: for sweeps and tables."""
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +18,13 @@ import yaml
 from common.runs import check
 
 ROOT = Path(__file__).parent.parent
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
+# Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies.
+SUPERVISOR = """
+import signal, subprocess, sys, threading
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+threading.Thread(target=lambda: (sys.stdin.read(), child.send_signal(signal.SIGTERM)), daemon=True).start()
+sys.exit(abs(child.wait()))
+"""
 
 
 class Stopped(Exception):
@@ -81,8 +85,8 @@ def words_of(flags: dict) -> list[str]:
 def start(program: str, flags: dict, folder: Path) -> subprocess.Popen:
     """Starts a script with its run directory in `folder`, or goes on with the one that is there.
 
-    What it prints is added to `folder`/output.txt. If this process dies, by whatever signal, the script gets a SIGTERM
-    (on Linux) and so writes a checkpoint: no run has two writers.
+    What it prints is added to `folder`/output.txt. Closing its standard input asks it to end with a checkpoint. That
+    happens too if this process dies, by whatever signal: no run ever has two writers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = find_run(folder)
@@ -92,8 +96,8 @@ def start(program: str, flags: dict, folder: Path) -> subprocess.Popen:
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs may share a GPU
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
-            command, cwd=ROOT, env=shared | os.environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=(lambda: _prctl(1, signal.SIGTERM)) if _prctl else None,  # 1: PR_SET_PDEATHSIG
+            [sys.executable, "-ISc", SUPERVISOR, *command], cwd=ROOT, env=shared | os.environ, stdin=subprocess.PIPE,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 
@@ -111,9 +115,8 @@ def wait(
             look()
             time.sleep(0.5)
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
+        process.stdin.close()
+        process.wait()
     last = " ".join((folder / "output.txt").read_text().strip().splitlines()[-1:])
     if stopping.is_set() or last.startswith("stopped by "):
         raise Stopped

@@ -1,0 +1,253 @@
+"""Sweeps: the files, as W&B and as Optuna run them, a real trial of each, kills, failures, two processes, pruning."""
+
+import csv
+import importlib
+import itertools
+import signal
+import textwrap
+import threading
+from pathlib import Path
+
+import optuna
+import pytest
+import sweep
+import trials
+import tyro
+import yaml
+from conftest import ROOT, TINY, assert_same_run, start, wait_for
+
+import hnppo_doorgym
+import ppo_procgen
+from common import runs
+
+FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
+# Small enough to start and end in seconds. What a file sweeps over itself is left to it.
+PROCGEN = {"num_envs": 4, "encoder": "nature", "pool": "flatten", "width": 1, "hidden": 16, "eval_episodes": 4}
+SMALL = {
+    "ppo_procgen.py": PROCGEN | {"num_steps": 64, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 2000},
+    "impala_procgen.py": PROCGEN | {"num_steps": 32, "num_actors": 1, "total_timesteps": 2000},
+    "apex_procgen.py": PROCGEN | {"num_steps": 16, "num_actors": 1, "batch_size": 8, "buffer_size": 4000,
+                                  "learning_starts": 1900, "total_timesteps": 2000},
+    "rnd_montezuma.py": {"num_envs": 4, "num_steps": 64, "num_minibatches": 2, "update_epochs": 1, "channels": "4,4,4",
+                         "hidden": 16, "predictor_depth": 0, "obs_norm_init_steps": 4, "total_timesteps": 4000},
+    "hnppo_doorgym.py": {"task_timesteps": 512, "num_envs": 4, "num_worlds": 4, "num_minibatches": 1,
+                         "update_epochs": 1, "eval_every": 1, "eval_episodes": 4},
+}  # fmt: skip
+TINY_GRID = {
+    "program": "ppo_procgen.py",
+    "method": "grid",
+    "metric": {"name": "charts/episodic_return", "goal": "maximize"},
+    "parameters": {name: {"value": value} for name, value in TINY.items()} | {"gap_stack": {"values": [True, False]}},
+}
+
+
+def write_sweep(path, **changes):
+    path.write_text(yaml.safe_dump(TINY_GRID | changes))
+    return path
+
+
+def read_results(out):
+    with (out / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def cells_of(content):
+    """All corners of a sweep file: every combination of first and last values."""
+    ends = {}
+    for name, spec in content["parameters"].items():
+        values = [spec["value"]] if "value" in spec else spec.get("values") or [spec["min"], spec["max"]]
+        ends[name] = dict.fromkeys([str(values[0]), str(values[-1])])
+    return [dict(zip(ends, cell, strict=True)) for cell in itertools.product(*ends.values())]
+
+
+# THE FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
+    """In W&B's grammar, and the script takes each value as `wandb agent` gives it: --name=value, True or False."""
+    content = sweep.read_sweep(str(path))
+    assert path.read_text().startswith("# ")
+    assert set(content) <= {"program", "method", "metric", "parameters", "early_terminate"}
+    assert set(content["metric"]) == {"name", "goal"}
+    assert content["metric"]["goal"] in ("maximize", "minimize")
+    assert (content["method"] == "bayes") == ("early_terminate" in content)
+    for spec in content["parameters"].values():
+        assert set(spec) in ({"value"}, {"values"}, {"min", "max"}, {"min", "max", "distribution"})
+    source = (ROOT / content["program"]).read_text() + (ROOT / "common/envs.py").read_text()
+    assert content["metric"]["name"].split("/")[-1] in source
+    script = importlib.import_module(path_stem := Path(content["program"]).stem)
+    seen = []
+    monkeypatch.setattr(script, "main", lambda args: seen.append(args))
+    script.main.__module__ = path_stem
+    for cell in cells_of(content):
+        runs.cli(script.Args, script.main, trials.words_of(cell))
+        script.check_args(seen[-1])
+        for name, value in cell.items():
+            kept = getattr(seen[-1], name if hasattr(seen[-1], name) else name + "_")
+            assert kept == float(value) if isinstance(kept, float) else str(kept) == value
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_runs(path, tmp_path):
+    """One short trial on the real game, and the objective under the name that the script logs."""
+    content = yaml.safe_load(path.read_text())
+    swept = [name for name, spec in content["parameters"].items() if "value" not in spec]
+    small = {name: value for name, value in SMALL[content["program"]].items() if name not in swept}
+    words = tuple(f"{name}={value}" for name, value in small.items())
+    args = sweep.Args(sweep=str(path), count=1, out=str(tmp_path / "out"), set=words)
+    (trial,) = sweep.main(args).trials[:1]
+    assert trial.state.name == "COMPLETE", trial.user_attrs
+    (row,) = read_results(tmp_path / "out")
+    assert float(row[content["metric"]["name"]]) == trial.value == trial.intermediate_values[int(row["logged"])]
+
+
+def test_booleans_as_wandb_agent_gives_them():
+    for words, expected in (
+        (["--gap_stack=False", "--normalize_rewards=True"], (False, True)),
+        (["--gap-stack=true", "--normalize-rewards=false"], (True, False)),
+        (["--no-gap-stack", "--normalize-rewards"], (False, True)),
+    ):
+        args = tyro.cli(ppo_procgen.Args, args=runs._plain_booleans(ppo_procgen.Args, words))
+        assert (args.gap_stack, args.normalize_rewards) == expected
+    words = ["--method=finetune", "--chunked=True", "--tasks=0,1"]
+    assert tyro.cli(hnppo_doorgym.Args, args=runs._plain_booleans(hnppo_doorgym.Args, words)).chunked is True
+
+
+# RUNNING THEM
+
+
+def test_a_killed_sweep_goes_on(tmp_path):
+    """kill -9 within a trial: started again, the sweep resumes that trial's run, exactly, and does the rest."""
+    steps = 256 * 20
+    given = {"total_timesteps": {"value": steps}, "checkpoint_every": {"value": 256}}
+    path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
+    words = ["benchmarks/sweep.py", path, "--out", tmp_path / "out", "--grace-period", 3]
+    process = start(*words)
+    wait_for(lambda: any((tmp_path / "out/0000").glob("*/checkpoints/[0-9]*/commit_success.txt")), process)
+    process.kill()
+    process.wait()
+    again = start(*words)
+    assert again.wait(120) == 0, again.communicate()[0]
+    rows = read_results(tmp_path / "out")
+    assert [row["state"] for row in rows] == ["complete"] * 2
+    assert {row["gap_stack"] for row in rows} == {"True", "False"}
+    assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1  # not left running
+    (run,) = (tmp_path / "out/0000").glob("*/")
+    whole = ppo_procgen.main(ppo_procgen.Args(**TINY | {"total_timesteps": steps, "checkpoint_every": 256,
+                                                        "run_dir": str(tmp_path / "whole")}))  # fmt: skip
+    assert_same_run(whole.path, run)
+
+
+def test_two_processes_share_a_study(tmp_path):
+    """Each cell is run once, whoever takes it; one that fails is recorded and the others go on; a signal loses none."""
+    given = {"num_steps": {"values": [32, 16, 8, -1]}, "gap_stack": {"value": False}}
+    path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    words = ["benchmarks/sweep.py", path, "--storage", storage, "--out", tmp_path / "out"]
+    first, second = start(*words), start(*words)
+    wait_for(lambda: len(list(tmp_path.glob("out/*/*/args.json"))) >= 2, first)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 0, first.communicate()[0]
+    assert second.wait(120) == 0, second.communicate()[0]
+    rows = read_results(tmp_path / "out")
+    assert sorted(row["num_steps"] for row in rows) == ["-1", "16", "32", "8"]
+    states = {row["num_steps"]: (row["state"], row["why"]) for row in rows}
+    bad = states.pop("-1")
+    assert bad == ("fail", "exit code 2: error: --num-steps -1: must be from 1 to 65536")
+    assert set(states.values()) == {("complete", "")}
+    study = optuna.load_study(study_name="s", storage=storage)
+    assert len({trial.user_attrs["worker"] for trial in study.trials}) == 2
+    assert (tmp_path / "out/parallel.png").stat().st_size > 10_000
+
+
+SCRIPT = """
+    import json, pathlib, signal, sys, time
+    flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+    run = pathlib.Path(flags["run_dir"], "run")
+    run.mkdir()
+    (run / "args.json").write_text("{}")
+    for step in range(1000):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"loss": float(flags["x"])}) + chr(10))
+        time.sleep(0.05)
+"""
+
+
+def test_a_trial_is_pruned(tmp_path):
+    """A trial that Hyperband (or any pruner) gives up is ended, long before its end, and keeps its last value."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}, "parameters": {"x": {"value": 3}}}
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
+    study.optimize(lambda trial: sweep.run_trial(trial, content, tmp_path, threading.Event()), n_trials=1)
+    assert study.trials[0].state.name == "PRUNED"
+    assert study.trials[0].value == 3
+    assert len((tmp_path / "0000/run/metrics.jsonl").read_text().splitlines()) < 1000
+    pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband", "max_iter": 27, "s": 2, "eta": 3}})
+    assert (pruner._min_resource, pruner._max_resource, pruner._reduction_factor) == (3, 27, 3)
+
+
+def test_values_are_drawn_within_their_ranges():
+    """As W&B reads them: whole numbers from whole bounds, and both ends of a range within reach."""
+    specs = {
+        "whole": {"min": 4, "max": 16},
+        "real": {"min": 0.1, "max": 0.6},
+        "log": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
+        "steps": {"distribution": "q_uniform", "min": 0.0, "max": 1.0, "q": 0.25},
+        "choice": {"values": ["a", "", False]},
+        "fixed": {"value": [1]},
+    }
+    drawn = []
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.optimize(lambda t: drawn.append({k: sweep.suggest(t, k, v) for k, v in specs.items()}) or 0.0, n_trials=300)
+    values = {name: [row[name] for row in drawn] for name in specs}
+    assert set(values["whole"]) == set(range(4, 17))
+    assert 0.1 <= min(values["real"]) < 0.15
+    assert 0.55 < max(values["real"]) <= 0.6
+    assert 120 < sum(x < 1e-3 for x in values["log"]) < 180  # half of them, in the logarithm
+    assert set(values["steps"]) == {0, 0.25, 0.5, 0.75, 1}
+    assert set(values["choice"]) == {"a", "", False}
+    assert values["fixed"] == [[1]] * 300
+
+
+BAD = {
+    "nothing there": ({}, ["--out", "x"], "SWEEP", "sweep file"),
+    "no parameters": ({"parameters": None}, [], "parameters", "SWEEP"),
+    "an unknown method": ({"method": "pbt"}, [], "pbt", "grid, random or bayes"),
+    "an unknown program": ({"program": "dqn.py"}, [], "dqn.py", "ppo_procgen.py"),
+    "an unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
+    "a range in a grid": ({"parameters": {"gamma": {"min": 0.9, "max": 1.0}}}, [], "gamma", "a grid takes values"),
+    "half a range": ({"parameters": {"gamma": {"min": 0.9}}, "method": "random"}, [], "gamma", "min and max"),
+    "no end": ({"method": "bayes"}, [], "--count 0", "number of trials"),
+    "a count below 0": ({}, ["--count", -1], "--count -1", "0 or more"),
+    "no jobs": ({}, ["--jobs", 0], "--jobs 0", "1 or more"),
+    "a flag without value": ({}, ["--set", "gamma"], "--set gamma", "name=value"),
+    "a storage that is none": ({}, ["--storage", "nosql://x"], "--storage nosql://x", "cannot be opened"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
+    changes, words, names, valid = BAD[case]
+    path = write_sweep(tmp_path / "s.yaml", **changes)
+    if changes.get("parameters", 1) is None:
+        content = {name: value for name, value in TINY_GRID.items() if name != "parameters"}
+        path.write_text(yaml.safe_dump(content))
+    if case == "nothing there":
+        path.unlink()
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path / "out"), *map(str, words)])
+    output = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.count("\n") == 1, output.err
+    assert names in output.err
+    assert valid in output.err
+
+
+def test_another_sweep_of_that_name_is_refused(tmp_path, capfd):
+    """Rather than mixed with it."""
+    path = write_sweep(tmp_path / "s.yaml")
+    sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", tmp_path)
+    with pytest.raises(SystemExit):
+        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path), "--set", "gamma=0.5"])
+    assert "give another --out" in capfd.readouterr().err
