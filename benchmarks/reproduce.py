@@ -59,13 +59,17 @@ class Args:
 # WHAT TO RUN
 
 
-def read_table(name: str) -> list[dict]:
-    """The rows of a published table; raises UsageError."""
+def published() -> list[dict]:
+    """The rows of all published tables."""
     with REFERENCE.open() as file:
-        rows = list(csv.DictReader(file))
-    names = list(dict.fromkeys(row["table"] for row in rows))
+        return list(csv.DictReader(file))
+
+
+def read_table(name: str) -> list[dict]:
+    """The rows of one; raises UsageError."""
+    names = list(dict.fromkeys(row["table"] for row in published()))
     check(name in names, f"TABLE {name}: give one of {', '.join(names)}")
-    return [row for row in rows if row["table"] == name]
+    return [row for row in published() if row["table"] == name]
 
 
 def flags_of(row: dict, args: Args) -> dict:
