@@ -88,6 +88,9 @@ def test_different_grids_meet_where_all_runs_are():
     grid, values = plot.common_grid([long, short], 100)
     assert grid.tolist() == [5, 15, 25]
     np.testing.assert_allclose(values, [[0.5, 1.5, 2.5], [10, 20, 30]])
+    sparse = np.array([[-10.0, 22, 90], [0, 1, 2]])  # begins before and goes on after the others
+    assert plot.common_grid([long, short, sparse], 100)[0].tolist() == [5, 15, 25]
+    assert plot.common_grid([long, sparse], 100)[0].tolist() == [22]
     early = np.array([[0.0, 4], [1, 1]])
     assert plot.common_grid([short, early], 100)[0].size == 0
     assert plot.common_grid([early, short], 100)[1].shape == (2, 0)
