@@ -1,0 +1,423 @@
+"""Learning curves, scores over games and the study of levels, from run directories that are written here."""
+
+import csv
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, flags_of
+from PIL import Image
+
+from benchmarks import levels, plot
+from common import runs
+
+RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
+EVALUATION = "eval/test_levels/mean_return"
+
+
+def write_run(root, game="bigfish", script="ppo_procgen", seed=1, lines=(), steps=(1000, 2000, 3000), **args):
+    """A run directory whose episodic return is the step / 1000, plus `lines`; returns its path."""
+    path = root / f"{game}__{script}__{seed}__{len(list(root.glob('*')))}"
+    path.mkdir(parents=True)
+    saved = {"env_id": game, "seed": seed, "run_dir": str(path), "resume": "", "wandb_mode": "offline",
+             "total_timesteps": 3000 + seed} | args  # fmt: skip
+    (path / "args.json").write_text(json.dumps({"script": script, "wandb_id": path.name, "args": saved}))
+    own = [{"global_step": s, "time": 100.0 + 3.6 * s, "charts/episodic_return": s / 1000} for s in steps]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*own, *lines]))
+    return str(path)
+
+
+def scored(value, step=3000):
+    return [{"global_step": step, "time": 9e4, EVALUATION: value}]
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(tmp_path, run_dirs, module=plot, **args):
+    module.main(module.Args(tuple(run_dirs), out=str(tmp_path / "out"), **args))
+    assert not list(tmp_path.glob("*.tmp"))
+    return rows_of(tmp_path / "out.csv")
+
+
+def assert_drawn(path, colors):
+    """The picture shows each of these colours, and not much of anything else but white."""
+    pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3).astype(int)
+    assert 0.5 < (pixels.min(axis=1) > 200).mean() < 0.99
+    for color in colors:
+        rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (np.abs(pixels - rgb).max(axis=1) < 12).sum() > 50, color
+
+
+# NUMBERS
+
+
+def test_bootstrap_is_that_of_all_resamples():
+    """Four runs: the quantiles over all 4^4 equally likely resamples, counted out."""
+    values = np.random.default_rng(1).normal(size=(4, 3)).cumsum(axis=1)
+    all_means = np.array([values[list(drawn)].mean(axis=0) for drawn in itertools.product(range(4), repeat=4)])
+    mean, low, high = plot.bootstrap_mean(values, draws=100_000)
+    np.testing.assert_allclose(mean, values.mean(axis=0))
+    for got, share in ((low, 0.025), (high, 0.975)):
+        around = np.quantile(all_means, [share - 0.006, share + 0.006], axis=0)
+        assert (around[0] - 1e-9 <= got).all()
+        assert (got <= around[1] + 1e-9).all()
+
+
+def test_interval_covers_the_mean_as_often_as_it_says():
+    """30 normal runs, 600 times: percentile intervals of a mean cover it in 94 %, those at 90 or 99 % would not."""
+    samples = np.random.default_rng(2).normal(3, 2, size=(30, 600))
+    intervals = [plot.bootstrap_mean(column, draws=500) for column in samples.T]
+    assert 0.92 < np.mean([low < 3 < high for _, low, high in intervals]) < 0.96
+
+
+def test_one_run_has_no_interval():
+    mean, low, high = plot.bootstrap_mean(np.array([[1.0, 2.0]]))
+    assert mean.tolist() == [1, 2]
+    assert np.isnan([low, high]).all()
+
+
+def test_different_grids_meet_where_all_runs_are():
+    long = np.array([[0.0, 10, 20, 30, 40, 50], [0, 1, 2, 3, 4, 5]])
+    short = np.array([[5.0, 15, 25], [10, 20, 30]])
+    grid, values = plot.common_grid([long, short], 100)
+    assert grid.tolist() == [5, 15, 25]
+    np.testing.assert_allclose(values, [[0.5, 1.5, 2.5], [10, 20, 30]])
+    sparse = np.array([[-10.0, 22, 90], [0, 1, 2]])  # begins before and goes on after the others
+    assert plot.common_grid([long, short, sparse], 100)[0].tolist() == [5, 15, 25]
+    assert plot.common_grid([long, sparse], 100)[0].tolist() == [22]
+    early = np.array([[0.0, 4], [1, 1]])
+    assert plot.common_grid([short, early], 100)[0].size == 0
+    assert plot.common_grid([early, short], 100)[1].shape == (2, 0)
+
+
+def test_grid_is_thinned_with_both_ends():
+    x = np.arange(1000.0)
+    grid, values = plot.common_grid([np.stack([x, x**2])], 7)
+    assert len(grid) == 7
+    assert (grid[0], grid[-1]) == (0, 999)
+    np.testing.assert_array_equal(values[0], grid**2)
+
+
+def test_evaluations_a_few_steps_apart_are_the_same():
+    late, early = np.array([[1010.0, 2005], [1, 2]]), np.array([[1000.0, 2000], [3, 4]])
+    assert plot.common_grid([late, early], 9)[1].tolist() == [[1, 2], [pytest.approx(3.01), 4]]
+
+
+def quarters(scores):
+    """Mean of the scores between the quartiles, by sorting (Agarwal et al. 2021)."""
+    ordered = np.sort(scores.ravel())
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut].mean()
+
+
+def test_aggregate_by_definition():
+    scores = {"a": np.random.default_rng(3).normal(0.6, 0.5, (5, 4)), "b": np.array([[0.2, 1.7]])}
+    taus = np.array([0.0, 0.5, 1.0])
+    estimates, profiles = plot.aggregate(scores, taus)
+    for name, x in scores.items():
+        definition = [quarters(x), x.mean(axis=0).mean(), np.maximum(0, 1 - x).mean()]
+        np.testing.assert_allclose(estimates[name][0], definition, rtol=1e-12)
+        np.testing.assert_allclose(profiles[name][0], [np.mean([v > tau for v in x.ravel()]) for tau in taus])
+    assert np.isnan(estimates["b"][1:]).all()
+    assert np.isnan(profiles["b"][1:]).all()
+
+
+def test_aggregate_resamples_runs_within_games():
+    """Against the stratified bootstrap written out; and the same twice."""
+    x = np.random.default_rng(4).normal(0.5, 0.2, (4, 3)) + np.array([0.0, 5.0, 10.0])
+    (estimates, _), (again, _) = (plot.aggregate({"a": x}, np.array([0.5])) for _ in range(2))
+    np.testing.assert_array_equal(estimates["a"], again["a"])
+    rng = np.random.default_rng(5)
+    drawn = np.stack([x[rng.integers(0, 4, (20_000, 4)), game] for game in range(3)], axis=-1)
+    means = drawn.mean(axis=(1, 2))
+    np.testing.assert_allclose(estimates["a"][1:, 1], np.quantile(means, [0.025, 0.975]), atol=0.012)
+
+
+# RUNS AND GROUPS
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Two scripts, two encoders, two seeds on one game."""
+    root = tmp_path / "runs"
+    ppo = [write_run(root, seed=s, encoder=e, lr=1e-4, async_=False) for e in ("nature", "impala") for s in (1, 2)]
+    return [*ppo, *(write_run(root, script="impala_procgen", seed=s, encoder="nature", lr=3e-4) for s in (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("group_by", "groups"),
+    [
+        ((), {"ppo_procgen, encoder nature": 2, "ppo_procgen, encoder impala": 2, "impala_procgen": 2}),
+        (("encoder",), {"encoder nature": 4, "encoder impala": 2}),
+        (("script",), {"ppo_procgen": 4, "impala_procgen": 2}),
+        (("lr", "seed"), {f"lr {lr} seed {s}": n for lr, n in ((0.0001, 2), (0.0003, 1)) for s in (1, 2)}),
+        (("env-id",), {"env_id bigfish": 6}),
+        (("total-timesteps",), {"total_timesteps 3001": 3, "total_timesteps 3002": 3}),
+        (("async",), {"async_ False": 4, "async_ none": 2}),
+    ],
+)
+def test_groups(study, group_by, groups):
+    found = plot.group_runs([plot.read_run(path) for path in study], group_by)
+    assert {name: len(group) for name, group in found.items()} == groups
+
+
+def test_seeds_and_places_tell_no_runs_apart(tmp_path):
+    paths = [write_run(tmp_path, game, seed=s, wandb_project=f"p{s}") for game in RANGES for s in (1, 2)]
+    assert list(plot.group_runs([plot.read_run(path) for path in paths], ())) == ["ppo_procgen"]
+
+
+def test_csv_has_a_row_a_logged_line(study, tmp_path):
+    rows = draw(tmp_path, study)
+    assert list(rows[0]) == ["script", "flags", "seed", "hours", "global_step", "episodic_return"]
+    assert len(rows) == 18
+    assert [row["hours"] for row in rows[:3]] == ["0.0000", "1.0000", "2.0000"]
+    assert {(row["script"], row["flags"]) for row in rows} == {
+        ("ppo_procgen", "encoder nature"), ("ppo_procgen", "encoder impala"), ("impala_procgen", "")
+    }  # fmt: skip
+    assert [row["episodic_return"] for row in rows[:3]] == ["1", "2", "3"]
+    assert_drawn(tmp_path / "out.png", plot.COLORS[:3])
+
+
+def test_any_logged_metric_over_steps_and_hours(tmp_path):
+    lines = [{"global_step": 3000, "time": 1e4, "custom/thing": 7.5}]
+    rows = draw(tmp_path, [write_run(tmp_path / "runs", lines=lines)], metrics=("custom/thing",), hours=True, random=7)
+    assert rows[-1]["custom/thing"] == "7.5"
+    assert Image.open(tmp_path / "out.png").width > 1200  # two panels
+
+
+def test_points_keep_evaluations(tmp_path):
+    path = write_run(tmp_path / "runs", steps=range(100, 10_000, 100), lines=scored(5))
+    rows = draw(tmp_path, [path], points=10)
+    assert 10 <= len(rows) <= 13
+    assert [row["test_levels"] for row in rows if row["test_levels"]] == ["5"]
+
+
+def test_a_panel_a_game(tmp_path):
+    paths = [write_run(tmp_path / "runs", game, seed=s) for game in RANGES for s in (1, 2)]
+    groups = plot.group_runs([plot.read_run(path) for path in paths], ())
+    args = plot.Args(tuple(paths), metrics=("charts/episodic_return",))
+    figure = plot.draw_curves(args, groups, list(RANGES), {})
+    assert [axis.get_title() for axis in figure.axes] == list(RANGES)
+    together = plot.Args(tuple(paths), group_by=("env-id",))
+    assert len(plot.draw_curves(together, groups, list(RANGES), {}).axes) == 1
+    plot.plt.close("all")
+    assert {row["game"] for row in draw(tmp_path, paths)} == set(RANGES)
+
+
+def test_band_and_mean_are_drawn_where_all_runs_are(tmp_path):
+    """One run was stopped at 3,000 steps: the line of its group ends there, at the mean."""
+    paths = [write_run(tmp_path, seed=1), write_run(tmp_path, seed=2, steps=(500, 1500, 2500, 3500, 4500))]
+    groups = plot.group_runs([plot.read_run(path) for path in paths], ())
+    figure = plot.draw_curves(plot.Args(tuple(paths)), groups, ["bigfish"], {})
+    (line,) = (x for x in figure.axes[0].lines if x.get_label() == "ppo_procgen, 2 runs")
+    np.testing.assert_allclose(line.get_xydata(), [[1000, 1], [2000, 2], [3000, 3]])
+    assert len(figure.axes[0].collections) == 1  # the band
+    plot.plt.close(figure)
+
+
+def test_half_written_last_line_is_left_out(tmp_path):
+    path = write_run(tmp_path / "runs")
+    with open(f"{path}/metrics.jsonl", "a") as file:
+        file.write('{"global_step": 4000, "time": 1')
+    assert len(draw(tmp_path, [path])) == 3
+
+
+def test_nan_is_no_point(tmp_path):
+    run = plot.read_run(write_run(tmp_path, lines=[{"global_step": 4, "time": 1, "charts/episodic_return": np.nan}]))
+    assert plot.curve(run.lines, "global_step", "charts/episodic_return").tolist() == [[1000, 2000, 3000], [1, 2, 3]]
+
+
+# REFERENCES
+
+
+def test_references(tmp_path):
+    ((key, points),) = plot.read_reference("easy-200-test", ["bigfish"]).items()
+    assert key == ("OpenAI's PPO, easy-200-test", "bigfish")
+    assert points[:, :2].tolist() == [[250_000, 500_000], [0.904, 1.034]]  # the file's first lines
+    own = tmp_path / "own.csv"
+    own.write_text("mean_return,env_steps\n5,200\n3,100\n")
+    (curve,) = plot.read_reference(str(own), ["maze"]).items()
+    assert curve[0] == ("own", "")
+    assert curve[1].tolist() == [[100, 200], [3, 5]]
+    own.write_text("split,game,env_steps,mean_return\na,maze,1,2\nb,maze,1,3\na,miner,1,4\n")
+    assert set(plot.read_reference(str(own), ["maze"])) == {("own, a", "maze"), ("own, b", "maze")}
+
+
+def test_reference_is_drawn(tmp_path):
+    path = write_run(tmp_path / "runs", steps=(100_000, 600_000))
+    groups = plot.group_runs([plot.read_run(path)], ())
+    references = plot.read_reference("easy-all", ["bigfish"])
+    figure = plot.draw_curves(plot.Args((path,)), groups, ["bigfish"], references)
+    (line,) = (x for x in figure.axes[0].lines if x.get_label() == "OpenAI's PPO, easy-all")
+    assert line.get_xdata().tolist() == [250_000, 500_000]  # not past 1.3 times the runs' last step
+    plot.plt.close(figure)
+
+
+# SCORES
+
+
+def test_scores_are_the_competitions(tmp_path, capsys):
+    """Returns for which normalised scores are known; the newer evaluation counts, and of seeds the lowest."""
+    wanted = {"bigfish": (0.0, 0.5, 0.9), "coinrun": (1.0, -0.2), "starpilot": (0.25, 0.75)}
+    paths = []
+    for game, scores in wanted.items():
+        low, high = RANGES[game]
+        for seed, score in reversed(list(enumerate(scores))):
+            lines = scored(99, 2000) + scored(low + score * (high - low))
+            paths.append(write_run(tmp_path / "runs", game, seed=seed, lines=lines))
+    draw(tmp_path, paths, aggregate=True)
+    rows = {(r["game"], r["statistic"]): r for r in rows_of(tmp_path / "out_aggregate.csv")}
+    used = np.array([scores[:2] for scores in wanted.values()]).T
+    assert float(rows["all", "mean"]["value"]) == pytest.approx(used.mean(), abs=1e-6)
+    assert float(rows["all", "iqm"]["value"]) == pytest.approx(quarters(used), abs=1e-6)
+    assert float(rows["all", "optimality_gap"]["value"]) == pytest.approx(np.maximum(0, 1 - used).mean(), abs=1e-6)
+    assert float(rows["coinrun", "mean"]["value"]) == pytest.approx(0.4, abs=1e-6)
+    assert float(rows["all", "mean"]["low"]) < used.mean() < float(rows["all", "mean"]["high"])
+    printed = capsys.readouterr().out
+    assert f"ppo_procgen: mean normalised score {used.mean():.4f} over 3 games, 2 runs of each" in printed
+    assert "1 more left out" in printed
+    assert_drawn(tmp_path / "out_aggregate.png", plot.COLORS[:1])
+
+
+def test_scores_of_hard_games_and_other_metrics(tmp_path):
+    run = plot.read_run(write_run(tmp_path, "starpilot", distribution_mode="hard"))
+    scores = plot.scores_of("a", [run], ["starpilot"], "charts/episodic_return")
+    np.testing.assert_allclose(scores, [[(3 - 1.5) / (35 - 1.5)]])
+
+
+def test_rliable_is_not_needed_for_curves():
+    code = "import sys; from benchmarks import plot; sys.exit('rliable' in sys.modules or 'pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# LEVELS
+
+
+def evaluated(**splits):
+    numbers = {f"eval/{s}_levels/{k}": v for s, x in splits.items() for k, v in x.items()}
+    return [{"global_step": 3000, "time": 9e4} | numbers]
+
+
+def summary(mean, low=0.0, high=50.0, std=2.0):
+    return {"mean_return": mean, "min": low, "max": high, "std": std}
+
+
+def test_levels(tmp_path):
+    paths = []
+    for seed, mean in ((1, 20.0), (2, 30.0)):
+        old = evaluated(train=summary(1.0), test=summary(1.0))
+        new = evaluated(train=summary(mean, seed, 40 + seed, seed), test=summary(10.0))
+        paths.append(write_run(tmp_path / "runs", seed=seed, encoder="nature", num_levels=10, lines=old + new))
+    unlimited = evaluated(test=summary(35.0, 5.0, 60.0, 3.0))
+    paths.insert(0, write_run(tmp_path / "runs", encoder="nature", num_levels=0, lines=unlimited))
+    few = evaluated(train=summary(9.0), test=summary(4.0))
+    paths.append(write_run(tmp_path / "runs", encoder="impala", num_levels=1, lines=few))
+    rows = draw(tmp_path, paths, levels)
+    wanted = [("nature", "10", "train"), ("nature", "10", "test"), ("nature", "0", "test"), ("impala", "1", "train"),
+              ("impala", "1", "test")]  # fmt: skip
+    assert [(r["group"].split()[1], r["num_levels"], r["split"]) for r in rows] == wanted
+    train, test, everywhere = rows[:3]
+    numbers = {k: float(train[k]) for k in ("runs", "mean", "low", "high", "min", "max", "variance", "gap")}
+    assert numbers == {"runs": 2, "mean": 25, "low": 20, "high": 30, "min": 1, "max": 42, "variance": 2.5, "gap": 15}
+    assert test["gap"] == "15"
+    assert (everywhere["mean"], everywhere["low"], everywhere["variance"], everywhere["gap"]) == ("35", "", "9", "")
+    assert_drawn(tmp_path / "out.png", plot.COLORS[:2])
+
+
+def test_unlimited_levels_stand_at_the_right_end(tmp_path):
+    groups = plot.group_runs([
+        plot.read_run(write_run(tmp_path, num_levels=n, lines=evaluated(train=summary(n), test=summary(n))))
+        for n in (0, 100, 1)
+    ], ("script",))  # fmt: skip
+    figure = levels.draw(levels.study(groups), "title")
+    ticks = figure.axes[2].get_xticks(), [x.get_text() for x in figure.axes[2].get_xticklabels()]
+    assert ticks[1] == ["1", "100", "all"]
+    assert ticks[0].tolist() == [1, 100, 1000]
+    train, test = (axis.lines for axis in figure.axes[2:])
+    assert train[0].get_xdata().tolist() == [1, 100]
+    assert test[0].get_xdata().tolist() == [1, 100, 1000]
+    plot.plt.close(figure)
+
+
+# BAD INPUT
+
+
+def one_sentence(capsys, module, words):
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(module.Args, module.main, [str(word) for word in words])
+    output = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1, output.err
+    return output.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "valid"),
+    [
+        ({"group_by": "colour"}, "--group-by colour", "encoder"),
+        ({"metrics": "charts/nothing"}, "--metrics charts/nothing", "charts/episodic_return"),
+        ({"reference": "openai"}, "--reference openai", "easy-200-test"),
+        ({"reference": "empty.csv"}, "--reference empty.csv", "env_steps and mean_return"),
+        ({"reference": "maze.csv"}, "--reference maze.csv", "bigfish"),
+        ({"points": 0}, "--points 0", "1 or more"),
+        ({"aggregate": True}, f"--score-metric {EVALUATION}", "charts/episodic_return"),
+        ({"score_metric": "charts/episodic_return"}, "--score-metric charts/episodic_return", "--aggregate"),
+        ({"out": "empty.csv/there"}, "--out empty.csv/there", "cannot write"),
+    ],
+)
+def test_bad_flags(study, tmp_path, monkeypatch, capsys, flags, said, valid):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.csv").write_text("steps,mean_return\n1,2\n")
+    (tmp_path / "maze.csv").write_text("game,env_steps,mean_return\nmaze,1,2\n")
+    error = one_sentence(capsys, plot, [*study, *flags_of(flags)])
+    assert said in error
+    assert valid in error
+    assert not list(tmp_path.glob("curve*"))
+
+
+def test_bad_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    good, empty = write_run(tmp_path / "a", lines=scored(3)), write_run(tmp_path / "b", steps=())
+    assert "at least one" in one_sentence(capsys, plot, [])
+    assert "RUN_DIRS nowhere" in one_sentence(capsys, plot, ["nowhere"])
+    assert f"RUN_DIRS {empty}: has no line of metrics" in one_sentence(capsys, plot, [good, empty])
+    other = write_run(tmp_path / "a", "coinrun")
+    assert "--random 1.0" in one_sentence(capsys, plot, [good, other, "--random", "1"])
+    said = one_sentence(capsys, plot, [good, other, "--aggregate"])
+    assert f"{other} has logged none" in said
+    assert "--score-metric" in said
+    doors = write_run(tmp_path / "a", "DoorGym", lines=scored(3))
+    assert "DoorGym has no normalisation constants" in one_sentence(capsys, plot, [doors, "--aggregate"])
+    fork = write_run(tmp_path / "a", "coinrun", script="mine", lines=scored(3))
+    assert "'ppo_procgen' has no run of coinrun" in one_sentence(capsys, plot, [good, fork, "--aggregate"])
+    assert not list(tmp_path.glob("curve*"))
+
+
+def test_bad_runs_of_levels(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    without = write_run(tmp_path / "a", encoder="nature", num_levels=10, lines=scored(3))
+    good = write_run(tmp_path / "a", encoder="nature", num_levels=0, lines=evaluated(test=summary(3)))
+    other = write_run(tmp_path / "a", "coinrun", encoder="nature", num_levels=1)
+    no_levels = write_run(tmp_path / "a", encoder="nature")
+    assert f"{without}: has no evaluation on train and test" in one_sentence(capsys, levels, [good, without])
+    assert "bigfish and coinrun" in one_sentence(capsys, levels, [good, other])
+    assert f"{no_levels}: has no --num-levels" in one_sentence(capsys, levels, [no_levels])
+    assert "--group-by colour" in one_sentence(capsys, levels, [good, "--group-by", "colour"])
+    assert not list(tmp_path.glob("levels.*"))
+
+
+def test_command_lines(study, tmp_path):
+    """Both run as scripts, from anywhere."""
+    lines = evaluated(train=summary(3), test=summary(3))
+    path = write_run(tmp_path / "a", encoder="nature", num_levels=10, lines=lines)
+    for script in ("plot", "levels"):
+        command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), path, "--out", f"new/{script}"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        assert (tmp_path / "new" / f"{script}.png").exists()
