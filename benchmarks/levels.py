@@ -6,15 +6,12 @@ Each run's last evaluation counts. Unlimited levels (--num-levels 0) are drawn a
 level is one for training, so a run has a single evaluation, shown as that of test levels, and no gap.
 """
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+import plot  # the script beside this one; it makes the repository's modules importable
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import plot
 from common import runs
 
 SPLITS = "train", "test"

@@ -8,22 +8,18 @@ interval of it over the runs. It is drawn where all of them have logged: a run t
 """
 
 import csv
-import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from types import ModuleType
 from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import trials  # the file beside this one; it makes the repository's modules importable
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import trials
 from common import runs
 from common.envs import RETURN_RANGES
 
@@ -344,26 +340,14 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
     return np.array([x[: min(map(len, scores))] for x in scores]).T
 
 
-def import_rliable():
-    """rliable's library and metrics. It wants arch 7, whose models do not import with pandas 3: they are left out."""
-    try:
-        if "arch" not in sys.modules:
-            package = ModuleType("arch")
-            package.__path__ = list(importlib.util.find_spec("arch").submodule_search_locations)
-            sys.modules["arch"] = package
-        from rliable import library, metrics
-    except (ImportError, AttributeError, TypeError) as error:
-        raise runs.UsageError(f"--aggregate: rliable 1.2 does not import ({error}), install it with pip") from None
-    return library, metrics
-
-
 def aggregate(scores: dict[str, np.ndarray], taus: np.ndarray) -> tuple[dict, dict]:
     """Estimates with 95 % stratified bootstrap intervals of each group's scores [runs, games].
 
     Returns by group: float64 [3 (value, low, high), 3 (STATISTICS)], and the performance profile float64 [3, taus], the
     share of runs that score above each tau. With one run a game low and high are NaN.
     """
-    library, metrics = import_rliable()
+    from rliable import library, metrics  # late: it takes a second
+
     functions = metrics.aggregate_iqm, metrics.aggregate_mean, metrics.aggregate_optimality_gap
     answers = []
     for measure in (lambda x: np.array([f(x) for f in functions]), lambda x: (x[..., None] > taus).mean(axis=(0, 1))):

@@ -70,6 +70,7 @@ def ppo_impala() -> list[str]:
     rows = read("ppo_impala.csv")
     ppo = {row["setting"]: row["steps/s"] for row in rows if row["script"] == "ppo"}
     rows = [row | {"PPO": ppo[row["setting"]]} for row in rows if row["script"] == "impala"]
+    rows.sort(key=lambda row: -float(row["PPO"]))
     columns = {"setting": setting, "PPO steps/s": number("PPO", ".0f"), "IMPALA steps/s": number("steps/s", ".0f")}
     columns |= {"learner busy": percent("learner busy %"), "waits": percent("learner waits %")}
     columns |= {"actors busy": percent("actors busy %"), "lag": number("lag")}
@@ -87,24 +88,22 @@ def rnd() -> list[str]:
     names = {"paper": "the paper's network and epochs, 32 games", "small": "a tiny network, one epoch, 64 games"}
     rows = read("rnd.csv")
     speed = {(row["setting"], row["mode"]): row["steps/s"] for row in rows}
-    firsts = [row for row in rows if row["mode"] == "synchronous"]
+    firsts = sorted((row for row in rows if row["mode"] == "synchronous"), key=lambda row: float(row["steps/s"]))
     for row in firsts:
         row |= {mode: speed.get((row["setting"], mode), "") for mode in ("--async", "--async --vtrace")}
-    columns = {"setting": lambda row: names[row["setting"]], "synchronous": number("steps/s", ".0f", " steps/s")}
-    columns |= {"emulator alone": number("emulator alone steps/s", ".0f"), "`--async`": number("--async", ".0f")}
+    columns = {"setting": lambda row: names[row["setting"]]}
+    columns |= {"emulator alone": number("emulator alone steps/s", ".0f", " steps/s")}
+    columns |= {"synchronous": number("steps/s", ".0f"), "`--async`": number("--async", ".0f")}
     columns |= {"`--async --vtrace`": number("--async --vtrace", ".0f"), "update": percent("learner busy %")}
     columns |= {"emulator": percent("actor's game %"), "inference": percent("actor's inference %")}
     return table(firsts, columns)
 
 
 def doors() -> list[str]:
-    columns = {
-        "setting": lambda row: row["setting"].replace("default, ", ""),
-        "rollout": number("rollout s", ".1f", " s"),
-    }
+    columns = {"setting": lambda row: row["setting"].replace("default, ", "")}
     columns |= {"weights that learn": number("weights that learn"), "decisions": number("decisions")}
-    columns |= {"gradient steps": number("gradient steps"), "update": number("update s", ".1f", " s")}
-    columns["decisions/s"] = number("decisions/s")
+    columns |= {"gradient steps": number("gradient steps"), "physics and inference": number("rollout s", ".1f", " s")}
+    columns |= {"update": number("update s", ".1f", " s"), "decisions/s": number("decisions/s")}
     return table(read("doors_update.csv"), columns)
 
 

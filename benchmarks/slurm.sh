@@ -26,7 +26,7 @@ task=${SLURM_ARRAY_TASK_ID:-0}
 case $kind in
   sweep) command=("$python" benchmarks/sweep.py "$what" --seed "$task" "$@") ;;
   run)
-    folder=runs/slurm/${SLURM_ARRAY_JOB_ID:-0}/$task
+    folder=${OUT:-runs/slurm}/${SLURM_ARRAY_JOB_ID:-0}/$task
     mkdir -p "$folder"
     checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' -print -quit)
     if [ -n "$checkpoint" ]; then

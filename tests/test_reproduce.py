@@ -1,0 +1,176 @@
+"""Published tables: each cell is one that the scripts can run, what is done is not done again, and the README's tables."""
+
+import csv
+import importlib
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readme
+import reproduce
+import trials
+import tyro
+from conftest import ROOT, TINY, assert_same_run, flags_of, read_metrics, wait_for
+from PIL import Image
+
+import ppo_procgen
+from common import runs
+
+ROWS = reproduce.published()
+FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))
+TABLE = [
+    {"table": "small", "cell": "runs", "script": "ppo_procgen.py", "flags": FLAGS, "published": "2.5"},
+    {"table": "small", "cell": "fails", "script": "ppo_procgen.py", "flags": FLAGS + " gamma=2", "published": "fail"},
+    {"table": "small", "cell": "no script", "script": "", "flags": "", "published": "1.9"},
+]
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """A published table of TINY cells in the reference's place: one that runs, one that fails, one without a script."""
+    rows = [row | {"steps": "3840", "metric": "charts/episodic_return", "note": ""} for row in TABLE]
+    rows[1]["published"] = ""
+    reproduce.records.write_rows(tmp_path / "tables.csv", rows)
+    monkeypatch.setattr(reproduce, "REFERENCE", tmp_path / "tables.csv")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(row["table"] for row in ROWS))
+def test_every_cell_can_be_run(name):
+    """Its flags are the script's, with values that it takes, and no two cells of a metric are the same run."""
+    seen, args = set(), reproduce.Args(table=name)
+    for row in reproduce.read_table(name):
+        assert row["published"] == "" or math.isfinite(float(row["published"]))
+        if row["script"]:
+            flags = reproduce.flags_of(row, args)
+            script = importlib.import_module(Path(row["script"]).stem)
+            words = runs._plain_booleans(script.Args, trials.words_of(flags))
+            script.check_args(tyro.cli(script.Args, args=words))
+            seen.add((reproduce.folder_of(Path(), row, flags, 1), row["metric"]))
+    assert len(seen) == sum(bool(row["script"]) for row in reproduce.read_table(name))
+
+
+def test_the_interval_is_students():
+    """Mean 2, standard error 1/sqrt(3), t(2) = 4.3027 at 97.5 %; nothing for a single value."""
+    half = 4.302653 / 3**0.5
+    np.testing.assert_allclose(reproduce.interval([1.0, 2.0, 3.0]), [2 - half, 2 + half], rtol=1e-6)
+    assert np.isnan(reproduce.interval([1.0])).all()
+
+
+def test_a_table_is_made_and_not_made_twice(table):
+    """Published beside ours; a failure is recorded, a cell without a script stays, what is done is not run again."""
+    words = {"seeds": (1, 2), "scale": 0.1, "jobs": 2, "runs": str(table / "runs"), "out": str(table / "out")}
+    args = reproduce.Args(table="small", **words)
+    first, failed, absent = reproduce.main(args)
+    values = [read_metrics(run.parent)[-1]["charts/episodic_return"] for run in table.glob("runs/*/*/*/metrics.jsonl")]
+    assert (first["seeds"], first["steps"], first["published"]) == (2, 384, "2.5")
+    assert first["ours"] == pytest.approx(np.mean(values))
+    assert first["low"] < first["ours"] < first["high"]
+    assert (failed["seeds"], absent["seeds"]) == (0, 0)
+    assert failed["note"] == "2 failed: exit code 2: error: --gamma '2': must be from 0 to 1"
+    times = {path: path.stat().st_mtime_ns for path in table.glob("runs/*/*/*/metrics.jsonl")}
+    assert len(times) == 2
+    again = reproduce.main(args)[0]
+    assert {path: path.stat().st_mtime_ns for path in table.glob("runs/*/*/*/metrics.jsonl")} == times
+    assert (again["ours"], again["seconds"]) == (first["ours"], first["seconds"])
+    page = (table / "out/small.md").read_text()
+    assert "python benchmarks/reproduce.py small --scale 0.1 --seeds 1 2" in page
+    assert "Not the published setting" in page
+    with (table / "out/small.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ours"] == "" for row in rows] == [False, True, True]
+    assert rows[0]["commit"]
+    assert rows[0]["machine"]
+    assert np.asarray(Image.open(table / "out/small.png").convert("L")).std() > 5
+    other = reproduce.main(reproduce.Args(table="small", collect=True, **words | {"scale": 0.2}))
+    assert [row["seeds"] for row in other] == [0, 0, 0]  # those are other runs
+
+
+BAD = {
+    "an unknown table": (["coinrun_grid"], "TABLE coinrun_grid", "coinrun_ppo_grid"),
+    "no scale": (["gamma", "--scale", 0], "--scale 0", "above 0"),
+    "a seed twice": (["gamma", "--seeds", 1, 1], "--seeds", "each once"),
+    "no jobs": (["gamma", "--jobs", 0], "--jobs 0", "1 or more"),
+    "what the cells differ in": (["gamma", "--set", "gamma=0.9"], "--set gamma", "differ"),
+    "steps": (["gamma", "--set", "total_timesteps=9"], "--set total_timesteps", "--scale"),
+    "an unknown flag": (["gamma", "--set", "lr=9"], "lr", "no flag"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
+    words, names, valid = BAD[case]
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(reproduce.Args, reproduce.main, [*map(str, words), "--runs", str(tmp_path), "--out", str(tmp_path)])
+    output = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.count("\n") == 1, output.err
+    assert names in output.err
+    assert valid in output.err
+    assert not list(tmp_path.iterdir())
+
+
+# THE README
+
+
+def test_the_readme_has_the_tables_of_the_committed_files():
+    assert readme.fill(readme.README.read_text()) == readme.README.read_text()
+
+
+def test_a_new_number_comes_into_the_readme(tmp_path, monkeypatch):
+    """And nothing else changes."""
+    for path in readme.RESULTS.glob("*.csv"):
+        (tmp_path / path.name).write_text(path.read_text())
+    changed = (tmp_path / "apex.csv").read_text().replace(",1114,", ",98765,")
+    (tmp_path / "apex.csv").write_text(changed)
+    (tmp_path / "sweeps").symlink_to(readme.RESULTS / "sweeps")
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    old = readme.README.read_text()
+    assert "| 1114 |" in old
+    assert readme.fill(old) == old.replace("| 1114 |", "| 98765 |")
+
+
+# SHELL SCRIPTS
+
+
+def shell(script, *words, **variables):
+    environment = os.environ | {"PYTHON": sys.executable} | {name: str(value) for name, value in variables.items()}
+    return subprocess.Popen([ROOT / "benchmarks" / script, *map(str, words)], cwd=ROOT, env=environment,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+
+def test_slurm_goes_on_after_preemption(tmp_path):
+    """The signal before the end of a task's time writes a checkpoint; queued again, the task resumes, exactly."""
+    flags = TINY | {"total_timesteps": 256 * 40, "checkpoint_every": 256}
+    given = {"OUT": tmp_path, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 3}
+    words = ["slurm.sh", "run", "ppo_procgen.py", *flags_of(flags)]
+    process = shell(*words, **given)
+    wait_for(lambda: any(tmp_path.glob("7/3/*/checkpoints/[0-9]*/commit_success.txt")), process)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped by SIGTERM" in process.communicate()[0]
+    assert process.returncode == 0
+    again = shell(*words, **given)
+    assert again.wait(120) == 0, again.communicate()[0]
+    (run,) = (tmp_path / "7/3").iterdir()
+    given = flags | {"seed": 3, "run_dir": str(tmp_path / "whole")}
+    assert_same_run(ppo_procgen.main(ppo_procgen.Args(**given)).path, run)
+
+
+def test_all_games_come_to_one_number(tmp_path):
+    """Two games: each is played once, then scored with the competition's constants; a second call only scores."""
+    words = ["all_games.sh", "ppo_procgen.py", *flags_of(TINY | {"eval_episodes": 4})]
+    for name in ("--env-id", "--run-dir"):
+        if name in words:
+            del words[words.index(name) : words.index(name) + 2]
+    given = {"GAMES": "bigfish coinrun", "SEEDS": "1", "OUT": tmp_path}
+    outputs = [shell(*words, **given).communicate()[0] for _ in range(2)]
+    assert [output.count("run directory") for output in outputs] == [2, 0]
+    last = [read_metrics(path.parent)[-1] for path in sorted(tmp_path.glob("*/*/1/*/metrics.jsonl"))]
+    score = np.mean([line["eval/test_levels/normalized"] for line in last])
+    for output in outputs:
+        assert f"mean normalised score {score:.4f} over 2 games" in output
