@@ -74,9 +74,10 @@ def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
         raise runs.UsageError(f"SWEEP {path}: give a readable sweep file, such as one in sweeps/") from None
     for key in ("program", "method", "metric", "parameters"):
         check(key in sweep, f"SWEEP {path}: it has no {key}")
-    method, stopping = sweep["method"], sweep.get("early_terminate", {}).get("type", "hyperband")
+    method, rule = sweep["method"], sweep.get("early_terminate", {"type": "hyperband", "min_iter": 1})
     check(method in ("grid", "random", "bayes"), f"SWEEP {path}: method {method}, give grid, random or bayes")
-    check(stopping == "hyperband", f"SWEEP {path}: early_terminate {stopping}, give hyperband")
+    hyperband = rule.get("type") == "hyperband" and ("min_iter" in rule or {"max_iter", "s"} <= set(rule))
+    check(hyperband, f"SWEEP {path}: early_terminate {rule}, give hyperband with min_iter, or max_iter and s")
     sweep["parameters"] |= trials.read_settings(overrides)
     for name, spec in sweep["parameters"].items():
         known = {"value", "values"} & set(spec) or ({"min", "max"} <= set(spec) and kind_of(spec) in RANGES)
@@ -120,13 +121,14 @@ def make_sampler(args: Args, sweep: dict) -> optuna.samplers.BaseSampler:
 
 
 def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
-    """W&B's early_terminate: Hyperband counts how often the metric was logged."""
+    """W&B's early_terminate. Its Hyperband has a single bracket, which Optuna calls successive halving: whoever is not
+    among the best 1/eta goes after min_iter, min_iter eta, min_iter eta^2, ... values of the metric."""
     rule = sweep.get("early_terminate")
     if not rule:
         return optuna.pruners.NopPruner()
-    eta, most = rule.get("eta", 3), rule.get("max_iter", "auto")
-    least = rule.get("min_iter") or max(1, int(most / eta ** rule["s"]))
-    return optuna.pruners.HyperbandPruner(min_resource=least, max_resource=most, reduction_factor=eta)
+    eta = rule.get("eta", 3)
+    least = rule.get("min_iter") or max(1, int(rule["max_iter"] / eta ** rule["s"]))
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=eta)
 
 
 # TRIALS
@@ -147,9 +149,9 @@ def run_trial(trial: optuna.Trial, sweep: dict, folder: Path, stopping: threadin
         values = trials.values_of(trials.find_run(folder), metric)
         for step in range(reported, len(values)):
             trial.report(values[step], step + 1)
-        reported = max(reported, len(values))
-        if values and process.poll() is None and trial.should_prune():
-            raise optuna.TrialPruned
+            reported = step + 1
+            if process.poll() is None and trial.should_prune():
+                raise optuna.TrialPruned
 
     process = trials.start(sweep["program"], flags, folder)
     trials.wait(process, folder, stopping, look)

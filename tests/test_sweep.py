@@ -119,7 +119,7 @@ def test_booleans_as_wandb_agent_gives_them():
 
 def test_a_killed_sweep_goes_on(tmp_path):
     """kill -9 within a trial: started again, the sweep resumes that trial's run, exactly, and does the rest."""
-    steps = 256 * 20
+    steps = 256 * 12
     given = {"total_timesteps": {"value": steps}, "checkpoint_every": {"value": 256}}
     path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
     words = ["benchmarks/sweep.py", path, "--out", tmp_path / "out", "--grace-period", 3]
@@ -183,8 +183,22 @@ def test_a_trial_is_pruned(tmp_path):
     assert study.trials[0].state.name == "PRUNED"
     assert study.trials[0].value == 3
     assert len((tmp_path / "0000/run/metrics.jsonl").read_text().splitlines()) < 1000
-    pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband", "max_iter": 27, "s": 2, "eta": 3}})
-    assert (pruner._min_resource, pruner._max_resource, pruner._reduction_factor) == (3, 27, 3)
+
+
+def test_hyperband_is_that_of_wandb():
+    """Rungs at min_iter eta^k, or max_iter / eta^s on: there whoever is not among the best third so far goes."""
+    for rule in ({"min_iter": 3}, {"max_iter": 27, "s": 2, "eta": 3}):
+        pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband"} | rule})
+        study, ended = optuna.create_study(pruner=pruner, direction="maximize"), {}
+        for quality in (5, 6, 7, 1, 8, 2):
+            trial = study.ask()
+            for step in range(1, 30):
+                trial.report(quality * step, step)
+                if trial.should_prune():
+                    ended[quality] = step
+                    break
+            study.tell(trial, quality)
+        assert ended == {1: 3, 2: 3}
 
 
 def test_values_are_drawn_within_their_ranges():
@@ -218,6 +232,7 @@ BAD = {
     "an unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
     "a range in a grid": ({"parameters": {"gamma": {"min": 0.9, "max": 1.0}}}, [], "gamma", "a grid takes values"),
     "half a range": ({"parameters": {"gamma": {"min": 0.9}}, "method": "random"}, [], "gamma", "min and max"),
+    "another rule": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate", "min_iter"),
     "no end": ({"method": "bayes"}, [], "--count 0", "number of trials"),
     "a count below 0": ({}, ["--count", -1], "--count -1", "0 or more"),
     "no jobs": ({}, ["--jobs", 0], "--jobs 0", "1 or more"),
