@@ -23,7 +23,8 @@ SUPERVISOR = """
 import signal, subprocess, sys, threading
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 threading.Thread(target=lambda: (sys.stdin.read(), child.send_signal(signal.SIGTERM)), daemon=True).start()
-sys.exit(abs(child.wait()))
+code = child.wait()
+sys.exit(code if code >= 0 else 128 - code)
 """
 
 
