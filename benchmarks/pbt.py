@@ -219,7 +219,7 @@ def member(config: dict) -> None:
         steps = [line["global_step"] for line in trials.read_metrics(run)]
         score = (trials.values_of(run, study["metric"]) or [math.nan])[-1]
         if not (why or math.isfinite(score)):
-            why = f"{study['metric']} is {score}" if trials.values_of(run, study["metric"]) else "it was never logged"
+            why = f"{study['metric']} is {score}, or was never logged"
         if why:  # the worst there is, so that a better member takes its place
             score = -math.inf if study["goal"] == "maximize" else math.inf
         for other in folder.glob("*/args.json"):  # a run that failed before its first checkpoint
@@ -378,17 +378,17 @@ def main(args: Args) -> None:
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
         raise runs.UsageError(f"--address {args.address or 'local'}: Ray does not start there ({why})") from None
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
 
-    done = read_rows(out)
-    random.seed(f"{args.seed} {len(done)}")
+    results = Results(args, out, list(ranges))
+    random.seed(f"{args.seed} {len(read_rows(out))}")
     trainable = tune.with_resources(member, {"cpu": args.cpus, "gpu": args.gpus})
     if tune.Tuner.can_restore(out / "members"):
         tuner = tune.Tuner.restore(str(out / "members"), trainable, resume_errored=True)
     else:
         study = asked | {"out": str(out), "gpus": args.gpus, "flags": flags, "ranges": list(ranges)}
         seeds = tune.grid_search([args.seed + i for i in range(args.population)])
-        results = Results(args, out, list(ranges))
         scheduler = Generations(
             time_attr="generation", metric="score", mode=args.goal[:3], perturbation_interval=1, synch=True,
             hyperparam_mutations={name: r.draw for name, r in ranges.items()}, quantile_fraction=args.quantile,
@@ -414,10 +414,12 @@ def main(args: Args) -> None:
     if any(row[args.metric] for row in rows):
         draw(args, out, ranges)
     good = [result for result in grid if result.checkpoint and math.isfinite(result.metrics.get("score", math.nan))]
-    if grid.num_terminated + grid.num_errors < args.population:
+    results.setup()  # Ray may have had a copy
+    over = grid.num_errors + sum(row["generation"] == str(args.generations) for row in rows)
+    if results.stop_all() or (over >= args.population and not good):
+        raise runs.DivergedError(f"no member is left: {rows[-1]['why']}; see {out / 'members'}")
+    if over < args.population:
         print("stopped; the same command goes on")
-    elif not good:
-        raise runs.DivergedError(f"no member is left: {rows[-1]['why'] if rows else 'see ' + str(out / 'members')}")
     else:
         best = (max if args.goal == "maximize" else min)(good, key=lambda result: result.metrics["score"])
         print(f"best: member {best.metrics['member']}, {trials.find_run(Path(best.checkpoint.path))}")
