@@ -1,0 +1,132 @@
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, TINY, start, wait_for
+
+from benchmarks import pbt, trials
+from common import runs
+
+SET = [f"{k}={v}" for k, v in TINY.items() if k not in ("total_timesteps", "eval_episodes", "learning_rate")]
+# The metric is a hyper-parameter, so that it is certain who is better: the larger gamma.
+STUDY = [
+    "benchmarks/pbt.py", "ppo_procgen.py", "--mutate", "gamma=0.9:0.999", "learning_rate=1e-4:1e-2:log", "--population",
+    2, "--generations", 2, "--interval", 128, "--metric", "charts/gamma", "--seed", 3, "--set", *SET,
+]  # fmt: skip
+
+
+def read_rows(out):
+    if not (out / "results.csv").exists():
+        return {}
+    with (out / "results.csv").open(newline="") as file:
+        return {(int(row["member"]), int(row["generation"])): row for row in csv.DictReader(file)}
+
+
+def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
+    process = start(*STUDY, "--out", tmp_path)
+    wait_for(lambda: len(read_rows(tmp_path)) == 2, process)
+    time.sleep(2)  # in the second generation
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert "stopped; the same command goes on" in output
+    before = read_rows(tmp_path)
+
+    process = start(*STUDY, "--out", tmp_path)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    rows = read_rows(tmp_path)
+    assert sorted(rows) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert {key: rows[key] for key in before} == before
+    for (_, generation), row in rows.items():
+        assert 128 * generation <= int(row["global_step"]) < 128 * (generation + 1)
+        assert 0.9 <= float(row["gamma"]) <= 0.999
+        assert 1e-4 <= float(row["learning_rate"]) <= 1e-2
+        assert row["gamma"] == row["charts/gamma"]
+        assert not row["why"]
+
+    donor, clone = sorted((0, 1), key=lambda i: float(rows[i, 1]["gamma"]), reverse=True)
+    assert rows[clone, 2]["cloned_from"] == str(donor)
+    assert rows[clone, 2]["gamma"] != rows[donor, 1]["gamma"] == rows[donor, 2]["gamma"]
+    last = {i: trials.find_run(max((tmp_path / "members" / f"{i:05d}").glob("checkpoint_*"))) for i in (0, 1)}
+    lines = {i: trials.read_metrics(run) for i, run in last.items()}
+    first = sum(line["global_step"] <= int(rows[donor, 1]["global_step"]) for line in lines[donor])
+    assert lines[clone][:first] == lines[donor][:first]  # their times too: it is the same file
+    assert lines[clone][first:] != lines[donor][first:]
+    for i in (0, 1):
+        args = json.loads((last[i] / "args.json").read_text())["args"]
+        assert args["seed"] == 3 + donor
+        assert float(args["learning_rate"]) == float(rows[i, 2]["learning_rate"])
+    assert (tmp_path / "pbt.png").stat().st_size > 10_000
+    assert not (tmp_path / "work").exists()
+    assert f"best: member {max((0, 1), key=lambda i: float(rows[i, 2]['gamma']))}, " in output
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "valid"),
+    [
+        (["dqn.py"], "PROGRAM dqn.py", "ppo_procgen.py"),
+        (["hnppo_doorgym.py"], "PROGRAM hnppo_doorgym.py", "--total-timesteps"),
+        (["ppo_procgen.py", "--mutate", "gamma"], "--mutate gamma", "name=low:high"),
+        (["ppo_procgen.py", "--mutate", "gamma=0.9:much"], "--mutate gamma=0.9:much", "numbers"),
+        (["ppo_procgen.py", "--mutate", "gamma=0.99:0.9"], "--mutate gamma=0.99:0.9", "less than high"),
+        (["ppo_procgen.py", "--mutate", "gamma=nan:0.9"], "--mutate gamma=nan:0.9", "less than high"),
+        (["ppo_procgen.py", "--mutate", "gamma=0:0.9:log"], "--mutate gamma=0:0.9:log", "above 0"),
+        (["ppo_procgen.py", "--mutate", "gama=0.9:0.99"], "--mutate gama=0.9:0.99", "no flag --gama"),
+        (["ppo_procgen.py", "--mutate", "gamma=0.9:1.1"], "--gamma '1.1'", "from 0 to 1"),
+        (["ppo_procgen.py", "--mutate", "kl_coef=0.1:1"], "--mutate kl_coef", "keeps its own"),
+        (["ppo_procgen.py", "--mutate", "gamma=0.9:0.99", "--set", "gamma=0.9"], "--set gamma=0.9", "changes it"),
+        (["ppo_procgen.py", "--mutate"], "--mutate", "at least one"),
+        (["ppo_procgen.py", "--set", "num_envs"], "--set num_envs", "name=value"),
+        (["ppo_procgen.py", "--set", "games=3"], "--set games=3", "no flag --games"),
+        (["ppo_procgen.py", "--set", "seed=3"], "--set seed=3", "gives it itself"),
+        (["ppo_procgen.py", "--set", "num_envs=0"], "--num-envs 0", "from 1"),
+        (["ppo_procgen.py", "--interval", "0"], "--interval 0", "from 1"),
+        (["ppo_procgen.py", "--population", "1"], "--population 1", "from 2"),
+        (["ppo_procgen.py", "--generations", "0"], "--generations 0", "from 1"),
+        (["ppo_procgen.py", "--quantile", "0.6"], "--quantile 0.6", "to 0.5"),
+        (["ppo_procgen.py", "--jobs", "2", "--address", "auto"], "--jobs 2", "--address"),
+        (["ppo_procgen.py", "--address", "127.0.0.1:1"], "--address 127.0.0.1:1", "Ray does not start"),
+        (["ppo_procgen.py", "--out", "/dev/null/study"], "--out /dev/null/study", "cannot write"),
+    ],
+)
+def test_bad_input_is_answered_in_one_sentence(words, names, valid, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(pbt.ray, "init", None)
+    words = words if "--out" in words else [*words, "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(pbt.Args, pbt.main, words)
+    output = capfd.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.count("\n") == 1, output.err
+    assert output.err.startswith("error: ")
+    assert names in output.err
+    assert valid in output.err
+
+
+def test_a_study_goes_on_only_as_it_was(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(pbt.ray, "init", None)
+    (tmp_path / "args.json").write_text(json.dumps({"program": "ppo_procgen.py", "population": 4}))
+    with pytest.raises(SystemExit):
+        runs.cli(pbt.Args, pbt.main, ["ppo_procgen.py", "--out", str(tmp_path)])
+    assert "another --out" in capfd.readouterr().err
+
+
+def test_without_ray_it_says_what_to_install():
+    code = "import sys, runpy; sys.modules['ray'] = None; runpy.run_path('benchmarks/pbt.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: benchmarks/pbt.py needs Ray Tune: pip install -r requirements-ray.txt\n"
+
+
+def test_values_stay_in_their_range():
+    gamma, steps = pbt.Range(0.9, 0.999, False, False), pbt.Range(1, 6, True, True)
+    assert gamma.clamp(0.99 * 1.2) == 0.999
+    assert gamma.clamp(0.99 * 0.8) == 0.9
+    assert steps.clamp(4 * 1.2) == 5
+    draws = [gamma.draw() for _ in range(100)]
+    assert 0.9 <= min(draws) < max(draws) <= 0.999
+    assert {steps.draw() for _ in range(200)} == {1, 2, 3, 4, 5, 6}
