@@ -32,11 +32,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_type_hints
 
 import jax
+import trials  # the file beside this one; it makes the repository's modules importable
 import tyro
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # Ray gives it to its workers
-from benchmarks import trials
 from common import runs
 from common.runs import check
 
@@ -212,7 +211,7 @@ def member(config: dict) -> None:
         try:
             trials.wait(process, folder, threading.Event())
         except RuntimeError as error:
-            if process.returncode < 0:  # killed, since the study or its machine stops: Ray begins the generation again
+            if process.returncode > 128:  # killed, as when its machine stops: Ray begins the generation again
                 raise
             why = str(error)
         run = trials.find_run(folder)

@@ -5,10 +5,11 @@ import subprocess
 import sys
 import time
 
+import pbt
 import pytest
+import trials
 from conftest import ROOT, TINY, start, wait_for
 
-from benchmarks import pbt, trials
 from common import runs
 
 SET = [f"{k}={v}" for k, v in TINY.items() if k not in ("total_timesteps", "eval_episodes", "learning_rate")]
@@ -116,7 +117,7 @@ def test_a_study_goes_on_only_as_it_was(tmp_path, monkeypatch, capfd):
 
 
 def test_without_ray_it_says_what_to_install():
-    code = "import sys, runpy; sys.modules['ray'] = None; runpy.run_path('benchmarks/pbt.py')"
+    code = "import sys, runpy; sys.path.insert(0, 'benchmarks'); sys.modules['ray'] = None; runpy.run_path('benchmarks/pbt.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: benchmarks/pbt.py needs Ray Tune: pip install -r requirements-ray.txt\n"
