@@ -117,8 +117,8 @@ def test_a_study_goes_on_only_as_it_was(tmp_path, monkeypatch, capfd):
 
 
 def test_without_ray_it_says_what_to_install():
-    code = "import sys, runpy; sys.path.insert(0, 'benchmarks'); sys.modules['ray'] = None; runpy.run_path('benchmarks/pbt.py')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = "import sys, runpy; sys.path[0] = 'benchmarks'; sys.modules['ray'] = None; runpy.run_path(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, "benchmarks/pbt.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: benchmarks/pbt.py needs Ray Tune: pip install -r requirements-ray.txt\n"
 
