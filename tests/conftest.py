@@ -92,7 +92,7 @@ def documented_flags(script):
     """The flags of each command with this script in the docs, its docstring's included; loops' variables filled in."""
     texts = [(ROOT / name).read_text() for name in ("README.md", "benchmarks/TODO.md", script)]
     lines = [line for text in texts for line in text.splitlines() if f"python {script} -" in line]
-    values = {"$flags": "", "$game": "coinrun", "$transform": "flip", "$n": "3", "$atoms": "51", "$seed": "1"}
+    values = {"$flags": "", "$game": "coinrun", "$transform": "flip", "$seed": "1"}
     for line in lines:
         if "RUN_DIR" not in line and "--help" not in line:
             for name, value in values.items():
