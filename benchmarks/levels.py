@@ -1,6 +1,6 @@
 """How well runs trained on few levels play others: returns over the number of training levels. Try:
 
-python benchmarks/levels.py runs/starpilot__ppo* --out benchmarks/results/levels/starpilot
+    python benchmarks/levels.py runs/starpilot__ppo* --out benchmarks/results/levels/starpilot
 
 Each run's last evaluation counts. Unlimited levels (--num-levels 0) are drawn at the right end, as "all": there every
 level is one for training, so a run has a single evaluation, shown as that of test levels, and no gap.

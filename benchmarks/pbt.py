@@ -1,8 +1,8 @@
 """Population-based training (Jaderberg et al. 2017, arXiv 1711.09846) of a script, on Ray Tune and the script's own
 checkpoints. Try:
 
-python benchmarks/pbt.py ppo_procgen.py --mutate gamma=0.9:0.999 learning_rate=1e-4:1e-3:log --jobs 2
-python benchmarks/pbt.py impala_procgen.py --mutate gamma=0.9:0.999 --set env_id=coinrun --address auto --out /nfs/pbt
+    python benchmarks/pbt.py ppo_procgen.py --mutate gamma=0.9:0.999 learning_rate=1e-4:1e-3:log --jobs 2
+    python benchmarks/pbt.py impala_procgen.py --mutate gamma=0.9:0.999 --set env_id=coinrun --address auto --out /nfs/pbt
 
 Members train for a generation each; then the worst ones go on from copies of the best ones' run directories, with
 other hyper-parameters. Stopped and started again, a study goes on. On a cluster, the repository and --out are in

@@ -1,7 +1,7 @@
 """Learning curves of runs, and scores over games: CSV tables and pictures. Try:
 
-python benchmarks/plot.py runs/bigfish* --out benchmarks/results/bigfish --random 0.9 --reference easy-all
-python benchmarks/plot.py runs/* --group-by encoder --aggregate --out encoders
+    python benchmarks/plot.py runs/bigfish* --out benchmarks/results/bigfish --random 0.9 --reference easy-all
+    python benchmarks/plot.py runs/* --group-by encoder --aggregate --out encoders
 
 Runs of a group (by default: same script, same flags but for the seed) are one line: their mean, with a 95 % bootstrap
 interval of it over the runs. It is drawn where all of them have logged: a run that was stopped early ends the line.

@@ -1,8 +1,8 @@
 """Makes a table of the studies that we follow: runs what is missing of it, and puts ours beside the published. Try:
 
-python benchmarks/reproduce.py coinrun_ppo_grid --seeds 1 2 3
-python benchmarks/reproduce.py coinrun_ppo_grid --scale 0.15 --set encoder=nature width=1 pool=flatten --jobs 2
-python benchmarks/reproduce.py coinrun_ppo_grid --collect
+    python benchmarks/reproduce.py coinrun_ppo_grid --seeds 1 2 3
+    python benchmarks/reproduce.py coinrun_ppo_grid --scale 0.15 --set encoder=nature width=1 pool=flatten --jobs 2
+    python benchmarks/reproduce.py coinrun_ppo_grid --collect
 
 What was published is in benchmarks/reference/tables.csv: a row a cell, with the script, flags and steps that stand for
 it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed.

@@ -1,7 +1,7 @@
 """Runs a W&B sweep file without a server, on Optuna: grid, random or Bayesian, several trials at a time. Try:
 
-python benchmarks/sweep.py sweeps/coinrun_ppo_grid.yaml --jobs 2
-python benchmarks/sweep.py sweeps/doorgym_hnppo_bayes.yaml --count 20 --storage postgresql://user@host/studies
+    python benchmarks/sweep.py sweeps/coinrun_ppo_grid.yaml --jobs 2
+    python benchmarks/sweep.py sweeps/doorgym_hnppo_bayes.yaml --count 20 --storage postgresql://user@host/studies
 
 A study lives in its storage: killed and started again it goes on where it was, trials that were under way from their
 last checkpoint; any number of these processes, on any number of machines with one file system, may share it.
