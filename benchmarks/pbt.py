@@ -2,7 +2,7 @@
 checkpoints. Try:
 
     python benchmarks/pbt.py ppo_procgen.py --mutate gamma=0.9:0.999 learning_rate=1e-4:1e-3:log --jobs 2
-    python benchmarks/pbt.py impala_procgen.py --mutate gamma=0.9:0.999 --set env_id=coinrun --address auto --out /nfs/pbt
+    python benchmarks/pbt.py impala_procgen.py --mutate gamma=0.9:0.999 --set env_id=coinrun --address auto --out /nfs/a
 
 Members train for a generation each; then the worst ones go on from copies of the best ones' run directories, with
 other hyper-parameters. Stopped and started again, a study goes on. On a cluster, the repository and --out are in
@@ -137,14 +137,11 @@ def read_flags(args: Args, kinds: dict[str, type]) -> dict[str, str]:
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}
     if "eval_episodes" in kinds and not args.metric.startswith("eval/"):
         flags["eval_episodes"] = 0
-    for word in args.set:
-        name, equals, value = word.partition("=")
-        name = name.replace("-", "_")
-        check(bool(name and equals), f"--set {word}: give name=value")
-        check(name in kinds, f"--set {word}: {args.program} has no flag {runs.flag_of(name)}")
-        check(name not in OWN, f"--set {word}: {runs.flag_of(name)} is not free here, pbt.py gives it itself")
-        flags[name] = value
-    return flags
+    given = trials.read_settings(args.set)
+    trials.check_flags("--set", args.program, given)
+    for name, value in given.items():
+        check(name not in OWN, f"--set {name}={value}: {runs.flag_of(name)} is not free here, pbt.py gives it itself")
+    return flags | given
 
 
 def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
@@ -158,7 +155,7 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     check(args.jobs == 1 or not args.address, f"--jobs {args.jobs}: has no effect with --address")
     jax.config.update("jax_platforms", "cpu")  # this process must not take the members' GPU
     script = importlib.import_module(stem)
-    kinds = get_type_hints(script.Args)
+    kinds = {name.rstrip("_"): kind for name, kind in get_type_hints(script.Args).items()}
     check("total_timesteps" in kinds, f"PROGRAM {args.program}: has no --total-timesteps to measure generations by")
     ranges, flags = read_ranges(args, kinds), read_flags(args, kinds)
     for name in ranges:
@@ -207,12 +204,12 @@ def member(config: dict) -> None:
         # The seed is a part of the configuration since it goes with the run: a clone has its donor's.
         own = {"seed": config["seed"], "total_timesteps": generation * study["interval"]}
         own |= {name: config[name] for name in study["ranges"]}
-        process = trials.start(study["program"], study["flags"] | own, folder)
         try:
-            trials.wait(process, folder, threading.Event())
+            with trials.take(folder) as lock:
+                trials.run(study["program"], study["flags"] | own, folder, lock, threading.Event())
+        except trials.Killed:  # as when its machine stops: Ray begins the generation again
+            raise
         except RuntimeError as error:
-            if process.returncode > 128:  # killed, as when its machine stops: Ray begins the generation again
-                raise
             why = str(error)
         run = trials.find_run(folder)
         steps = [line["global_step"] for line in trials.read_metrics(run)]

@@ -119,11 +119,11 @@ def tables() -> list[str]:
     lines = []
     for name in dict.fromkeys(row["table"] for row in reproduce.published()):
         rows = read(f"{name}.csv")
-        if rows:
+        first = next((row for row in rows if row["commit"]), None)
+        if first:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
             columns |= {"ours": number("ours", ".2f"), "from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
-            first = next(row for row in rows if row["commit"])
             where = f"{first['machine']}, JAX {first['jax']}, commit {first['commit']}, {first['date']}"
             lines += [f"**{name}** ([all columns](benchmarks/results/{name}.csv); {where}), `{first['command']}`:", ""]
             lines += [*table(rows, columns), "", f"![{name}](benchmarks/results/{name}.png)", ""]
@@ -136,13 +136,16 @@ def sweeps() -> list[str]:
     for path in sorted((RESULTS / "sweeps").glob("*/results.csv")):
         trials = read(str(path.relative_to(RESULTS)))
         columns = list(trials[0])
-        metric, names = columns[2], columns[3 : columns.index("logged")]
+        metric, names = columns[2], columns[4 : columns.index("logged")]
+        sign = 1 if trials[0]["goal"] == "maximize" else -1
         done = [row for row in trials if row["state"] == "complete"]
-        best = max(done, key=lambda row: float(row[metric]))  # the sweeps committed so far maximise
-        found = ", ".join(f"{name} {short(best[name])}" for name in names)
-        rows.append({"sweep": f"[{path.parent.name}](benchmarks/results/sweeps/{path.parent.name})", "at": found})
-        rows[-1] |= {"trials": str(len(trials)), "metric": metric, "best": short(best[metric])}
-        rows[-1] |= {"pruned": str(sum(row["state"] == "pruned" for row in trials)), "commit": best["commit"]}
+        if not done:
+            continue
+        best = max(done, key=lambda row: sign * float(row[metric]))
+        link = f"[{path.parent.name}](benchmarks/results/sweeps/{path.parent.name})"
+        rows.append({"sweep": link, "trials": str(len(trials)), "pruned": str(len(trials) - len(done))})
+        rows[-1] |= {"metric": metric, "best": short(best[metric]), "commit": best["commit"]}
+        rows[-1]["at"] = ", ".join(f"{name} {short(best[name])}" for name in names)
     return table(rows, {name: lambda row, name=name: row[name] for name in rows[0]}) if rows else []
 
 

@@ -8,12 +8,12 @@ What was published is in benchmarks/reference/tables.csv: a row a cell, with the
 it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed.
 """
 
+import contextlib
 import csv
 import hashlib
 import json
 import shlex
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -74,8 +74,7 @@ def read_table(name: str) -> list[dict]:
 
 def flags_of(row: dict, args: Args) -> dict:
     """The flags of a cell's runs but the seed; raises UsageError if the script does not have them."""
-    flags = {name: spec["value"] for name, spec in trials.read_settings(row["flags"].split()).items()}
-    flags |= {name: spec["value"] for name, spec in trials.read_settings(args.set).items()}
+    flags = trials.read_settings(row["flags"].split()) | trials.read_settings(args.set)
     steps = "task_timesteps" if row["script"] == "hnppo_doorgym.py" else "total_timesteps"
     flags[steps] = max(1, round(int(row["steps"]) * args.scale))
     trials.check_flags(f"TABLE {args.table}", row["script"], flags)
@@ -84,7 +83,7 @@ def flags_of(row: dict, args: Args) -> dict:
 
 def check_overrides(args: Args, rows: list[dict]) -> None:
     """Raises UsageError if --set has a flag in which the table's cells differ."""
-    own = [dict(word.partition("=")[::2] for word in row["flags"].split()) for row in rows if row["script"]]
+    own = [trials.read_settings(row["flags"].split()) for row in rows if row["script"]]
     for name in trials.read_settings(args.set):
         same = len({flags.get(name) for flags in own}) == 1 and not name.endswith("_timesteps")
         check(same, f"--set {name}: cells of {args.table} differ in it; give another flag, or --scale for steps")
@@ -104,19 +103,24 @@ def read_progress(folder: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"done": False, "seconds": 0.0, "why": ""}
 
 
-def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stopping: threading.Event) -> None:
-    """Runs a script to its end, or goes on with a run that was stopped; a failure is recorded."""
-    before, begun, done, why = read_progress(folder), time.monotonic(), False, ""
-    try:
-        trials.wait(trials.start(row["script"], flags | {"seed": seed}, folder), folder, stopping)
-        done = True
-    except trials.Stopped:
-        pass
-    except RuntimeError as error:
-        why = str(error)
-        print(f"{row['cell']}, seed {seed}: {why}", file=sys.stderr)
-    seconds = before["seconds"] + time.monotonic() - begun
-    runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **origin})
+def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stopping: threading.Event) -> str:
+    """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it."""
+    with trials.take(folder) or contextlib.nullcontext() as lock:
+        before, begun = read_progress(folder), time.monotonic()
+        if before["done"] or lock is None:
+            return "done elsewhere" if before["done"] else "another process is at it"
+        done, why = False, ""
+        try:
+            trials.run(row["script"], flags | {"seed": seed}, folder, lock, stopping)
+            done = True
+        except trials.Stopped:
+            pass
+        except RuntimeError as error:
+            why = str(error)
+        seconds = before["seconds"] + time.monotonic() - begun
+        both = {name: " ".join(dict.fromkeys(filter(None, (before.get(name), x)))) for name, x in origin.items()}
+        runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **both})
+        return "done" if done else why or "stopped"
 
 
 # WHAT CAME OUT
@@ -126,6 +130,8 @@ def interval(values: list[float]) -> tuple[float, float]:
     """Student's 95 % interval of the mean; NaN for less than two values."""
     if len(values) < 2:
         return float("nan"), float("nan")
+    if len(set(values)) == 1:
+        return values[0], values[0]
     return tuple(float(x) for x in stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values)))
 
 
@@ -201,7 +207,11 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
         if number(row["low"]):
             axis.plot([row["low"], row["high"]], [i, i], "-", color="#0072B2", lw=2, label="ours, 95 %")
     axis.set_yticks(range(len(results)), [row["cell"] for row in results])
-    axis.set(ylim=(len(results) - 0.5, -0.5), xlabel=results[0]["metric"], title=title)
+    axis.set(
+        ylim=(len(results) - 0.5, -0.5),
+        xlabel=" and ".join(dict.fromkeys(row["metric"] for row in results)),
+        title=title,
+    )
     axis.grid(axis="y", alpha=0.3)
     named = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     if named:
@@ -212,17 +222,28 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
 
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
-    """OUT/TABLE.csv, .md and .png of the runs that are done."""
+    """OUT/TABLE.csv, .md and .png of the runs that are done, unless the files there are of more runs than these."""
     results = [summarize(row, flags, folders, args) for row, flags, folders in cells]
     out = Path(args.out) / args.table
-    blank = [{name: "" if value != value else value for name, value in row.items()} for row in results]  # NaN: nothing
-    records.write_rows(out.with_suffix(".csv"), blank)
-    temporary = out.with_suffix(".md.tmp")
-    temporary.write_text(markdown(args, results))
-    temporary.replace(out.with_suffix(".md"))
-    title = args.table if args.scale == 1 else f"{args.table}, {args.scale:g} of the steps"
-    draw(out.with_suffix(".png"), title, results)
+    with trials.take(out.parent, wait=True):
+        if sum(row["seeds"] for row in results) < runs_in(out.with_suffix(".csv")):
+            return results
+        blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
+        records.write_rows(out.with_suffix(".csv"), blank)
+        temporary = out.with_suffix(".md.tmp")
+        temporary.write_text(markdown(args, results))
+        temporary.replace(out.with_suffix(".md"))
+        title = args.table if args.scale == 1 else f"{args.table}, {args.scale:g} of the steps"
+        draw(out.with_suffix(".png"), title, results)
     return results
+
+
+def runs_in(path: Path) -> int:
+    """How many runs are in an earlier result."""
+    if not path.exists():
+        return 0
+    with path.open() as file:
+        return sum(int(row["seeds"]) for row in csv.DictReader(file))
 
 
 def main(args: Args) -> list[dict]:
@@ -241,25 +262,26 @@ def main(args: Args) -> list[dict]:
         for folder, seed in zip(folders, args.seeds, strict=bool(folders))
         if not read_progress(folder)["done"]
     }  # cells that differ in their metric only share their runs
-    stopping, origin, lock = threading.Event(), trials.origin(), threading.Lock()
+    stopping, origin = threading.Event(), trials.origin()
 
     def one(folder: Path) -> None:
+        row, _, seed = wanted[folder]
         if not stopping.is_set():
-            train(*wanted[folder], folder, origin, stopping)
-            row, _, seed = wanted[folder]
-            with lock:
-                write(args, cells)
-                print(
-                    f"{row['cell']}, seed {seed}: {'done' if read_progress(folder)['done'] else 'not done'}", flush=True
-                )
+            print(f"{row['cell']}, seed {seed}: {train(*wanted[folder], folder, origin, stopping)}", flush=True)
+            write(args, cells)
 
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(one, () if args.collect else wanted))
+        begun = [pool.submit(one, folder) for folder in (() if args.collect else wanted)]
     for signal_number, handler in old.items():
         signal.signal(signal_number, handler)
-    results = write(args, cells)
-    print(f"{Path(args.out, args.table)}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
+    for future in begun:
+        future.result()
+    results, out = write(args, cells), Path(args.out) / args.table
+    before, now = runs_in(out.with_suffix(".csv")), sum(row["seeds"] for row in results)
+    if now < before:
+        print(f"{out}.csv is of {before} runs, only {now} are done here: it was left as it is")
+    print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
     return results
 
 

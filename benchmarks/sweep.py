@@ -4,29 +4,32 @@
     python benchmarks/sweep.py sweeps/doorgym_hnppo_bayes.yaml --count 20 --storage postgresql://user@host/studies
 
 A study lives in its storage: killed and started again it goes on where it was, trials that were under way from their
-last checkpoint; any number of these processes, on any number of machines with one file system, may share it.
+last checkpoint. Any number of these processes may share it, also on several machines that share its folder: a trial is
+locked by a file there, so that one whose process has died is known and taken over.
 """
 
 import importlib.util
 import itertools
+import math
 import os
 import platform
 import signal
-import threading
 import time
-import warnings
+import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from threading import Event
+from typing import Any, Literal, TextIO
 
 import matplotlib as mpl
+import numpy as np
 import optuna
 import records  # the file beside this one; it makes the repository's modules importable
 import trials
 import tyro
 import yaml
-from optuna.storages import RetryHeartbeatStaleTrialCallback as Retry
 from optuna.trial import TrialState
 
 from common import runs
@@ -34,8 +37,6 @@ from common.runs import check
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-
-warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
 OVER = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 RANGES = ("int_uniform", "uniform", "q_uniform", "log_uniform_values")
@@ -59,8 +60,6 @@ class Args:
     """of method bayes; auto is tpe, and gp wants PyTorch"""
     seed: int = 0
     """of the sampler"""
-    grace_period: int = 60
-    """seconds without a sign of life after which another process takes over a trial"""
 
 
 # THE SWEEP FILE
@@ -68,23 +67,30 @@ class Args:
 
 def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """A sweep file with flags overridden; raises UsageError if it is not one that can be run here."""
+
+    def valid(condition: bool, sentence: str) -> None:
+        check(bool(condition), f"SWEEP {path}: {sentence}")
+
     try:
         sweep = dict(yaml.safe_load(Path(path).read_text()))
     except (OSError, ValueError, TypeError, yaml.YAMLError):
         raise runs.UsageError(f"SWEEP {path}: give a readable sweep file, such as one in sweeps/") from None
-    for key in ("program", "method", "metric", "parameters"):
-        check(key in sweep, f"SWEEP {path}: it has no {key}")
-    method, rule = sweep["method"], sweep.get("early_terminate", {"type": "hyperband", "min_iter": 1})
-    check(method in ("grid", "random", "bayes"), f"SWEEP {path}: method {method}, give grid, random or bayes")
+    for key, kind in {"program": str, "method": str, "metric": dict, "parameters": dict}.items():
+        valid(isinstance(sweep.get(key), kind), f"its {key} is {sweep.get(key)}, see the files in sweeps/")
+    method, metric = sweep["method"], {"goal": "minimize"} | sweep["metric"]
+    rule = sweep.get("early_terminate", {"type": "hyperband", "min_iter": 1})
+    valid(method in ("grid", "random", "bayes"), f"method {method}, give grid, random or bayes")
+    valid("name" in metric and metric["goal"] in ("minimize", "maximize"), "give its metric a name and a goal")
     hyperband = rule.get("type") == "hyperband" and ("min_iter" in rule or {"max_iter", "s"} <= set(rule))
-    check(hyperband, f"SWEEP {path}: early_terminate {rule}, give hyperband with min_iter, or max_iter and s")
-    sweep["parameters"] |= trials.read_settings(overrides)
+    valid(hyperband, f"early_terminate {rule}, give hyperband with min_iter, or max_iter and s")
+    sweep["parameters"] |= {name: {"value": value} for name, value in trials.read_settings(overrides).items()}
     for name, spec in sweep["parameters"].items():
+        valid(isinstance(spec, dict), f"{name} is {spec}, give it a value, values, or min and max")
         known = {"value", "values"} & set(spec) or ({"min", "max"} <= set(spec) and kind_of(spec) in RANGES)
-        check(bool(known), f"SWEEP {path}: {name} needs value, values, or min and max of {', '.join(RANGES)}")
-        check(method != "grid" or "min" not in spec, f"SWEEP {path}: {name} has a range, and a grid takes values")
+        valid(known, f"{name} needs value, values, or min and max of {', '.join(RANGES)}")
+        valid(method != "grid" or "min" not in spec, f"{name} has a range, and a grid takes values")
     trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
-    return sweep
+    return sweep | {"metric": metric}
 
 
 def kind_of(spec: dict) -> str:
@@ -111,13 +117,14 @@ def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
     return trial.suggest_float(name, low, high, step=step, log=kind == "log_uniform_values")
 
 
-def make_sampler(args: Args, sweep: dict) -> optuna.samplers.BaseSampler:
-    """Of a grid it draws nothing: its cells are queued."""
+def make_sampler(args: Args, sweep: dict, trial: int) -> optuna.samplers.BaseSampler:
+    """Of one trial, so that a process that joins the study, or goes on with it, draws nothing that was drawn before."""
     kind = args.sampler if args.sampler != "auto" else "tpe" if sweep["method"] == "bayes" else "random"
     torch = kind != "gp" or importlib.util.find_spec("torch") is not None
     check(torch, "--sampler gp: needs PyTorch (pip install torch), or give tpe")
     samplers = {"random": "RandomSampler", "tpe": "TPESampler", "gp": "GPSampler"}
-    return getattr(optuna.samplers, samplers[kind])(seed=args.seed)
+    seed = int(np.random.SeedSequence([args.seed, trial]).generate_state(1)[0])
+    return getattr(optuna.samplers, samplers[kind])(seed=seed)
 
 
 def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
@@ -134,38 +141,65 @@ def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
 # TRIALS
 
 
-def run_trial(trial: optuna.Trial, sweep: dict, folder: Path, stopping: threading.Event) -> float:
-    """One trial; one that was taken over goes on in its old folder, from its last checkpoint if it has one.
+def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock: TextIO, stopping: Event) -> float:
+    """One trial, or the rest of one that is in its folder already. Returns the last value of the metric.
 
-    Raises TrialPruned, RuntimeError if the script fails or never logs the metric, Stopped once `stopping` is set.
+    Raises TrialPruned; Stopped, and the trial stays open; RuntimeError if the script fails or never logs the metric.
     """
-    flags = {name: suggest(trial, name, spec) for name, spec in sweep["parameters"].items()}
-    folder = Path(trial.user_attrs.get("folder", folder / f"{trial.number:04d}"))
-    trial.set_user_attr("folder", str(folder))
-    metric, reported = sweep["metric"]["name"], 0
+    metric = sweep["metric"]["name"]
+    reported = len(trial.study.trials[trial.number].intermediate_values)
 
-    def look():
+    def look(alive: bool):
         nonlocal reported
         values = trials.values_of(trials.find_run(folder), metric)
         for step in range(reported, len(values)):
             trial.report(values[step], step + 1)
             reported = step + 1
-            if process.poll() is None and trial.should_prune():
+            if alive and trial.should_prune():
                 raise optuna.TrialPruned
 
-    process = trials.start(sweep["program"], flags, folder)
-    trials.wait(process, folder, stopping, look)
+    trials.run(sweep["program"], flags, folder, lock, stopping, look)
     values = trials.values_of(trials.find_run(folder), metric)
-    if not values:
-        raise RuntimeError(f"{metric} was never logged, see {folder}")
+    if not (values and math.isfinite(values[-1])):
+        raise RuntimeError(f"{metric} {f'is {values[-1]}' if values else 'was never logged'}, see {folder}")
     return values[-1]
 
 
-def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-    """The study's trials, without those that go on as another one."""
-    every = study.get_trials(deepcopy=False)
-    gone_on = {number for trial in every for number in trial.system_attrs.get("retry_history", [])}
-    return [trial for trial in every if trial.number not in gone_on and not trial.user_attrs.get("surplus")]
+def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: Path) -> tuple | None:
+    """A trial that nobody is at, else a new one if there are less than `count`: with its flags, folder and lock."""
+    with trials.take(out, wait=True):
+        known = study.get_trials(deepcopy=False)
+        study.sampler = make_sampler(args, sweep, len(known))
+        chosen = None
+        for old in known:
+            if old.state == TrialState.RUNNING and (lock := trials.take(out / f"{old.number:04d}")):
+                chosen = optuna.trial.Trial(study, old._trial_id)
+                break
+        begun = sum(trial.state != TrialState.WAITING for trial in known)
+        if chosen is None and begun < count and (begun < len(known) or sweep["method"] != "grid"):
+            chosen = study.ask()
+            lock = trials.take(out / f"{chosen.number:04d}", wait=True)
+        if chosen is None:
+            return None
+        flags = {name: suggest(chosen, name, spec) for name, spec in sweep["parameters"].items()}
+        return chosen, flags, out / f"{chosen.number:04d}", lock
+
+
+def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict, *where) -> None:
+    """Runs a trial and tells the study what came of it; one that was stopped stays open."""
+    began = time.monotonic()
+    try:
+        value, state = run_trial(trial, sweep, flags, *where), TrialState.COMPLETE
+    except trials.Stopped:
+        value, state = None, None
+    except optuna.TrialPruned:
+        value, state = None, TrialState.PRUNED
+    except Exception as error:  # whatever it is, the others go on
+        value, state = None, TrialState.FAIL
+        trial.set_user_attr("why", str(error) or repr(error))
+    trial.set_user_attr("seconds", trial.user_attrs.get("seconds", 0) + time.monotonic() - began)
+    if state:
+        study.tell(trial, value, state=state)
 
 
 # RESULTS
@@ -173,23 +207,23 @@ def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 
 def write_results(study: optuna.Study, out: Path) -> None:
     """results.csv (a row each trial that is over), parallel.png, and importance.png where there is enough to tell."""
-    over = [trial for trial in counted(study) if trial.state in OVER]
+    over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]
     names = list(dict.fromkeys(name for trial in over for name in trial.params))
+    metric, goal = (study.user_attrs["sweep"]["metric"][key] for key in ("name", "goal"))
     rows = []
     for trial in over:
-        row = {"trial": trial.number, "state": trial.state.name.lower(), study.user_attrs["metric"]: trial.value}
-        row |= {name: trial.params.get(name) for name in names}
-        seconds = (trial.datetime_complete - trial.datetime_start).total_seconds() if trial.datetime_start else 0
-        row |= {"logged": len(trial.intermediate_values), "seconds": round(seconds)}
-        rows.append(row | {"why": trial.user_attrs.get("why", ""), **trial.user_attrs.get("origin", {})})
+        row = {"trial": trial.number, "state": trial.state.name.lower(), metric: trial.value, "goal": goal}
+        row |= {name: trial.params.get(name) for name in names} | {"logged": len(trial.intermediate_values)}
+        row |= {"seconds": round(trial.user_attrs["seconds"]), "why": trial.user_attrs.get("why", "")}
+        rows.append(row | trial.user_attrs["origin"])
     if not rows:
         return
-    records.write_rows(out / "results.csv", [dict.fromkeys(max(rows, key=len)) | row for row in rows])
+    records.write_rows(out / "results.csv", rows)
     done = [trial for trial in over if trial.state == TrialState.COMPLETE]
     varied = [name for name in names if len({str(trial.params.get(name)) for trial in done}) > 1]
     if len(done) < 2 or not varied:
         return
-    options = {"params": varied, "target": lambda trial: trial.value, "target_name": study.user_attrs["metric"]}
+    options = {"params": varied, "target": lambda trial: trial.value, "target_name": metric}
     draw(out / "parallel.png", optuna.visualization.matplotlib.plot_parallel_coordinate, study, **options)
     if len({trial.value for trial in done}) > 1 and len(varied) > 1 and len(done) >= 4:
         options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
@@ -215,34 +249,33 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
 
 
 def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
-    """Creates the study, with all cells of a grid queued, or opens it; raises UsageError if it is of another sweep."""
+    """Creates the study, with all cells of a grid queued, or opens it; raises UsageError if it is of another sweep.
+
+    One process at a time: SQLite's tables are created here too.
+    """
     url = args.storage or f"sqlite:///{out / 'study.db'}"
     try:
-        storage = optuna.storages.RDBStorage(
-            url, heartbeat_interval=max(1, args.grace_period // 3), grace_period=args.grace_period,
-            heartbeat_stale_trial_callback=Retry(),
-            engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
-        )  # fmt: skip
+        patient = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
+        storage = optuna.storages.RDBStorage(url, engine_kwargs=patient)
     except Exception as error:  # SQLAlchemy and drivers raise many kinds
         raise runs.UsageError(f"--storage {url}: cannot be opened ({str(error).splitlines()[0][:100]})") from None
-    options = {"study_name": name, "storage": storage, "sampler": make_sampler(args, sweep)}
-    options["pruner"] = make_pruner(sweep)
-    try:
-        study = optuna.create_study(**options, direction=sweep["metric"].get("goal", "minimize"))
-        study.set_user_attr("metric", sweep["metric"]["name"])
-        study.set_user_attr("sweep", sweep)
-    except optuna.exceptions.DuplicatedStudyError:
-        study = optuna.load_study(**options)
-        for _ in range(60):  # another process may be about to queue the grid
-            if study.user_attrs.get("queued"):
-                break
-            time.sleep(0.5)
-        same = study.user_attrs.get("sweep", sweep) == sweep
-        check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
-    if not study.user_attrs.get("queued"):
-        for i, cell in enumerate(grid_of(sweep)) if sweep["method"] == "grid" else ():
+    study = optuna.create_study(
+        study_name=name, storage=storage, sampler=make_sampler(args, sweep, 0), pruner=make_pruner(sweep),
+        direction=sweep["metric"]["goal"], load_if_exists=True,
+    )  # fmt: skip
+    own, known = (out / "study.txt"), study.user_attrs
+    if "ready" not in known:
+        check(not any(out.glob("[0-9]*/")), f"--out {out}: has trials of a study that is gone, give another folder")
+        for i, cell in enumerate(grid_of(sweep) if sweep["method"] == "grid" else ()):
             study.enqueue_trial(cell, user_attrs={"cell": i}, skip_if_exists=True)
-        study.set_user_attr("queued", True)
+        own.write_text(str(uuid.uuid4()))
+        for key, value in {"sweep": sweep, "out": str(out), "id": own.read_text(), "ready": True}.items():
+            study.set_user_attr(key, value)
+        return study
+    same = known["sweep"] == sweep
+    check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
+    here = own.exists() and own.read_text() == known["id"]
+    check(here, f"--out {out}: the runs of study {name} in {url} are in {known['out']}, give that folder")
     return study
 
 
@@ -250,73 +283,38 @@ def main(args: Args) -> optuna.Study:
     """Runs trials until the study has enough; returns it."""
     check(args.jobs >= 1, f"--jobs {args.jobs}: must be 1 or more")
     check(args.count >= 0, f"--count {args.count}: must be 0 or more")
-    check(args.grace_period >= 3, f"--grace-period {args.grace_period}: must be 3 or more")
+    check(args.seed >= 0, f"--seed {args.seed}: must be 0 or more")
     sweep = read_sweep(args.sweep, args.set)
-    grid = sweep["method"] == "grid"
-    check(args.count > 0 or grid, "--count 0: has no end unless the sweep is a grid, give a number of trials")
-    count = min(args.count or len(grid_of(sweep)), len(grid_of(sweep))) if grid else args.count
-    name = Path(args.sweep).stem
-    out = Path(args.out or f"runs/sweeps/{name}").absolute()
-    out.mkdir(parents=True, exist_ok=True)
+    check(args.count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
+    count = args.count or len(grid_of(sweep))
+    out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = open_study(args, sweep, name, out)
-    stopping, lock, origin = threading.Event(), threading.Lock(), trials.origin()
-
-    def room() -> bool | None:
-        """Whether another trial is to be begun; None: not now, but one that runs may fail to come to an end."""
-        optuna.storages.fail_stale_trials(study)
-        known = counted(study)
-        waiting = [trial for trial in known if trial.state == TrialState.WAITING]
-        retries = [trial for trial in waiting if "retry_history" in trial.system_attrs]
-        begun = len(known) - len(waiting) + len(retries)
-        if retries or (begun < count and (waiting or not grid)):
-            return True
-        return None if any(trial.state == TrialState.RUNNING for trial in known) else False
-
-    def objective(trial: optuna.Trial) -> float:
-        trial.set_user_attr("origin", origin)
-        trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-        trial.set_user_attr("stopped", False)
-        if grid and "cell" not in trial.user_attrs:  # another process took the last
-            trial.set_user_attr("surplus", True)
-            raise optuna.TrialPruned
-        try:
-            return run_trial(trial, sweep, out, stopping)
-        except trials.Stopped:
-            trial.set_user_attr("stopped", True)
-            raise
-        except optuna.TrialPruned:
-            raise
-        except Exception as error:
-            trial.set_user_attr("why", str(error) or repr(error))
-            raise
-
-    def end_trial(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        if trial.user_attrs.get("stopped"):
-            Retry()(study, trial)  # queued again, for whoever goes on with the study
-        with lock:
-            write_results(study, out)
+    with trials.take(out, wait=True):
+        study = open_study(args, sweep, Path(args.sweep).stem, out)
+    stopping, origin = Event(), trials.origin()
 
     def work() -> None:
         while not stopping.is_set():
-            with lock:
-                more = room()
-            if more is False:
-                return
-            if more is None:
-                stopping.wait(2)
+            if begun := begin_trial(study, args, sweep, count, out):
+                trial, flags, folder, lock = begun
+                with lock:
+                    trial.set_user_attr("origin", origin)
+                    trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
+                    end_trial(study, trial, sweep, flags, folder, lock, stopping)
+                with trials.take(out, wait=True):
+                    write_results(study, out)
+            elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
+                stopping.wait(2)  # one of those that run may lose its process
             else:
-                study.optimize(objective, n_trials=1, catch=(Exception,), callbacks=[end_trial])
+                return
 
-    threads = [threading.Thread(target=work) for _ in range(args.jobs)]
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        workers = [pool.submit(work) for _ in range(args.jobs)]
     for number, handler in old.items():
         signal.signal(number, handler)
-    write_results(study, out)
+    for worker in workers:
+        worker.result()
     if stopping.is_set():
         print("stopped; the same command goes on")
     print(out / "results.csv")

@@ -1,6 +1,7 @@
 """A run of a script as a process of its own, in a folder where it goes on after anything: for sweeps and tables."""
 
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -11,17 +12,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TextIO
 
 import records  # the file beside this one; it makes the repository's modules importable
-import yaml
 
 from common.runs import check
 
 ROOT = Path(__file__).parent.parent
-# Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies.
+# Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies. Takes
+# no signals itself: one that is meant for all reaches the command too.
 SUPERVISOR = """
 import signal, subprocess, sys, threading
-child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+signal.signal(signal.SIGINT, lambda *_: None)
+signal.signal(signal.SIGTERM, lambda *_: None)
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, close_fds=False)
 threading.Thread(target=lambda: (sys.stdin.read(), child.send_signal(signal.SIGTERM)), daemon=True).start()
 code = child.wait()
 sys.exit(code if code >= 0 else 128 - code)
@@ -32,13 +36,20 @@ class Stopped(Exception):
     """The run was asked to end before it was done; it can go on from its checkpoint."""
 
 
-def read_settings(words: Sequence[str]) -> dict[str, dict]:
-    """Words such as num_envs=8 or gap-stack=False as parameters of a sweep; raises UsageError."""
+class Killed(RuntimeError):
+    """The run was ended by a signal that it could not answer."""
+
+
+# WHAT IS ASKED FOR
+
+
+def read_settings(words: Sequence[str]) -> dict[str, str]:
+    """Words such as num_envs=8 or gap-stack=False as flags, by name with underscores; raises UsageError."""
     settings = {}
     for word in words:
         name, equals, value = word.partition("=")
         check(bool(name and equals), f"--set {word}: give name=value")
-        settings[name.replace("-", "_")] = {"value": yaml.safe_load(value) if value else ""}
+        settings[name.replace("-", "_")] = value
     return settings
 
 
@@ -83,44 +94,60 @@ def words_of(flags: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def start(program: str, flags: dict, folder: Path) -> subprocess.Popen:
-    """Starts a script with its run directory in `folder`, or goes on with the one that is there.
+def take(folder: Path, wait: bool = False) -> TextIO | None:
+    """Locks a folder; None if somebody else has it, unless we `wait`.
 
-    What it prints is added to `folder`/output.txt. Closing its standard input asks it to end with a checkpoint. That
-    happens too if this process dies, by whatever signal: no run ever has two writers.
+    The lock lasts until what is returned is closed, and by all processes that inherited it: until they are dead.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    run = find_run(folder)
-    resumable = run is not None and any((run / "checkpoints").glob("[0-9]*"))
-    where = {"resume": run} if resumable else {"run_dir": folder}
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def run(
+    program: str,
+    flags: dict,
+    folder: Path,
+    lock: TextIO,
+    stopping: threading.Event,
+    look: Callable[[bool], None] = lambda alive: None,
+) -> None:
+    """Runs a script with its run directory in `folder`, which we hold, or goes on with the one that is there.
+
+    Calls look(True) now and then and look(False) once it has ended well. What it prints is added to output.txt. On any
+    exception, and if this process dies by whatever signal, the script is asked to end, and writes a checkpoint.
+
+    Raises Stopped once `stopping` is set, or if something else stopped the script; Killed or RuntimeError if it failed.
+    """
+    found, path = find_run(folder), folder / "output.txt"
+    resumable = found is not None and any((found / "checkpoints").glob("[0-9]*"))
+    where = {"resume": found} if resumable else {"run_dir": folder}
     command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs may share a GPU
-    with (folder / "output.txt").open("a") as output:
-        return subprocess.Popen(
+    with path.open("a") as output:
+        begin = path.stat().st_size
+        process = subprocess.Popen(
             [sys.executable, "-ISc", SUPERVISOR, *command], cwd=ROOT, env=shared | os.environ, stdin=subprocess.PIPE,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[lock.fileno()],
         )  # fmt: skip
-
-
-def wait(
-    process: subprocess.Popen, folder: Path, stopping: threading.Event, look: Callable[[], None] = lambda: None
-) -> None:
-    """Waits for a script to end, calling `look` now and then; on any exception ends it, with a checkpoint, first.
-
-    Raises Stopped once `stopping` is set, or if something else stopped the script; RuntimeError if it failed.
-    """
     try:
         while process.poll() is None:
             if stopping.is_set():
                 raise Stopped
-            look()
+            look(True)
             time.sleep(0.5)
     finally:
         process.stdin.close()
         process.wait()
-    last = " ".join((folder / "output.txt").read_text().strip().splitlines()[-1:])
-    if stopping.is_set() or last.startswith("stopped by "):
+    said = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+    if stopping.is_set() or (process.returncode == 0 and any(line.startswith("stopped by ") for line in said)):
         raise Stopped
     if process.returncode:
-        raise RuntimeError(f"exit code {process.returncode}: {last}")
-    look()
+        kind = Killed if process.returncode < 0 or process.returncode > 128 else RuntimeError
+        raise kind(f"exit code {process.returncode}: {said[-1] if said else 'it said nothing'}")
+    look(False)

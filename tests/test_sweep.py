@@ -3,7 +3,10 @@
 import csv
 import importlib
 import itertools
+import os
 import signal
+import subprocess
+import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -104,7 +107,7 @@ def test_a_file_runs(path, tmp_path):
     small = {name: value for name, value in SMALL[content["program"]].items() if name not in swept}
     words = tuple(f"{name}={value}" for name, value in small.items())
     args = sweep.Args(sweep=str(path), count=1, out=str(tmp_path / "out"), set=words)
-    (trial,) = sweep.main(args).trials[:1]
+    trial = sweep.main(args).trials[0]
     assert trial.state.name == "COMPLETE", trial.user_attrs
     (row,) = read_results(tmp_path / "out")
     assert float(row[content["metric"]["name"]]) == trial.value == trial.intermediate_values[int(row["logged"])]
@@ -124,19 +127,66 @@ def test_booleans_as_wandb_agent_gives_them():
 
 # RUNNING THEM
 
+# Stands in for a script where processes, not learning, are looked at: logs x, slowly; ends well on SIGTERM; fails if
+# another one writes to its run directory.
+SCRIPT = """
+    import json, os, pathlib, signal, sys, time
+    flags = {"steps": "5", "slow": "0"} | dict(word[2:].split("=", 1) for word in sys.argv[1:])
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    run = pathlib.Path(flags.get("resume") or flags["run_dir"] + "/run")
+    (run / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
+    (run / "args.json").write_text("{}")
+    os.close(os.open(run / "alive", os.O_CREAT | os.O_EXCL))
+    log = run / "metrics.jsonl"
+    log.touch()
+    for step in range(len(log.read_text().splitlines()), int(flags["steps"])):
+        with log.open("a") as file:
+            file.write(json.dumps({"loss": float(flags["x"])}) + chr(10))
+        time.sleep(0.1)
+        if stopped:
+            time.sleep(float(flags["slow"]))
+            print("stopped by SIGTERM; continue with: --resume")
+            break
+    (run / "alive").unlink()
+    sys.exit("error: --x 0: is bad" if flags["x"] == "0" else 0)
+"""
+# Lets a sweep have a program that is none of ours.
+ANY_PROGRAM = "import sys, trials, sweep; trials.check_flags = lambda *_: None; sweep.runs.cli(sweep.Args, sweep.main)"
 
-def test_a_killed_sweep_goes_on(tmp_path):
+
+@pytest.fixture
+def quick(tmp_path):
+    """quick(parameters, *words) starts a sweep of the stand-in in a process of its own, in tmp_path/out."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+
+    def start_sweep(parameters, *words, method="grid"):
+        content = {"program": str(tmp_path / "script.py"), "method": method, "parameters": parameters}
+        path = tmp_path / "s.yaml"
+        path.write_text(yaml.safe_dump(content | {"metric": {"name": "loss", "goal": "minimize"}}))
+        command = [sys.executable, "-c", ANY_PROGRAM, path, "--out", tmp_path / "out", *words]
+        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
+        return subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+    return start_sweep
+
+
+def assert_ends(process, code=0):
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == code, output
+
+
+def test_a_killed_sweep_goes_on_exactly(tmp_path):
     """kill -9 within a trial: started again, the sweep resumes that trial's run, exactly, and does the rest."""
     steps = 256 * 12
     given = {"total_timesteps": {"value": steps}, "checkpoint_every": {"value": 256}}
     path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
-    words = ["benchmarks/sweep.py", path, "--out", tmp_path / "out", "--grace-period", 3]
+    words = ["benchmarks/sweep.py", path, "--out", tmp_path / "out"]
     process = start(*words)
     wait_for(lambda: any((tmp_path / "out/0000").glob("*/checkpoints/[0-9]*/commit_success.txt")), process)
     process.kill()
-    process.wait()
-    again = start(*words)
-    assert again.wait(120) == 0, again.communicate()[0]
+    assert_ends(start(*words))
     rows = read_results(tmp_path / "out")
     assert [row["state"] for row in rows] == ["complete"] * 2
     assert {row["gap_stack"] for row in rows} == {"True", "False"}
@@ -147,50 +197,69 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert_same_run(whole.path, run)
 
 
-def test_two_processes_share_a_study(tmp_path):
-    """Each cell is run once, whoever takes it; one that fails is recorded and the others go on; a signal loses none."""
-    given = {"num_steps": {"values": [32, 16, 8, -1]}, "gap_stack": {"value": False}}
-    path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
-    words = ["benchmarks/sweep.py", path, "--storage", storage, "--out", tmp_path / "out"]
-    first, second = start(*words), start(*words)
-    wait_for(lambda: len(list(tmp_path.glob("out/*/*/args.json"))) >= 2, first)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 0, first.communicate()[0]
-    assert second.wait(120) == 0, second.communicate()[0]
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, end):
+    """Started again at once, while the old script still writes its checkpoint: the trial waits, and then goes on."""
+    parameters = {"x": {"values": [1, 2, 3]}, "steps": {"value": 20}, "slow": {"value": 3}}
+    process = quick(parameters, "--count", 1)
+    wait_for(lambda: len(list(tmp_path.glob("out/0000/run/metrics.jsonl"))) == 1, process)
+    process.send_signal(end)
+    again = quick(parameters, "--count", 1)
+    assert_ends(again)
+    process.wait()
+    (row,) = read_results(tmp_path / "out")
+    assert (row["state"], row["x"], row["logged"], row["goal"]) == ("complete", "1", "20", "minimize")
+    assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1
+
+
+def test_four_processes_share_a_study(quick, tmp_path):
+    """Begun at the same time: each cell is run once, whoever takes it; one that fails is recorded, the others go on."""
+    processes = [quick({"x": {"values": [*range(9)]}}) for _ in range(4)]
+    for process in processes:
+        assert_ends(process)
     rows = read_results(tmp_path / "out")
-    assert sorted(row["num_steps"] for row in rows) == ["-1", "16", "32", "8"]
-    states = {row["num_steps"]: (row["state"], row["why"]) for row in rows}
-    bad = states.pop("-1")
-    assert bad == ("fail", "exit code 2: error: --num-steps -1: must be from 1 to 65536")
-    assert set(states.values()) == {("complete", "")}
-    study = optuna.load_study(study_name="s", storage=storage)
-    assert len({trial.user_attrs["worker"] for trial in study.trials}) == 2
+    assert sorted(row["x"] for row in rows) == [str(x) for x in range(9)]
+    assert {row["x"]: row["why"] for row in rows if row["state"] != "complete"} == {
+        "0": "exit code 1: error: --x 0: is bad"
+    }
+    assert all(row["loss"] == f"{float(row['x'])}" for row in rows if row["state"] == "complete")
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}")
+    assert len({trial.user_attrs["worker"] for trial in study.trials}) > 1
     assert (tmp_path / "out/parallel.png").stat().st_size > 10_000
 
 
-SCRIPT = """
-    import json, pathlib, signal, sys, time
-    flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-    run = pathlib.Path(flags["run_dir"], "run")
-    run.mkdir()
-    (run / "args.json").write_text("{}")
-    for step in range(1000):
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"loss": float(flags["x"])}) + chr(10))
-        time.sleep(0.05)
-"""
+def test_no_draw_is_made_twice(quick, tmp_path):
+    """By a process that goes on, or joins: three trials by four jobs, then five more by two processes."""
+    parameters = {"x": {"min": 0.5, "max": 1.0}, "steps": {"value": 1}}
+    assert_ends(quick(parameters, "--count", 3, "--jobs", 4, method="random"))
+    assert len(read_results(tmp_path / "out")) == 3
+    both = [quick(parameters, "--count", 8, method="random") for _ in range(2)]
+    for process in both:
+        assert_ends(process)
+    drawn = [row["x"] for row in read_results(tmp_path / "out")]
+    assert len(drawn) == len(set(drawn)) == 8
+
+
+def test_a_trial_that_was_never_begun_is_run(quick, tmp_path):
+    """Its process died right after it had asked for it."""
+    parameters = {"x": {"values": [1, 2]}, "steps": {"value": 1}}
+    assert_ends(quick(parameters, "--count", 1))
+    optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}").ask()
+    assert_ends(quick(parameters))
+    assert [row["x"] for row in read_results(tmp_path / "out")] == ["1", "2"]
 
 
 def test_a_trial_is_pruned(tmp_path):
     """A trial that Hyperband (or any pruner) gives up is ended, long before its end, and keeps its last value."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}, "parameters": {"x": {"value": 3}}}
+    content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
-    study.optimize(lambda trial: sweep.run_trial(trial, content, tmp_path, threading.Event()), n_trials=1)
+    with trials.take(folder := tmp_path / "0000") as lock:
+        where = folder, lock, threading.Event()
+        sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, *where)
     assert study.trials[0].state.name == "PRUNED"
     assert study.trials[0].value == 3
-    assert len((tmp_path / "0000/run/metrics.jsonl").read_text().splitlines()) < 1000
+    assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
 
 
 def test_hyperband_is_that_of_wandb():
@@ -234,13 +303,16 @@ def test_values_are_drawn_within_their_ranges():
 
 BAD = {
     "nothing there": ({}, ["--out", "x"], "SWEEP", "sweep file"),
-    "no parameters": ({"parameters": None}, [], "parameters", "SWEEP"),
+    "no parameters": ({"parameters": None}, [], "its parameters is None", "SWEEP"),
     "an unknown method": ({"method": "pbt"}, [], "pbt", "grid, random or bayes"),
     "an unknown program": ({"program": "dqn.py"}, [], "dqn.py", "ppo_procgen.py"),
     "an unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
     "a range in a grid": ({"parameters": {"gamma": {"min": 0.9, "max": 1.0}}}, [], "gamma", "a grid takes values"),
     "half a range": ({"parameters": {"gamma": {"min": 0.9}}, "method": "random"}, [], "gamma", "min and max"),
     "another rule": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate", "min_iter"),
+    "no mapping": ({"parameters": {"gamma": 0.5}}, [], "gamma is 0.5", "give it a value"),
+    "another goal": ({"metric": {"name": "loss", "goal": "max"}}, [], "SWEEP", "a name and a goal"),
+    "a metric without a name": ({"metric": "loss"}, [], "its metric is loss", "sweeps/"),
     "no end": ({"method": "bayes"}, [], "--count 0", "number of trials"),
     "a count below 0": ({}, ["--count", -1], "--count -1", "0 or more"),
     "no jobs": ({}, ["--jobs", 0], "--jobs 0", "1 or more"),
@@ -253,9 +325,6 @@ BAD = {
 def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
     changes, words, names, valid = BAD[case]
     path = write_sweep(tmp_path / "s.yaml", **changes)
-    if changes.get("parameters", 1) is None:
-        content = {name: value for name, value in TINY_GRID.items() if name != "parameters"}
-        path.write_text(yaml.safe_dump(content))
     if case == "nothing there":
         path.unlink()
     with pytest.raises(SystemExit) as stopped:
@@ -267,10 +336,21 @@ def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
     assert valid in output.err
 
 
-def test_another_sweep_of_that_name_is_refused(tmp_path, capfd):
-    """Rather than mixed with it."""
-    path = write_sweep(tmp_path / "s.yaml")
-    sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", tmp_path)
+def test_another_study_is_refused(tmp_path, capfd):
+    """Rather than mixed with the one that is there."""
+    path, out = write_sweep(tmp_path / "s.yaml"), tmp_path / "out"
+    out.mkdir()
+    sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
+    storage = ["--storage", f"sqlite:///{out / 'study.db'}"]
+    for words, names in (
+        (["--out", out, "--set", "gamma=0.5"], "give another --out"),
+        (["--out", tmp_path / "elsewhere", *storage], f"are in {out}, give that folder"),
+    ):
+        with pytest.raises(SystemExit):
+            runs.cli(sweep.Args, sweep.main, [str(path), *map(str, words)])
+        assert names in capfd.readouterr().err
+    (out / "study.db").unlink()
+    (out / "0000").mkdir()
     with pytest.raises(SystemExit):
-        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path), "--set", "gamma=0.5"])
-    assert "give another --out" in capfd.readouterr().err
+        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(out)])
+    assert "of a study that is gone" in capfd.readouterr().err
