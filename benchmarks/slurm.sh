@@ -39,15 +39,15 @@ case $kind in
 esac
 
 # bash hears a signal at once only while it waits for a command in the background.
-stopped=
-trap 'stopped=1; kill -TERM "$child"' TERM INT
 "${command[@]}" &
 child=$!
-code=0
-wait "$child" || code=$?
-if [ -n "$stopped" ]; then
+stopped=
+waiting=1
+trap 'stopped=1; waiting=1; kill -TERM "$child" || true' TERM INT
+while [ -n "$waiting" ]; do # a signal ends bash's wait early
+  waiting=
   code=0
   wait "$child" || code=$?
-  if [ -n "${SLURM_JOB_ID:-}" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-fi
+done
+if [ -n "$stopped" ] && [ "$code" -eq 0 ] && [ -n "${SLURM_JOB_ID:-}" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -59,6 +59,7 @@ def test_the_interval_is_students():
     """Mean 2, standard error 1/sqrt(3), t(2) = 4.3027 at 97.5 %; nothing for a single value."""
     half = 4.302653 / 3**0.5
     np.testing.assert_allclose(reproduce.interval([1.0, 2.0, 3.0]), [2 - half, 2 + half], rtol=1e-6)
+    assert reproduce.interval([0.0, 0.0]) == (0, 0)
     assert np.isnan(reproduce.interval([1.0])).all()
 
 
@@ -89,6 +90,7 @@ def test_a_table_is_made_and_not_made_twice(table):
     assert np.asarray(Image.open(table / "out/small.png").convert("L")).std() > 5
     other = reproduce.main(reproduce.Args(table="small", collect=True, **words | {"scale": 0.2}))
     assert [row["seeds"] for row in other] == [0, 0, 0]  # those are other runs
+    assert (table / "out/small.md").read_text() == page  # a table with fewer runs does not replace it
 
 
 BAD = {
@@ -162,15 +164,22 @@ def test_slurm_goes_on_after_preemption(tmp_path):
 
 
 def test_all_games_come_to_one_number(tmp_path):
-    """Two games: each is played once, then scored with the competition's constants; a second call only scores."""
+    """Killed within the first game, it goes on, and scores by the competition's constants; then it only scores."""
     words = ["all_games.sh", "ppo_procgen.py", *flags_of(TINY | {"eval_episodes": 4})]
     for name in ("--env-id", "--run-dir"):
         if name in words:
             del words[words.index(name) : words.index(name) + 2]
     given = {"GAMES": "bigfish coinrun", "SEEDS": "1", "OUT": tmp_path}
+    (first := shell(*words, **given)).stdout.readline()
+    wait_for(lambda: list(tmp_path.glob("*/bigfish/1/*/args.json")), first)
+    subprocess.run(["pkill", "-9", "-f", str(tmp_path / "ppo_procgen/bigfish/1")], check=True)
+    first.kill()
     outputs = [shell(*words, **given).communicate()[0] for _ in range(2)]
-    assert [output.count("run directory") for output in outputs] == [2, 0]
-    last = [read_metrics(path.parent)[-1] for path in sorted(tmp_path.glob("*/*/1/*/metrics.jsonl"))]
-    score = np.mean([line["eval/test_levels/normalized"] for line in last])
+    assert [output.count("output.txt") for output in outputs] == [2, 0], outputs
+    done = [Path(path.read_text().strip()) for path in sorted(tmp_path.glob("ppo_procgen/*/1/done"))]
+    score = np.mean([read_metrics(run)[-1]["eval/test_levels/normalized"] for run in done])
     for output in outputs:
         assert f"mean normalised score {score:.4f} over 2 games" in output
+    refused = shell(*words[:-2], **given)
+    assert "give another OUT" in refused.communicate()[0]
+    assert refused.returncode == 2
