@@ -15,7 +15,7 @@
 #   sbatch --array=0-7 benchmarks/slurm.sh sweep sweeps/doorgym_hnppo_bayes.yaml --count 40
 #   sbatch --array=1-3 benchmarks/slurm.sh run ppo_procgen.py --env-id bigfish
 #
-# Workers share a study in its folder: SQLite wants a file system with locks; where there is none, give --storage.
+# Workers share a study's folder, on a file system with locks; with many of them PostgreSQL (--storage) is better than SQLite.
 set -euo pipefail
 kind=${1:?give sweep or run}
 what=${2:?give a sweep file or a script}

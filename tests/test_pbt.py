@@ -83,7 +83,7 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
         (["ppo_procgen.py", "--mutate", "gamma=0.9:0.99", "--set", "gamma=0.9"], "--set gamma=0.9", "changes it"),
         (["ppo_procgen.py", "--mutate"], "--mutate", "at least one"),
         (["ppo_procgen.py", "--set", "num_envs"], "--set num_envs", "name=value"),
-        (["ppo_procgen.py", "--set", "games=3"], "--set games=3", "no flag --games"),
+        (["ppo_procgen.py", "--set", "games=3"], "--set", "no flag games"),
         (["ppo_procgen.py", "--set", "seed=3"], "--set seed=3", "gives it itself"),
         (["ppo_procgen.py", "--set", "num_envs=0"], "--num-envs 0", "from 1"),
         (["ppo_procgen.py", "--interval", "0"], "--interval 0", "from 1"),

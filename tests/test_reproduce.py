@@ -137,6 +137,21 @@ def test_a_new_number_comes_into_the_readme(tmp_path, monkeypatch):
     assert readme.fill(old) == old.replace("| 1114 |", "| 98765 |")
 
 
+def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch):
+    """And a sweep without a trial that came to its end is left out."""
+    rows = [
+        {"trial": i, "state": "complete", "loss": x, "goal": "minimize", "lr": 0.1 * i} for i, x in enumerate((3, 1, 2))
+    ]
+    rows += [rows[0] | {"state": "pruned", "loss": 0}]
+    rows = [row | {"logged": 1, "seconds": 1, "why": "", "commit": "abc"} for row in rows]
+    reproduce.records.write_rows(tmp_path / "sweeps/a/results.csv", rows)
+    reproduce.records.write_rows(tmp_path / "sweeps/b/results.csv", rows[-1:])
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    (line,) = readme.sweeps()[2:]
+    assert "| loss | 1 | abc | lr 0.1 |" in line
+    assert "| 4 | 1 |" in line
+
+
 # SHELL SCRIPTS
 
 
