@@ -200,7 +200,7 @@ def test_a_killed_sweep_goes_on_exactly(tmp_path):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, end):
     """Started again at once, while the old script still writes its checkpoint: the trial waits, and then goes on."""
-    parameters = {"x": {"values": [1, 2, 3]}, "steps": {"value": 20}, "slow": {"value": 3}}
+    parameters = {"x": {"values": [1, 2, 3]}, "steps": {"value": 20}, "slow": {"value": 8}}
     process = quick(parameters, "--count", 1)
     wait_for(lambda: len(list(tmp_path.glob("out/0000/run/metrics.jsonl"))) == 1, process)
     process.send_signal(end)
