@@ -219,15 +219,21 @@ def write_results(study: optuna.Study, out: Path) -> None:
     if not rows:
         return
     records.write_rows(out / "results.csv", rows)
-    done = [trial for trial in over if trial.state == TrialState.COMPLETE]
-    varied = [name for name in names if len({str(trial.params.get(name)) for trial in done}) > 1]
-    if len(done) < 2 or not varied:
+    # Optuna draws trials that came to their end. A pruned one tells something too: the last value that it had.
+    valued = [trial for trial in over if trial.value is not None and math.isfinite(trial.value)]
+    drawn = optuna.create_study(study_name=study.study_name, direction=goal)
+    drawn.add_trials(
+        optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=trial.value)
+        for trial in valued
+    )
+    varied = [name for name in names if len({str(trial.params.get(name)) for trial in valued}) > 1]
+    if len(valued) < 2 or not varied:
         return
     options = {"params": varied, "target": lambda trial: trial.value, "target_name": metric}
-    draw(out / "parallel.png", optuna.visualization.matplotlib.plot_parallel_coordinate, study, **options)
-    if len({trial.value for trial in done}) > 1 and len(varied) > 1 and len(done) >= 4:
+    draw(out / "parallel.png", optuna.visualization.matplotlib.plot_parallel_coordinate, drawn, **options)
+    if len({trial.value for trial in valued}) > 1 and len(varied) > 1 and len(valued) >= 4:
         options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
-        draw(out / "importance.png", optuna.visualization.matplotlib.plot_param_importances, study, **options)
+        draw(out / "importance.png", optuna.visualization.matplotlib.plot_param_importances, drawn, **options)
 
 
 def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
@@ -238,6 +244,7 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
         axis.set_facecolor("white")
         for lines in axis.collections:
             lines.set(cmap="cividis_r", linewidth=2)
+    figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(study.study_name)
     figure.set_size_inches(9, 5)
     figure.savefig(temporary := path.with_suffix(".tmp"), format="png", dpi=120, bbox_inches="tight")
