@@ -16,6 +16,7 @@ import platform
 import signal
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -238,7 +239,9 @@ def write_results(study: optuna.Study, out: Path) -> None:
 
 def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
     """Optuna's picture, in colours that go from light to dark for everybody."""
-    plot(study, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        plot(study, **options)
     figure = plt.gcf()
     for axis in figure.axes:
         axis.set_facecolor("white")
