@@ -21,17 +21,25 @@ if [ "$(cat "$out/flags")" != "$flags" ]; then
   exit 2
 fi
 
+# The scripts inherit this lock: one that has outlived us keeps it.
+exec 9> "$out/lock"
+if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2> /dev/null; then
+  echo "error: $out: another process is still at it; wait for it, or give another OUT" >&2
+  exit 2
+fi
+
 stopped=
 child=
-trap 'stopped=1; waiting=1; [ -z "$child" ] || kill -TERM "$child" || true' INT TERM
+trap 'stopped=1; waiting=1; [ -z "$child" ] || kill -TERM "$child" || true' INT TERM HUP
 failed=
 runs=()
 for seed in $seeds; do
   for game in $games; do
+    if [ -n "$stopped" ]; then exit 130; fi
     folder=$out/$game/$seed
     if [ ! -e "$folder/done" ]; then
       mkdir -p "$folder"
-      checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' -print -quit)
+      checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' ! -name '*.*' -print -quit)
       if [ -n "$checkpoint" ]; then
         words=(--resume "$(dirname "$(dirname "$checkpoint")")")
       else
@@ -40,6 +48,7 @@ for seed in $seeds; do
       echo "$game, seed $seed: see $folder/output.txt"
       "$python" "$script" "${words[@]}" > "$folder/output.txt" 2>&1 &
       child=$!
+      [ -z "$stopped" ] || kill -TERM "$child" || true
       waiting=1
       while [ -n "$waiting" ]; do # a signal ends bash's wait early
         waiting=

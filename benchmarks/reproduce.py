@@ -16,6 +16,7 @@ import shlex
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,11 +223,11 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
 
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
-    """OUT/TABLE.csv, .md and .png of the runs that are done, unless the files there are of more runs than these."""
+    """OUT/TABLE.csv, .md and .png of the runs that are done, unless the files there are of more training than that."""
     results = [summarize(row, flags, folders, args) for row, flags, folders in cells]
     out = Path(args.out) / args.table
     with trials.take(out.parent, wait=True):
-        if sum(row["seeds"] for row in results) < runs_in(out.with_suffix(".csv")):
+        if steps_in(results) < steps_of(out.with_suffix(".csv")):
             return results
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
@@ -238,12 +239,16 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
     return results
 
 
-def runs_in(path: Path) -> int:
-    """How many runs are in an earlier result."""
+def steps_in(rows: Iterable[dict]) -> int:
+    """How many environment steps of training are in the rows of a result."""
+    return sum(int(row["seeds"]) * int(row["steps"] or 0) for row in rows)
+
+
+def steps_of(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open() as file:
-        return sum(int(row["seeds"]) for row in csv.DictReader(file))
+        return steps_in(csv.DictReader(file))
 
 
 def main(args: Args) -> list[dict]:
@@ -278,9 +283,9 @@ def main(args: Args) -> list[dict]:
     for future in begun:
         future.result()
     results, out = write(args, cells), Path(args.out) / args.table
-    before, now = runs_in(out.with_suffix(".csv")), sum(row["seeds"] for row in results)
+    before, now = steps_of(out.with_suffix(".csv")), steps_in(results)
     if now < before:
-        print(f"{out}.csv is of {before} runs, only {now} are done here: it was left as it is")
+        print(f"{out}.csv has {before:,} steps of training, here are {now:,}: it was left as it is")
     print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
     return results
 

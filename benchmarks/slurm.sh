@@ -7,8 +7,8 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --gres=gpu:1
 #SBATCH --time=04:00:00
-# An array of sweep workers, or of one script with a seed for each task. Preempted or out of time, a task is asked to stop
-# two minutes before, writes a checkpoint, is queued again and goes on. From the repository, with flags of sbatch first:
+# An array of sweep workers, or of one script with a seed for each task. A task is asked to stop two minutes before its time
+# is over, and at preemption where the cluster gives it time; it writes a checkpoint, is queued again and goes on. From the repository, with flags of sbatch first:
 #
 #   mkdir -p slurm
 #   sbatch --array=0-7 benchmarks/slurm.sh sweep sweeps/coinrun_ppo_grid.yaml
@@ -28,7 +28,7 @@ case $kind in
   run)
     folder=${OUT:-runs/slurm}/${SLURM_ARRAY_JOB_ID:-0}/$task
     mkdir -p "$folder"
-    checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' -print -quit)
+    checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' ! -name '*.*' -print -quit)
     if [ -n "$checkpoint" ]; then
       command=("$python" "$what" --resume "$(dirname "$(dirname "$checkpoint")")")
     else
@@ -39,15 +39,20 @@ case $kind in
 esac
 
 # bash hears a signal at once only while it waits for a command in the background.
-"${command[@]}" &
-child=$!
+child=
 stopped=
 waiting=1
-trap 'stopped=1; waiting=1; kill -TERM "$child" || true' TERM INT
+trap 'stopped=1; waiting=1; [ -z "$child" ] || kill -TERM "$child" || true' TERM INT
+"${command[@]}" &
+child=$!
+[ -z "$stopped" ] || kill -TERM "$child" || true
 while [ -n "$waiting" ]; do # a signal ends bash's wait early
   waiting=
   code=0
   wait "$child" || code=$?
 done
-if [ -n "$stopped" ] && [ "$code" -eq 0 ] && [ -n "${SLURM_JOB_ID:-}" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# 130 and 143: it was stopped before it could answer.
+if [ -n "$stopped" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+  case $code in 0 | 130 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+fi
 exit "$code"

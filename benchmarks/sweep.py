@@ -10,6 +10,7 @@ locked by a file there, so that one whose process has died is known and taken ov
 
 import importlib.util
 import itertools
+import json
 import math
 import os
 import platform
@@ -32,6 +33,7 @@ import trials
 import tyro
 import yaml
 from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from common import runs
 from common.runs import check
@@ -79,16 +81,18 @@ def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     for key, kind in {"program": str, "method": str, "metric": dict, "parameters": dict}.items():
         valid(isinstance(sweep.get(key), kind), f"its {key} is {sweep.get(key)}, see the files in sweeps/")
     method, metric = sweep["method"], {"goal": "minimize"} | sweep["metric"]
-    rule = sweep.get("early_terminate", {"type": "hyperband", "min_iter": 1})
+    rule = sweep.get("early_terminate") or {"type": "hyperband", "min_iter": 1}
     valid(method in ("grid", "random", "bayes"), f"method {method}, give grid, random or bayes")
     valid("name" in metric and metric["goal"] in ("minimize", "maximize"), "give its metric a name and a goal")
-    hyperband = rule.get("type") == "hyperband" and ("min_iter" in rule or {"max_iter", "s"} <= set(rule))
+    hyperband = rule.get("type") == "hyperband" and (rule.get("min_iter", 0) >= 1 or {"max_iter", "s"} <= set(rule))
     valid(hyperband, f"early_terminate {rule}, give hyperband with min_iter, or max_iter and s")
     sweep["parameters"] |= {name: {"value": value} for name, value in trials.read_settings(overrides).items()}
     for name, spec in sweep["parameters"].items():
         valid(isinstance(spec, dict), f"{name} is {spec}, give it a value, values, or min and max")
         known = {"value", "values"} & set(spec) or ({"min", "max"} <= set(spec) and kind_of(spec) in RANGES)
         valid(known, f"{name} needs value, values, or min and max of {', '.join(RANGES)}")
+        plain = not any(isinstance(value, (list, dict)) for value in spec.get("values", []))
+        valid(plain, f"{name} has lists among its values, write them as a flag has them, as text")
         valid(method != "grid" or "min" not in spec, f"{name} has a range, and a grid takes values")
     trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
     return sweep | {"metric": metric}
@@ -169,20 +173,26 @@ def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock:
 def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: Path) -> tuple | None:
     """A trial that nobody is at, else a new one if there are less than `count`: with its flags, folder and lock."""
     with trials.take(out, wait=True):
-        known = study.get_trials(deepcopy=False)
-        study.sampler = make_sampler(args, sweep, len(known))
-        chosen = None
+        known, chosen = study.get_trials(deepcopy=False), None
         for old in known:
             if old.state == TrialState.RUNNING and (lock := trials.take(out / f"{old.number:04d}")):
-                chosen = optuna.trial.Trial(study, old._trial_id)
-                break
+                if study.get_trials(deepcopy=False)[old.number].state == TrialState.RUNNING:
+                    study.sampler = make_sampler(args, sweep, old.number)
+                    chosen = optuna.trial.Trial(study, old._trial_id)
+                    break
+                lock.close()  # it has just ended
         begun = sum(trial.state != TrialState.WAITING for trial in known)
         if chosen is None and begun < count and (begun < len(known) or sweep["method"] != "grid"):
+            study.sampler = make_sampler(args, sweep, begun)
             chosen = study.ask()
             lock = trials.take(out / f"{chosen.number:04d}", wait=True)
         if chosen is None:
             return None
-        flags = {name: suggest(chosen, name, spec) for name, spec in sweep["parameters"].items()}
+        try:
+            flags = {name: suggest(chosen, name, spec) for name, spec in sweep["parameters"].items()}
+        except BaseException:
+            lock.close()
+            raise
         return chosen, flags, out / f"{chosen.number:04d}", lock
 
 
@@ -195,6 +205,8 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
         value, state = None, None
     except optuna.TrialPruned:
         value, state = None, TrialState.PRUNED
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError):  # the trial is well, and stays open
+        raise
     except Exception as error:  # whatever it is, the others go on
         value, state = None, TrialState.FAIL
         trial.set_user_attr("why", str(error) or repr(error))
@@ -269,23 +281,35 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
         storage = optuna.storages.RDBStorage(url, engine_kwargs=patient)
     except Exception as error:  # SQLAlchemy and drivers raise many kinds
         raise runs.UsageError(f"--storage {url}: cannot be opened ({str(error).splitlines()[0][:100]})") from None
-    study = optuna.create_study(
-        study_name=name, storage=storage, sampler=make_sampler(args, sweep, 0), pruner=make_pruner(sweep),
-        direction=sweep["metric"]["goal"], load_if_exists=True,
-    )  # fmt: skip
-    own, known = (out / "study.txt"), study.user_attrs
-    if "ready" not in known:
-        check(not any(out.glob("[0-9]*/")), f"--out {out}: has trials of a study that is gone, give another folder")
-        for i, cell in enumerate(grid_of(sweep) if sweep["method"] == "grid" else ()):
-            study.enqueue_trial(cell, user_attrs={"cell": i}, skip_if_exists=True)
-        own.write_text(str(uuid.uuid4()))
-        for key, value in {"sweep": sweep, "out": str(out), "id": own.read_text(), "ready": True}.items():
+    own, here = out / "study.json", {"study": name, "id": str(uuid.uuid4())}
+    if own.exists():
+        here = json.loads(own.read_text())
+        check(here["study"] == name, f"--out {out}: has the study {here['study']}, give another folder")
+    gone = name not in optuna.get_all_study_names(storage) and any(out.glob("[0-9]*/"))
+    check(not gone, f"--out {out}: has trials of a study that is gone, give another folder")
+    runs.write_json(own, here)
+    options = {"study_name": name, "storage": storage, "pruner": make_pruner(sweep)}
+    try:
+        study, created = optuna.create_study(**options, direction=sweep["metric"]["goal"]), True
+    except optuna.exceptions.DuplicatedStudyError:
+        study, created = optuna.load_study(**options), False
+    for _ in range(20):  # its creator, if that is in another folder, is about to say where
+        if created or "id" in study.user_attrs:
+            break
+        time.sleep(0.5)
+    if "id" not in study.user_attrs:
+        for key, value in {"sweep": sweep, "out": str(out), "id": here["id"]}.items():
             study.set_user_attr(key, value)
-        return study
+    known = study.user_attrs
+    check(
+        known["id"] == here["id"], f"--out {out}: the study {name} in {url} has its runs in {known['out']}, give that"
+    )
     same = known["sweep"] == sweep
     check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
-    here = own.exists() and own.read_text() == known["id"]
-    check(here, f"--out {out}: the runs of study {name} in {url} are in {known['out']}, give that folder")
+    if "ready" not in known:
+        for i, cell in enumerate(grid_of(sweep) if sweep["method"] == "grid" else ()):
+            study.enqueue_trial(cell, user_attrs={"cell": i}, skip_if_exists=True)
+        study.set_user_attr("ready", True)
     return study
 
 
@@ -299,9 +323,11 @@ def main(args: Args) -> optuna.Study:
     count = args.count or len(grid_of(sweep))
     out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    stopping = Event()
+    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     with trials.take(out, wait=True):
         study = open_study(args, sweep, Path(args.sweep).stem, out)
-    stopping, origin = Event(), trials.origin()
+    origin = trials.origin()
 
     def work() -> None:
         while not stopping.is_set():
@@ -318,7 +344,6 @@ def main(args: Args) -> optuna.Study:
             else:
                 return
 
-    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     with ThreadPoolExecutor(args.jobs) as pool:
         workers = [pool.submit(work) for _ in range(args.jobs)]
     for number, handler in old.items():

@@ -125,7 +125,8 @@ def run(
     Raises Stopped once `stopping` is set, or if something else stopped the script; Killed or RuntimeError if it failed.
     """
     found, path = find_run(folder), folder / "output.txt"
-    resumable = found is not None and any((found / "checkpoints").glob("[0-9]*"))
+    # Orbax writes under another name first.
+    resumable = found is not None and any(step.name.isdigit() for step in (found / "checkpoints").glob("*"))
     where = {"resume": found} if resumable else {"run_dir": folder}
     command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs may share a GPU

@@ -328,9 +328,11 @@ class Run:
             self._wandb.finish(exit_code=0 if kind is None else 1)
 
     def _on_signal(self, number: int, frame) -> None:
-        if self.stop:  # asked twice: do not wait for the iteration's end
+        # Asked twice: do not wait for the iteration's end. One signal to a whole group may come twice, though, at once.
+        if self.stop and time.monotonic() - self._asked > 2:
             raise KeyboardInterrupt
-        self.stop = signal.Signals(number).name
+        if not self.stop:
+            self.stop, self._asked = signal.Signals(number).name, time.monotonic()
 
     def say(self, sentence: str) -> None:
         """Prints one line, above the progress line where there is one."""

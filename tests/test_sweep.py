@@ -249,6 +249,17 @@ def test_a_trial_that_was_never_begun_is_run(quick, tmp_path):
     assert [row["x"] for row in read_results(tmp_path / "out")] == ["1", "2"]
 
 
+@pytest.mark.parametrize(("checkpoint", "flag"), [("383", "--resume="), ("383.orbax-checkpoint-tmp", "--run_dir=")])
+def test_a_run_goes_on_from_whole_checkpoints_only(tmp_path, checkpoint, flag):
+    """One that was being written when its script was killed is none."""
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    (tmp_path / "0/run/checkpoints" / checkpoint).mkdir(parents=True)
+    (tmp_path / "0/run/args.json").write_text("{}")
+    with trials.take(tmp_path / "0") as lock:
+        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, threading.Event())
+    assert flag in (tmp_path / "0/output.txt").read_text()
+
+
 def test_a_trial_is_pruned(tmp_path):
     """A trial that Hyperband (or any pruner) gives up is ended, long before its end, and keeps its last value."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
@@ -341,16 +352,16 @@ def test_another_study_is_refused(tmp_path, capfd):
     path, out = write_sweep(tmp_path / "s.yaml"), tmp_path / "out"
     out.mkdir()
     sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
-    storage = ["--storage", f"sqlite:///{out / 'study.db'}"]
-    for words, names in (
-        (["--out", out, "--set", "gamma=0.5"], "give another --out"),
-        (["--out", tmp_path / "elsewhere", *storage], f"are in {out}, give that folder"),
-    ):
+    (out / "0000").mkdir()
+
+    def refusal(path, *words):
         with pytest.raises(SystemExit):
             runs.cli(sweep.Args, sweep.main, [str(path), *map(str, words)])
-        assert names in capfd.readouterr().err
+        return capfd.readouterr().err
+
+    assert "give another --out" in refusal(path, "--out", out, "--set", "gamma=0.5")
+    assert "has the study s, give another" in refusal(write_sweep(tmp_path / "t.yaml"), "--out", out)
+    storage = f"sqlite:///{out / 'study.db'}"
+    assert f"has its runs in {out}, give that" in refusal(path, "--out", tmp_path / "elsewhere", "--storage", storage)
     (out / "study.db").unlink()
-    (out / "0000").mkdir()
-    with pytest.raises(SystemExit):
-        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(out)])
-    assert "of a study that is gone" in capfd.readouterr().err
+    assert "of a study that is gone" in refusal(path, "--out", out)
