@@ -337,7 +337,7 @@ def test_flags_that_do_not_parse_exit_with_2():
 
 def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
     """As one does that is for all processes of a job; asked again later, the run ends without a checkpoint."""
-    run = runs.Run(Args(**TINY | {"run_dir": str(tmp_path)}), "ppo_procgen")
+    run = runs.Run(ppo.Args(**TINY | {"run_dir": str(tmp_path)}), "ppo_procgen")
     for _ in range(2):
         run._on_signal(signal.SIGTERM, None)
     assert run.stop == "SIGTERM"
