@@ -122,7 +122,7 @@ def tables() -> list[str]:
         first = next((row for row in rows if row["commit"]), None)
         if first:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
-            columns |= {"ours": number("ours", ".2f"), "from": number("low", ".2f"), "to": number("high", ".2f")}
+            columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
             where = f"{first['machine']}, JAX {first['jax']}, commit {first['commit']}, {first['date']}"
             lines += [f"**{name}** ([all columns](benchmarks/results/{name}.csv); {where}), `{first['command']}`:", ""]
