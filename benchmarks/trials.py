@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib
 import json
 import os
@@ -62,6 +63,7 @@ def check_flags(source: str, program: str, names: Iterable[str]) -> None:
     check(not unknown, f"{source}: {program} has no flag {', '.join(unknown)}")
 
 
+@functools.cache
 def origin() -> dict[str, str]:
     """Where and when, as `records.origin` has it; in a process of its own, since JAX takes most of a GPU's memory."""
     command = [sys.executable, records.__file__]

@@ -105,6 +105,8 @@ def test_a_file_runs(path, tmp_path):
     content = yaml.safe_load(path.read_text())
     swept = [name for name, spec in content["parameters"].items() if "value" not in spec and name != "env_id"]
     small = {name: value for name, value in SMALL[content["program"]].items() if name not in swept}
+    if "eval_episodes" in small and not content["metric"]["name"].startswith("eval/"):
+        small["eval_episodes"] = 0
     words = tuple(f"{name}={value}" for name, value in small.items())
     args = sweep.Args(sweep=str(path), count=1, out=str(tmp_path / "out"), set=words)
     trial = sweep.main(args).trials[0]
@@ -178,18 +180,17 @@ def assert_ends(process, code=0):
 
 
 def test_a_killed_sweep_goes_on_exactly(tmp_path):
-    """kill -9 within a trial: started again, the sweep resumes that trial's run, exactly, and does the rest."""
+    """kill -9 within a trial: started again, the sweep resumes that trial's run, exactly."""
     steps = 256 * 12
     given = {"total_timesteps": {"value": steps}, "checkpoint_every": {"value": 256}}
     path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
-    words = ["benchmarks/sweep.py", path, "--out", tmp_path / "out"]
+    words = ["benchmarks/sweep.py", path, "--count", 1, "--out", tmp_path / "out"]
     process = start(*words)
     wait_for(lambda: any((tmp_path / "out/0000").glob("*/checkpoints/[0-9]*/commit_success.txt")), process)
     process.kill()
     assert_ends(start(*words))
-    rows = read_results(tmp_path / "out")
-    assert [row["state"] for row in rows] == ["complete"] * 2
-    assert {row["gap_stack"] for row in rows} == {"True", "False"}
+    (row,) = read_results(tmp_path / "out")
+    assert (row["state"], row["gap_stack"]) == ("complete", "True")
     assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1  # not left running
     (run,) = (tmp_path / "out/0000").glob("*/")
     whole = ppo_procgen.main(ppo_procgen.Args(**TINY | {"total_timesteps": steps, "checkpoint_every": 256,
