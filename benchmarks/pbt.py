@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_type_hints
 
 import jax
-import trials  # the file beside this one; it makes the repository's modules importable
+import records  # the file beside this one; it makes the repository's modules importable
+import trials
 import tyro
 from matplotlib.figure import Figure
 
@@ -147,8 +148,7 @@ def read_flags(args: Args, kinds: dict[str, type]) -> dict[str, str]:
 def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     """What changes and what does not; raises UsageError, or ends as the script would, if a value makes no sense."""
     stem = Path(args.program).stem
-    known = sorted(path.name for path in trials.ROOT.glob("*_*.py"))
-    check(args.program in known, f"PROGRAM {args.program}: give one of {', '.join(known)}")
+    check(args.program in trials.SCRIPTS, f"PROGRAM {args.program}: give one of {', '.join(trials.SCRIPTS)}")
     limits = {"population": (2, 1000), "generations": (1, 100_000), "interval": (1, 2**31), "quantile": (0, 0.5)}
     limits |= {"resample": (0, 1), "jobs": (1, 1000), "cpus": (0.001, None), "gpus": (0, None), "seed": (0, 2**30)}
     runs.check_limits(args, limits)
@@ -279,11 +279,10 @@ class Results(tune.Callback, tune.Stopper):
 
     def add(self, row: dict) -> None:
         self.rows[row["member"], row["generation"]] = row
-        with (self.out / "results.csv.tmp").open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.columns)
-            writer.writeheader()
-            writer.writerows(row for _, row in sorted(self.rows.items(), key=lambda item: item[0][::-1]))
-        (self.out / "results.csv.tmp").replace(self.out / "results.csv")
+        ordered = [row for _, row in sorted(self.rows.items(), key=lambda item: item[0][::-1])]
+        records.write_rows(
+            self.out / "results.csv", [{name: x.get(name, "") for name in self.columns} for x in ordered]
+        )
         shown = "  ".join(f"{name} {row[name]}" for name in self.columns if row[name] != "" and name != "hours")
         print(shown.replace("cloned_from", "cloned from").replace("global_step", "step"), flush=True)
 
@@ -337,8 +336,8 @@ def draw(args: Args, out: Path, ranges: dict[str, Range]) -> None:
     axes[-1, 0].set(xlabel="environment steps of a member")
     figure.suptitle(f"Population-based training of {args.program}")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.savefig(out / "pbt.tmp", format="png")
-    (out / "pbt.tmp").replace(out / "pbt.png")
+    with records.whole(out / "pbt.png") as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def point(row: dict, name: str) -> tuple[float, float]:

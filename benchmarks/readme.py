@@ -177,9 +177,8 @@ def main(args: Args) -> None:
     new = fill(old)
     runs.check(not args.check or new == old, "--check: README.md is not up to date, run python benchmarks/readme.py")
     if new != old:
-        temporary = README.with_suffix(".tmp")
-        temporary.write_text(new)
-        temporary.replace(README)
+        with records.whole(README) as temporary:
+            temporary.write_text(new)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Where a number was measured, and how it is written down."""
 
+import contextlib
 import csv
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -52,15 +54,21 @@ def append_rows(path: str, rows: list[dict]) -> None:
             writer.writerows(rows)
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Writes rows of the same columns to a CSV file, whole or not at all."""
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Gives a temporary name to write a file under, which then gets its own: it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="") as file:
+    yield temporary
+    temporary.replace(path)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Writes rows of the same columns to a CSV file, whole or not at all."""
+    with whole(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

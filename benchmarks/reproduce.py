@@ -217,8 +217,8 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
     named = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     if named:
         figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
-    figure.savefig(temporary := path.with_suffix(".tmp"), format="png")
-    temporary.replace(path)
+    with records.whole(path) as temporary:
+        figure.savefig(temporary, format="png")
     plt.close(figure)
 
 
@@ -231,9 +231,8 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
             return results
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
-        temporary = out.with_suffix(".md.tmp")
-        temporary.write_text(markdown(args, results))
-        temporary.replace(out.with_suffix(".md"))
+        with records.whole(out.with_suffix(".md")) as temporary:
+            temporary.write_text(markdown(args, results))
         title = args.table if args.scale == 1 else f"{args.table}, {args.scale:g} of the steps"
         draw(out.with_suffix(".png"), title, results)
     return results

@@ -262,8 +262,8 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
     figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(study.study_name)
     figure.set_size_inches(9, 5)
-    figure.savefig(temporary := path.with_suffix(".tmp"), format="png", dpi=120, bbox_inches="tight")
-    temporary.replace(path)
+    with records.whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
     plt.close("all")
 
 

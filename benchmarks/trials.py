@@ -20,6 +20,7 @@ import records  # the file beside this one; it makes the repository's modules im
 from common.runs import check
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
 # Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies. Takes
 # no signals itself: one that is meant for all reaches the command too.
 SUPERVISOR = """
@@ -56,8 +57,7 @@ def read_settings(words: Sequence[str]) -> dict[str, str]:
 
 def check_flags(source: str, program: str, names: Iterable[str]) -> None:
     """Raises UsageError if a script is not here or lacks one of these flags."""
-    scripts = sorted(path.name for path in ROOT.glob("*_*.py"))
-    check(program in scripts, f"{source}: program {program}, give one of {', '.join(scripts)}")
+    check(program in SCRIPTS, f"{source}: program {program}, give one of {', '.join(SCRIPTS)}")
     known = [field.name.rstrip("_") for field in fields(importlib.import_module(Path(program).stem).Args)]
     unknown = [name for name in names if name not in known]
     check(not unknown, f"{source}: {program} has no flag {', '.join(unknown)}")

@@ -162,20 +162,26 @@ def assert_flag_matters(script, flags, change, whole=False):
         assert before != look(flags | change)
 
 
+def assert_refused(script, words, capture, *parts):
+    """A script's, or a benchmark's, whole answer is one sentence with these parts in it, and exit code 2."""
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(script.Args, script.main, [*map(str, words)])
+    output = capture.readouterr()
+    assert stopped.value.code == 2
+    assert output.err.count("\n") == 1, output.err
+    assert output.err.startswith("error: ")
+    for part in parts:
+        assert part in output.err
+    assert not output.out
+    return output.err
+
+
 def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
     """Bad input is answered in one sentence with exit code 2, before anything long starts."""
     makers = (envs, "make_procgen"), (atari, "make_montezuma"), (doorgym, "make_vec")
     for module, name in (*makers, (script, "act"), (script, "update")):
         monkeypatch.setattr(module, name, None)
-    with pytest.raises(SystemExit) as stopped:
-        runs.cli(script.Args, script.main, ["--wandb-mode", "disabled", *map(str, words)])
-    output = capfd.readouterr()
-    assert stopped.value.code == 2
-    assert output.err.count("\n") == 1, output.err
-    assert output.err.startswith("error: ")
-    assert names in output.err
-    assert valid in output.err
-    assert not output.out
+    assert_refused(script, ["--wandb-mode", "disabled", *words], capfd, names, valid)
 
 
 def assert_resumes_after_sigterm(script, flags, tmp_path):

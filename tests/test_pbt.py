@@ -8,7 +8,7 @@ import time
 import pbt
 import pytest
 import trials
-from conftest import ROOT, TINY, start, wait_for
+from conftest import ROOT, TINY, assert_refused, start, wait_for
 
 from common import runs
 
@@ -98,14 +98,7 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
 def test_bad_input_is_answered_in_one_sentence(words, names, valid, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(pbt.ray, "init", None)
     words = words if "--out" in words else [*words, "--out", str(tmp_path)]
-    with pytest.raises(SystemExit) as stopped:
-        runs.cli(pbt.Args, pbt.main, words)
-    output = capfd.readouterr()
-    assert stopped.value.code == 2
-    assert output.err.count("\n") == 1, output.err
-    assert output.err.startswith("error: ")
-    assert names in output.err
-    assert valid in output.err
+    assert_refused(pbt, words, capfd, names, valid)
 
 
 def test_a_study_goes_on_only_as_it_was(tmp_path, monkeypatch, capfd):

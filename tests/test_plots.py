@@ -10,10 +10,8 @@ import levels
 import numpy as np
 import plot
 import pytest
-from conftest import ROOT, flags_of
+from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
-
-from common import runs
 
 RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
 EVALUATION = "eval/test_levels/mean_return"
@@ -349,16 +347,6 @@ def test_unlimited_levels_stand_at_the_right_end(tmp_path):
 # BAD INPUT
 
 
-def one_sentence(capsys, module, words):
-    with pytest.raises(SystemExit) as stopped:
-        runs.cli(module.Args, module.main, [str(word) for word in words])
-    output = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert output.err.startswith("error: ")
-    assert output.err.count("\n") == 1, output.err
-    return output.err
-
-
 @pytest.mark.parametrize(
     ("flags", "said", "valid"),
     [
@@ -377,7 +365,7 @@ def test_bad_flags(study, tmp_path, monkeypatch, capsys, flags, said, valid):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.csv").write_text("steps,mean_return\n1,2\n")
     (tmp_path / "maze.csv").write_text("game,env_steps,mean_return\nmaze,1,2\n")
-    error = one_sentence(capsys, plot, [*study, *flags_of(flags)])
+    error = assert_refused(plot, [*study, *flags_of(flags)], capsys)
     assert said in error
     assert valid in error
     assert not list(tmp_path.glob("curve*"))
@@ -386,18 +374,18 @@ def test_bad_flags(study, tmp_path, monkeypatch, capsys, flags, said, valid):
 def test_bad_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     good, empty = write_run(tmp_path / "a", lines=scored(3)), write_run(tmp_path / "b", steps=())
-    assert "at least one" in one_sentence(capsys, plot, [])
-    assert "RUN_DIRS nowhere" in one_sentence(capsys, plot, ["nowhere"])
-    assert f"RUN_DIRS {empty}: has no line of metrics" in one_sentence(capsys, plot, [good, empty])
+    assert "at least one" in assert_refused(plot, [], capsys)
+    assert "RUN_DIRS nowhere" in assert_refused(plot, ["nowhere"], capsys)
+    assert f"RUN_DIRS {empty}: has no line of metrics" in assert_refused(plot, [good, empty], capsys)
     other = write_run(tmp_path / "a", "coinrun")
-    assert "--random 1.0" in one_sentence(capsys, plot, [good, other, "--random", "1"])
-    said = one_sentence(capsys, plot, [good, other, "--aggregate"])
+    assert "--random 1.0" in assert_refused(plot, [good, other, "--random", "1"], capsys)
+    said = assert_refused(plot, [good, other, "--aggregate"], capsys)
     assert f"{other} has logged none" in said
     assert "--score-metric" in said
     doors = write_run(tmp_path / "a", "DoorGym", lines=scored(3))
-    assert "DoorGym has no normalisation constants" in one_sentence(capsys, plot, [doors, "--aggregate"])
+    assert "DoorGym has no normalisation constants" in assert_refused(plot, [doors, "--aggregate"], capsys)
     fork = write_run(tmp_path / "a", "coinrun", script="mine", lines=scored(3))
-    assert "'ppo_procgen' has no run of coinrun" in one_sentence(capsys, plot, [good, fork, "--aggregate"])
+    assert "'ppo_procgen' has no run of coinrun" in assert_refused(plot, [good, fork, "--aggregate"], capsys)
     assert not list(tmp_path.glob("curve*"))
 
 
@@ -407,10 +395,10 @@ def test_bad_runs_of_levels(tmp_path, monkeypatch, capsys):
     good = write_run(tmp_path / "a", encoder="nature", num_levels=0, lines=evaluated(test=summary(3)))
     other = write_run(tmp_path / "a", "coinrun", encoder="nature", num_levels=1)
     no_levels = write_run(tmp_path / "a", encoder="nature")
-    assert f"{without}: has no evaluation on train and test" in one_sentence(capsys, levels, [good, without])
-    assert "bigfish and coinrun" in one_sentence(capsys, levels, [good, other])
-    assert f"{no_levels}: has no --num-levels" in one_sentence(capsys, levels, [no_levels])
-    assert "--group-by colour" in one_sentence(capsys, levels, [good, "--group-by", "colour"])
+    assert f"{without}: has no evaluation on train and test" in assert_refused(levels, [good, without], capsys)
+    assert "bigfish and coinrun" in assert_refused(levels, [good, other], capsys)
+    assert f"{no_levels}: has no --num-levels" in assert_refused(levels, [no_levels], capsys)
+    assert "--group-by colour" in assert_refused(levels, [good, "--group-by", "colour"], capsys)
     assert not list(tmp_path.glob("levels.*"))
 
 

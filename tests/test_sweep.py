@@ -17,7 +17,7 @@ import sweep
 import trials
 import tyro
 import yaml
-from conftest import ROOT, TINY, assert_same_run, start, wait_for
+from conftest import ROOT, TINY, assert_refused, assert_same_run, start, wait_for
 
 import hnppo_doorgym
 import ppo_procgen
@@ -339,13 +339,7 @@ def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
     path = write_sweep(tmp_path / "s.yaml", **changes)
     if case == "nothing there":
         path.unlink()
-    with pytest.raises(SystemExit) as stopped:
-        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path / "out"), *map(str, words)])
-    output = capfd.readouterr()
-    assert stopped.value.code == 2
-    assert output.err.count("\n") == 1, output.err
-    assert names in output.err
-    assert valid in output.err
+    assert_refused(sweep, [path, "--out", tmp_path / "out", *words], capfd, names, valid)
 
 
 def test_another_study_is_refused(tmp_path, capfd):
@@ -355,14 +349,9 @@ def test_another_study_is_refused(tmp_path, capfd):
     sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
     (out / "0000").mkdir()
 
-    def refusal(path, *words):
-        with pytest.raises(SystemExit):
-            runs.cli(sweep.Args, sweep.main, [str(path), *map(str, words)])
-        return capfd.readouterr().err
-
-    assert "give another --out" in refusal(path, "--out", out, "--set", "gamma=0.5")
-    assert "has the study s, give another" in refusal(write_sweep(tmp_path / "t.yaml"), "--out", out)
-    storage = f"sqlite:///{out / 'study.db'}"
-    assert f"has its runs in {out}, give that" in refusal(path, "--out", tmp_path / "elsewhere", "--storage", storage)
+    assert_refused(sweep, [path, "--out", out, "--set", "gamma=0.5"], capfd, "give another --out")
+    assert_refused(sweep, [write_sweep(tmp_path / "t.yaml"), "--out", out], capfd, "has the study s, give another")
+    words = ["--out", tmp_path / "elsewhere", "--storage", f"sqlite:///{out / 'study.db'}"]
+    assert_refused(sweep, [path, *words], capfd, f"has its runs in {out}, give that")
     (out / "study.db").unlink()
-    assert "of a study that is gone" in refusal(path, "--out", out)
+    assert_refused(sweep, [path, "--out", out], capfd, "of a study that is gone")
