@@ -3,7 +3,7 @@
 Runs the script itself, as a user does, and reads its metrics from the first second after learning started; prints a
 table and appends a row to a CSV file. The flags in quotes are those of apex_procgen.py:
 
-python benchmarks/apex.py nature --flags="--encoder nature --width 1 --pool flatten --num-envs 32 --batch-size 512"
+python -m benchmarks.apex nature --flags="--encoder nature --width 1 --pool flatten --num-envs 32 --batch-size 512"
 """
 
 import json
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-import records  # the file beside this one; it makes the repository's modules importable
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import apex_procgen as apex
+from benchmarks import records
 from common import runs
 
 

@@ -2,7 +2,7 @@
 
 Prints two tables and appends their rows to CSV files (OUT.csv and OUT_update.csv). Try:
 
-python benchmarks/doors.py
+python -m benchmarks.doors
 """
 
 import os
@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import records  # the file beside this one; it makes the repository's modules importable
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +25,7 @@ import mujoco
 import numpy as np
 
 import hnppo_doorgym as hn
+from benchmarks import records
 from common import runs
 
 PUBLISHED = (

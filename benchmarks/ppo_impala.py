@@ -3,7 +3,7 @@
 Runs the scripts themselves, as a user does, and reads their metrics; prints a table and appends its rows to a CSV
 file. The flags in quotes go to both scripts, then to each:
 
-python benchmarks/ppo_impala.py nature --flags="--encoder nature --width 1 --pool flatten --num-envs 64 --num-steps 64"
+python -m benchmarks.ppo_impala nature --flags="--encoder nature --width 1 --pool flatten --num-envs 64 --num-steps 64"
 """
 
 import json
@@ -12,14 +12,13 @@ import tempfile
 from dataclasses import dataclass
 
 import numpy as np
-import records  # the file beside this one; it makes the repository's modules importable
-import throughput
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import impala_procgen as impala
 import ppo_procgen as ppo
+from benchmarks import records, throughput
 from common import runs
 
 

@@ -6,15 +6,15 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # of whoever imports this
 import jax
 
 from common import compute
+
+ROOT = Path(__file__).parent.parent
 
 
 def machine() -> str:
@@ -31,9 +31,9 @@ def commit() -> str:
 
     def git(*words):
         command = ["git", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False).stdout
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
 
-    changed = git("status", "--porcelain", "--", ":/", ":!results")
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!experiments/results")
     return git("rev-parse", "--short=9", "HEAD").strip() + ("+" if changed else "")
 
 

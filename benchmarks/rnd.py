@@ -3,8 +3,8 @@
 Runs the script itself, as a user does, and reads its metrics; prints a table and appends its rows to a CSV file. The
 flags in quotes are those of rnd_montezuma.py:
 
-python benchmarks/rnd.py paper
-python benchmarks/rnd.py small --flags="--channels 4,4,4 --hidden 16 --update-epochs 1"
+python -m benchmarks.rnd paper
+python -m benchmarks.rnd small --flags="--channels 4,4,4 --hidden 16 --update-epochs 1"
 """
 
 import json
@@ -14,12 +14,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-import records  # the file beside this one; it makes the repository's modules importable
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import rnd_montezuma as rnd
+from benchmarks import records
 from common import atari, runs
 
 MODES = {"synchronous": "", "--async": "--async", "--async --vtrace": "--async --vtrace"}

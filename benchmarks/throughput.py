@@ -2,8 +2,8 @@
 
 Prints a table and appends a row to a CSV file. The flags in quotes are those of ppo_procgen.py:
 
-python benchmarks/throughput.py default
-python benchmarks/throughput.py small --flags="--width 1 --pool flatten --frame-stack 1 --num-steps 256"
+python -m benchmarks.throughput default
+python -m benchmarks.throughput small --flags="--width 1 --pool flatten --frame-stack 1 --num-steps 256"
 """
 
 import resource
@@ -16,12 +16,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import records  # the file beside this one; it makes the repository's modules importable
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import ppo_procgen as ppo
+from benchmarks import records
 from common import compute, envs, networks, runs
 
 

@@ -5,18 +5,17 @@ import subprocess
 import sys
 import time
 
-import pbt
 import pytest
-import trials
 from conftest import ROOT, TINY, assert_refused, start, wait_for
 
 from common import runs
+from experiments import pbt, trials
 
 SET = [f"{k}={v}" for k, v in TINY.items() if k not in ("total_timesteps", "eval_episodes", "learning_rate")]
 # The metric is a hyper-parameter, so that it is certain who is better: the larger gamma.
 STUDY = [
-    "benchmarks/pbt.py", "ppo_procgen.py", "--mutate", "gamma=0.9:0.999", "learning_rate=1e-4:1e-2:log", "--population",
-    2, "--generations", 2, "--interval", 128, "--metric", "charts/gamma", "--seed", 3, "--set", *SET,
+    "-m", "experiments.pbt", "ppo_procgen.py", "--mutate", "gamma=0.9:0.999", "learning_rate=1e-4:1e-2:log",
+    "--population", 2, "--generations", 2, "--interval", 128, "--metric", "charts/gamma", "--seed", 3, "--set", *SET,
 ]  # fmt: skip
 
 
@@ -110,10 +109,10 @@ def test_a_study_goes_on_only_as_it_was(tmp_path, monkeypatch, capfd):
 
 
 def test_without_ray_it_says_what_to_install():
-    code = "import sys, runpy; sys.path[0] = 'benchmarks'; sys.modules['ray'] = None; runpy.run_path(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, "benchmarks/pbt.py"], cwd=ROOT, capture_output=True, text=True)
+    code = "import sys, runpy; sys.modules['ray'] = None; runpy.run_module('experiments.pbt')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: benchmarks/pbt.py needs Ray Tune: pip install -r requirements-ray.txt\n"
+    assert done.stderr == "error: experiments/pbt.py needs Ray Tune: pip install -r requirements-ray.txt\n"
 
 
 def test_values_stay_in_their_range():

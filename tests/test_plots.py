@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 
-import levels
 import numpy as np
-import plot
 import pytest
 from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
+
+from experiments import levels, plot
 
 RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
 EVALUATION = "eval/test_levels/mean_return"
@@ -291,7 +291,7 @@ def test_scores_of_hard_games_and_other_metrics(tmp_path):
 
 
 def test_rliable_is_not_needed_for_curves():
-    code = "import sys; sys.path.insert(0, 'benchmarks'); import plot; sys.exit('rliable' in sys.modules)"
+    code = "import sys; from experiments import plot; sys.exit('rliable' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -403,10 +403,10 @@ def test_bad_runs_of_levels(tmp_path, monkeypatch, capsys):
 
 
 def test_command_lines(study, tmp_path):
-    """Both run as scripts, from anywhere."""
+    """Both run as modules."""
     lines = evaluated(train=summary(3), test=summary(3))
     path = write_run(tmp_path / "a", encoder="nature", num_levels=10, lines=lines)
     for script in ("plot", "levels"):
-        command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), path, "--out", f"new/{script}"]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        command = [sys.executable, "-m", f"experiments.{script}", path, "--out", str(tmp_path / "new" / script)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         assert (tmp_path / "new" / f"{script}.png").exists()

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import readme
-import reproduce
-import trials
 import tyro
 from conftest import ROOT, TINY, assert_refused, assert_same_run, flags_of, read_metrics, wait_for
 from PIL import Image
 
 import ppo_procgen
+from benchmarks import records
 from common import runs
+from experiments import readme, reproduce, trials
 
 ROWS = reproduce.published()
 FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))
@@ -35,7 +34,7 @@ def table(tmp_path, monkeypatch):
     """A published table of TINY cells in the reference's place: one that runs, one that fails, one without a script."""
     rows = [row | {"steps": "3840", "metric": "charts/episodic_return", "note": ""} for row in TABLE]
     rows[1]["published"] = ""
-    reproduce.records.write_rows(tmp_path / "tables.csv", rows)
+    records.write_rows(tmp_path / "tables.csv", rows)
     monkeypatch.setattr(reproduce, "REFERENCE", tmp_path / "tables.csv")
     return tmp_path
 
@@ -80,7 +79,7 @@ def test_a_table_is_made_and_not_made_twice(table):
     assert {path: path.stat().st_mtime_ns for path in table.glob("runs/*/*/*/metrics.jsonl")} == times
     assert (again["ours"], again["seconds"]) == (first["ours"], first["seconds"])
     page = (table / "out/small.md").read_text()
-    assert "python benchmarks/reproduce.py small --scale 0.1 --seeds 1 2" in page
+    assert "python -m experiments.reproduce small --scale 0.1 --seeds 1 2" in page
     assert "Not the published setting" in page
     with (table / "out/small.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -120,12 +119,11 @@ def test_the_readme_has_the_tables_of_the_committed_files():
 
 def test_a_new_number_comes_into_the_readme(tmp_path, monkeypatch):
     """And nothing else changes."""
-    for path in readme.RESULTS.glob("*.csv"):
+    for path in readme.SPEED.glob("*.csv"):
         (tmp_path / path.name).write_text(path.read_text())
     changed = (tmp_path / "apex.csv").read_text().replace(",1114,", ",98765,")
     (tmp_path / "apex.csv").write_text(changed)
-    (tmp_path / "sweeps").symlink_to(readme.RESULTS / "sweeps")
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "SPEED", tmp_path)
     old = readme.README.read_text()
     assert "| 1114 |" in old
     assert readme.fill(old) == old.replace("| 1114 |", "| 98765 |")
@@ -138,9 +136,9 @@ def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch)
     ]
     rows += [rows[0] | {"state": "pruned", "loss": 0}]
     rows = [row | {"logged": 1, "seconds": 1, "why": "", "commit": "abc"} for row in rows]
-    reproduce.records.write_rows(tmp_path / "sweeps/a/results.csv", rows)
-    reproduce.records.write_rows(tmp_path / "sweeps/b/results.csv", rows[-1:])
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    records.write_rows(tmp_path / "sweeps/a/results.csv", rows)
+    records.write_rows(tmp_path / "sweeps/b/results.csv", rows[-1:])
+    monkeypatch.setattr(readme, "STUDIES", tmp_path)
     (line,) = readme.sweeps()[2:]
     assert "| loss | 1 | abc | lr 0.1 |" in line
     assert "| 4 | 1 |" in line
@@ -151,7 +149,7 @@ def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch)
 
 def shell(script, *words, **variables):
     environment = os.environ | {"PYTHON": sys.executable} | {name: str(value) for name, value in variables.items()}
-    return subprocess.Popen([ROOT / "benchmarks" / script, *map(str, words)], cwd=ROOT, env=environment,
+    return subprocess.Popen([ROOT / "experiments" / script, *map(str, words)], cwd=ROOT, env=environment,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
 

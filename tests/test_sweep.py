@@ -3,18 +3,13 @@
 import csv
 import importlib
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
 
 import optuna
 import pytest
-import sweep
-import trials
 import tyro
 import yaml
 from conftest import ROOT, TINY, assert_refused, assert_same_run, start, wait_for
@@ -22,6 +17,7 @@ from conftest import ROOT, TINY, assert_refused, assert_same_run, start, wait_fo
 import hnppo_doorgym
 import ppo_procgen
 from common import runs
+from experiments import sweep, trials
 
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
 # Small enough to end in seconds. What a file sweeps over is left to it, but for the game: bigfish's episodes are short.
@@ -154,7 +150,11 @@ SCRIPT = """
     sys.exit("error: --x 0: is bad" if flags["x"] == "0" else 0)
 """
 # Lets a sweep have a program that is none of ours.
-ANY_PROGRAM = "import sys, trials, sweep; trials.check_flags = lambda *_: None; sweep.runs.cli(sweep.Args, sweep.main)"
+ANY_PROGRAM = """
+from experiments import sweep, trials
+trials.check_flags = lambda *_: None
+sweep.runs.cli(sweep.Args, sweep.main)
+"""
 
 
 @pytest.fixture
@@ -166,10 +166,7 @@ def quick(tmp_path):
         content = {"program": str(tmp_path / "script.py"), "method": method, "parameters": parameters}
         path = tmp_path / "s.yaml"
         path.write_text(yaml.safe_dump(content | {"metric": {"name": "loss", "goal": "minimize"}}))
-        command = [sys.executable, "-c", ANY_PROGRAM, path, "--out", tmp_path / "out", *words]
-        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
-        return subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True)  # fmt: skip
+        return start("-c", ANY_PROGRAM, path, "--out", tmp_path / "out", *words)
 
     return start_sweep
 
@@ -184,7 +181,7 @@ def test_a_killed_sweep_goes_on_exactly(tmp_path):
     steps = 256 * 12
     given = {"total_timesteps": {"value": steps}, "checkpoint_every": {"value": 256}}
     path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
-    words = ["benchmarks/sweep.py", path, "--count", 1, "--out", tmp_path / "out"]
+    words = ["-m", "experiments.sweep", path, "--count", 1, "--out", tmp_path / "out"]
     process = start(*words)
     wait_for(lambda: any((tmp_path / "out/0000").glob("*/checkpoints/[0-9]*/commit_success.txt")), process)
     process.kill()

@@ -1,0 +1,1 @@
+"""Speed and memory; each file is a command, `python -m benchmarks.NAME` from the repository's root."""

@@ -1,0 +1,1 @@
+"""Studies and their results; most files are a command, `python -m experiments.NAME` from the repository's root."""

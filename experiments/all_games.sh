@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# All 16 games x seeds at 8M steps with the competition's setting, to one number (its normalisation): an evening on a GPU.
+# Stopped or killed and started again it goes on. What is after the script's name goes to it; the rest are variables:
+#
+#   experiments/all_games.sh ppo_procgen.py
+#   GAMES="bigfish coinrun" SEEDS="1 2" OUT=runs/quick experiments/all_games.sh ppo_procgen.py --total-timesteps 100000
+set -euo pipefail
+set -m # each script in a process group of its own, so that a Ctrl-C reaches it once, through us
+script=${1:?name a script: experiments/all_games.sh ppo_procgen.py}
+shift
+games=${GAMES:-bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja plunder starpilot}
+seeds=${SEEDS:-1 2 3}
+out=${OUT:-runs/all_games}/${script%.py}
+python=${PYTHON:-python}
+flags="$*"
+
+mkdir -p "$out"
+[ -e "$out/flags" ] || printf '%s' "$flags" > "$out/flags"
+if [ "$(cat "$out/flags")" != "$flags" ]; then
+  echo "error: $out has runs with the flags '$(cat "$out/flags")', not '$flags': give another OUT" >&2
+  exit 2
+fi
+
+# The scripts inherit this lock: one that has outlived us keeps it.
+exec 9> "$out/lock"
+if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2> /dev/null; then
+  echo "error: $out: another process is still at it; wait for it, or give another OUT" >&2
+  exit 2
+fi
+
+stopped=
+child=
+trap 'stopped=1; waiting=1; [ -z "$child" ] || kill -TERM "$child" || true' INT TERM HUP
+failed=
+runs=()
+for seed in $seeds; do
+  for game in $games; do
+    if [ -n "$stopped" ]; then exit 130; fi
+    folder=$out/$game/$seed
+    if [ ! -e "$folder/done" ]; then
+      mkdir -p "$folder"
+      checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' ! -name '*.*' -print -quit)
+      if [ -n "$checkpoint" ]; then
+        words=(--resume "$(dirname "$(dirname "$checkpoint")")")
+      else
+        words=(--env-id "$game" --seed "$seed" --run-dir "$folder" "$@")
+      fi
+      echo "$game, seed $seed: see $folder/output.txt"
+      "$python" "$script" "${words[@]}" > "$folder/output.txt" 2>&1 &
+      child=$!
+      [ -z "$stopped" ] || kill -TERM "$child" || true
+      waiting=1
+      while [ -n "$waiting" ]; do # a signal ends bash's wait early
+        waiting=
+        code=0
+        wait "$child" || code=$?
+      done
+      child=
+      if [ -n "$stopped" ]; then exit 130; fi
+      if [ "$code" -ne 0 ] || grep -q '^stopped by' "$folder/output.txt"; then
+        echo "$game, seed $seed: failed or stopped (exit code $code)"
+        failed=1
+        continue
+      fi
+      grep -m 1 '^run directory: ' "$folder/output.txt" | cut -d ' ' -f 3- > "$folder/done.tmp"
+      mv "$folder/done.tmp" "$folder/done"
+    fi
+    runs+=("$(cat "$folder/done")")
+  done
+done
+if [ -n "$failed" ]; then
+  echo "error: some runs failed, see above; the same command tries them again" >&2
+  exit 1
+fi
+"$python" -m experiments.plot "${runs[@]}" --aggregate --out "$out/all_games"

@@ -1,0 +1,61 @@
+"""Draws every augmentation of common/augment.py on frames of real games:
+
+python -m experiments.augmentations --out experiments/results/augmentations.png
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import matplotlib as mpl
+import numpy as np
+
+import ppo_procgen as ppo
+from common import augment, envs, runs
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+
+@dataclass(frozen=True)
+class Args:
+    out: str = "augmentations.png"
+    """the picture"""
+    env_ids: str = "bigfish,coinrun,fruitbot"
+    """games, one a row"""
+    steps: int = 40
+    """random steps before the frame"""
+    seed: int = 1
+    """of games and transforms"""
+
+
+def play(env_id: str, args: Args) -> np.ndarray:
+    """A frame uint8 [64, 64, 3]."""
+    games = envs.Games(lambda seed: envs.make_levels(ppo.Args(env_id=env_id), 1, seed), args.seed)
+    rng = np.random.default_rng(args.seed)
+    games.play(lambda obs, age: rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32), args.steps, runs.Stopwatch())
+    games.close()
+    return games.obs[0].transpose(1, 2, 0)
+
+
+def main(args: Args) -> None:
+    frames = np.stack([play(env_id, args) for env_id in args.env_ids.split(",")])
+    keys = jax.random.split(jax.random.PRNGKey(args.seed), len(frames))
+    columns = {"frame": frames} | {name: augment.augment((name,), 1.0, keys, frames) for name in augment.TRANSFORMS}
+    figure, axes = plt.subplots(
+        len(frames), len(columns), figsize=(1.2 * len(columns), 1.25 * len(frames) + 0.2), squeeze=False, dpi=100
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for (name, images), column in zip(columns.items(), axes.T, strict=True):
+        column[0].set_title(name.replace("random_convolution", "random_conv."), fontsize=8)
+        for image, axis in zip(images, column, strict=True):
+            axis.imshow(image, interpolation="nearest")
+    figure.tight_layout(pad=0.2)
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,425 @@
+"""Population-based training (Jaderberg et al. 2017, arXiv 1711.09846) of a script, on Ray Tune and the script's own
+checkpoints. Try:
+
+    python -m experiments.pbt ppo_procgen.py --mutate gamma=0.9:0.999 learning_rate=1e-4:1e-3:log --jobs 2
+    python -m experiments.pbt impala_procgen.py --mutate gamma=0.9:0.999 --set env_id=coinrun --address auto --out /nfs
+
+Members train for a generation each; then the worst ones go on from copies of the best ones' run directories, with
+other hyper-parameters. Stopped and started again, a study goes on. On a cluster, the repository and --out are in
+folders that all machines see under the same paths. Wants `pip install -r requirements-ray.txt`.
+"""
+
+import csv
+import dataclasses
+import importlib
+import itertools
+import json
+import logging
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_type_hints
+
+import jax
+import tyro
+from matplotlib.figure import Figure
+
+from benchmarks import records
+from common import runs
+from common.runs import check
+from experiments import trials
+
+for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AIR_NEW_OUTPUT"):
+    os.environ[name] = "0"
+os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # results.csv is all that is wanted
+try:
+    import ray
+    from ray import tune
+    from ray.tune.schedulers import PopulationBasedTraining
+except ImportError:
+    print("error: experiments/pbt.py needs Ray Tune: pip install -r requirements-ray.txt", file=sys.stderr)
+    sys.exit(2)
+
+OWN = ("total_timesteps", "seed", "run_dir", "resume", "checkpoint_every", "keep_checkpoints")
+COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
+LINES, MARKERS = ("-", "--", "-.", ":"), "osD^v"
+
+
+@dataclass(frozen=True)
+class Args:
+    program: tyro.conf.Positional[str]
+    """a script, such as ppo_procgen.py"""
+    mutate: tuple[str, ...] = ("gamma=0.9:0.999", "learning_rate=1e-4:1e-3:log")
+    """flags that change, each with its range: name=low:high, or name=low:high:log to draw evenly in the logarithm"""
+    set: tuple[str, ...] = ()
+    """flags with a value that all members get, such as env_id=bigfish num_envs=64"""
+    population: int = 8
+    """members; each has a seed of its own"""
+    generations: int = 20
+    """how often each member trains for the interval; between two generations the worst are replaced"""
+    interval: int = 400_000
+    """environment steps of a generation"""
+    metric: str = "charts/episodic_return"
+    """what members are compared by: its last value in metrics.jsonl; one of eval/... needs --set eval_episodes=128"""
+    goal: Literal["maximize", "minimize"] = "maximize"
+    """of the metric"""
+    quantile: float = 0.25
+    """share of the members that is replaced, and share of those that they are replaced by"""
+    resample: float = 0.2
+    """probability that a value is drawn anew where it else is multiplied by 0.8 or 1.2; for each flag of a clone"""
+    jobs: int = 1
+    """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
+    cpus: float = 1.0
+    """CPUs of a cluster that a member takes"""
+    gpus: float = 0.0
+    """GPUs that a member takes; a part, such as 0.5, shares one; with 0 it sees none"""
+    address: str = ""
+    """a Ray cluster to train on, such as auto; empty for this machine alone"""
+    out: str = ""
+    """folder of the study: results.csv, pbt.png and the members; by default runs/pbt/<name of the script>"""
+    seed: int = 0
+    """of the draws, and the first member's; 0, 1, 2 ... for the others"""
+
+
+# THE COMMAND LINE
+
+
+class Range(NamedTuple):
+    """Where a hyper-parameter's values lie."""
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def clamp(self, value: float) -> float:
+        value = min(max(float(f"{value:.6g}"), self.low), self.high)
+        return round(value) if self.whole else value
+
+    def draw(self) -> float:
+        if self.log:
+            return self.clamp(math.exp(random.uniform(math.log(self.low), math.log(self.high))))
+        return self.clamp(random.uniform(self.low, self.high))
+
+
+def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
+    """The ranges of --mutate, by flag; `kinds` are the script's flags. Raises UsageError."""
+    ranges = {}
+    for word in args.mutate:
+        match = re.fullmatch(r"([\w-]+)=([^:]+):([^:]+)(:log)?", word)
+        check(bool(match), f"--mutate {word}: give name=low:high or name=low:high:log")
+        name, log = match[1].replace("-", "_"), bool(match[4])
+        try:
+            low, high = float(match[2]), float(match[3])
+        except ValueError:
+            raise runs.UsageError(f"--mutate {word}: low and high must be numbers") from None
+        check(-math.inf < low < high < math.inf, f"--mutate {word}: low must be less than high")
+        check(low > 0 or not log, f"--mutate {word}: low must be above 0 for a logarithm")
+        check(name in kinds, f"--mutate {word}: {args.program} has no flag {runs.flag_of(name)}")
+        ranges[name] = Range(low, high, log, kinds[name] is int)
+    check(bool(ranges), "--mutate: give at least one flag with its range, such as gamma=0.9:0.999")
+    return ranges
+
+
+def read_flags(args: Args, kinds: dict[str, type]) -> dict[str, str]:
+    """The flags that all members get. Raises UsageError."""
+    # The last step of a generation is where a checkpoint is written, and the games start anew as in a resumed run.
+    flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}
+    if "eval_episodes" in kinds and not args.metric.startswith("eval/"):
+        flags["eval_episodes"] = 0
+    given = trials.read_settings(args.set)
+    trials.check_flags("--set", args.program, given)
+    for name, value in given.items():
+        check(name not in OWN, f"--set {name}={value}: {runs.flag_of(name)} is not free here, pbt.py gives it itself")
+    return flags | given
+
+
+def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
+    """What changes and what does not; raises UsageError, or ends as the script would, if a value makes no sense."""
+    stem = Path(args.program).stem
+    check(args.program in trials.SCRIPTS, f"PROGRAM {args.program}: give one of {', '.join(trials.SCRIPTS)}")
+    limits = {"population": (2, 1000), "generations": (1, 100_000), "interval": (1, 2**31), "quantile": (0, 0.5)}
+    limits |= {"resample": (0, 1), "jobs": (1, 1000), "cpus": (0.001, None), "gpus": (0, None), "seed": (0, 2**30)}
+    runs.check_limits(args, limits)
+    check(args.jobs == 1 or not args.address, f"--jobs {args.jobs}: has no effect with --address")
+    jax.config.update("jax_platforms", "cpu")  # this process must not take the members' GPU
+    script = importlib.import_module(stem)
+    kinds = {name.rstrip("_"): kind for name, kind in get_type_hints(script.Args).items()}
+    check("total_timesteps" in kinds, f"PROGRAM {args.program}: has no --total-timesteps to measure generations by")
+    ranges, flags = read_ranges(args, kinds), read_flags(args, kinds)
+    for name in ranges:
+        fixed = name in (*OWN, *script.FIXED)
+        check(not fixed, f"--mutate {name}: {runs.flag_of(name)} is not free here, a resumed run keeps its own")
+        check(name not in flags, f"--set {name}={flags.get(name)}: --mutate changes it already")
+    flags["total_timesteps"] = args.interval * args.generations
+    for end in ("low", "high"):  # the script itself says what it does not like
+        ends = {name: r.clamp(getattr(r, end)) for name, r in ranges.items()}
+        runs.cli(script.Args, script.check_args, trials.words_of(flags | ends | {"wandb_mode": "disabled"}))
+    return ranges, flags
+
+
+# A MEMBER
+
+
+def read_owner(checkpoint: Path) -> tuple[int, int]:
+    """Whose checkpoint it is, and of which generation."""
+    return tuple(json.loads((checkpoint / "member.json").read_text()))
+
+
+def member(config: dict) -> None:
+    """What Ray runs, in a process of its own on some machine: generations of one member, one script's process each.
+
+    Ray's checkpoint is a copy of the folder in which the script has its run directory. After each report Ray ends this
+    process, and goes on in another one: from this member's checkpoint or, where another one is better, from that one's.
+    """
+    study, me = config["study"], int(tune.get_context().get_trial_id().split("_")[-1])
+    work = Path(study["out"], "work")
+    for old in work.glob(f"{me}_*"):  # of processes that are gone
+        shutil.rmtree(old, ignore_errors=True)
+    work.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{me}_", dir=work))
+    generation, donor = 0, ""
+    if checkpoint := tune.get_checkpoint():
+        # After a restart Ray knows a clone's configuration but no longer its donor's checkpoint, only the member's own.
+        paths = [Path(path) for path in (config.get("donor"), checkpoint.path) if path and Path(path).exists()]
+        path = max(paths, key=lambda path: read_owner(path)[1])  # the donor's, until there is a newer one
+        owner, generation = read_owner(path)
+        shutil.copytree(path, folder, dirs_exist_ok=True)
+        donor = "" if owner == me else owner
+    if 0 < study["gpus"] < 1:  # JAX would take three quarters of the GPU's memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 * study['gpus']:.3f}")
+    while generation < study["generations"]:
+        generation, began, why = generation + 1, time.time(), ""
+        # The seed is a part of the configuration since it goes with the run: a clone has its donor's.
+        own = {"seed": config["seed"], "total_timesteps": generation * study["interval"]}
+        own |= {name: config[name] for name in study["ranges"]}
+        try:
+            with trials.take(folder) as lock:
+                trials.run(study["program"], study["flags"] | own, folder, lock, threading.Event())
+        except trials.Killed:  # as when its machine stops: Ray begins the generation again
+            raise
+        except RuntimeError as error:
+            why = str(error)
+        run = trials.find_run(folder)
+        steps = [line["global_step"] for line in trials.read_metrics(run)]
+        score = (trials.values_of(run, study["metric"]) or [math.nan])[-1]
+        if not (why or math.isfinite(score)):
+            why = f"{study['metric']} is {score}, or was never logged"
+        if why:  # the worst there is, so that a better member takes its place
+            score = -math.inf if study["goal"] == "maximize" else math.inf
+        for other in folder.glob("*/args.json"):  # a run that failed before its first checkpoint
+            if other.parent != run:
+                shutil.rmtree(other.parent)
+        (folder / "member.json").write_text(json.dumps([me, generation]))
+        row = {"member": me, "generation": generation, "global_step": steps[-1] if steps else 0}
+        row |= {name: config[name] for name in study["ranges"]}
+        row |= {"score": score, "cloned_from": donor, "hours": (time.time() - began) / 3600, "why": why}
+        tune.report(row, checkpoint=tune.Checkpoint.from_directory(folder))
+        donor = ""
+
+
+# THE POPULATION
+
+
+class Generations(PopulationBasedTraining):
+    """Ray's, synchronous: who is compared has trained for as long, even where members take turns on few CPUs.
+
+    Ray's own waits for ever for a member that is lost, and after a restart, of which it remembers nothing.
+    """
+
+    def on_trial_add(self, tune_controller, trial):
+        super().on_trial_add(tune_controller, trial)
+        state, last = self._trial_state[trial], trial.last_result or {}
+        if "generation" in last:
+            self._save_trial_state(state, last["generation"], last, trial)
+            state.last_perturbation_time = last["generation"]
+        self._next_perturbation_sync = 1 + min(state.last_train_time for state in self._trial_state.values())
+
+    def _get_new_config(self, trial, trial_to_clone):
+        config, operations = super()._get_new_config(trial, trial_to_clone)
+        return config | {"donor": self._trial_state[trial_to_clone].last_checkpoint.path}, operations
+
+    def on_trial_error(self, tune_controller, trial):
+        super().on_trial_error(tune_controller, trial)
+        times = [state.last_train_time for other, state in self._trial_state.items() if not other.is_finished()]
+        if times and min(times) >= self._next_perturbation_sync:  # the others waited for it: this time none is replaced
+            self._next_perturbation_sync = min(times) + 1
+
+
+class Results(tune.Callback, tune.Stopper):
+    """Writes what members report to results.csv and the screen; ends the study where all of them fail."""
+
+    def __init__(self, args: Args, out: Path, names: list[str]):
+        self.args, self.out, self.rows = args, out, {}
+        self.columns = ["member", "generation", "global_step", *names, args.metric, "cloned_from", "hours", "why"]
+
+    def setup(self, **info) -> None:
+        self.rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(self.out)}
+
+    def on_trial_result(self, iteration, trials, trial, result, **info) -> None:
+        row = {name: result[name] for name in self.columns if name in result}
+        row |= {self.args.metric: "" if row["why"] else f"{result['score']:.6g}", "hours": f"{row['hours']:.4f}"}
+        self.add(row)
+
+    def on_trial_error(self, iteration, trials, trial, **info) -> None:
+        lost = int(trial.trial_id.split("_")[-1])
+        row = dict.fromkeys(self.columns, "") | {"member": lost, "why": "Ray lost it, see error.txt in its folder"}
+        self.add(row | {"generation": 1 + (trial.last_result or {}).get("generation", 0)})
+
+    def add(self, row: dict) -> None:
+        self.rows[row["member"], row["generation"]] = row
+        ordered = [row for _, row in sorted(self.rows.items(), key=lambda item: item[0][::-1])]
+        records.write_rows(
+            self.out / "results.csv", [{name: x.get(name, "") for name in self.columns} for x in ordered]
+        )
+        shown = "  ".join(f"{name} {row[name]}" for name in self.columns if row[name] != "" and name != "hours")
+        print(shown.replace("cloned_from", "cloned from").replace("global_step", "step"), flush=True)
+
+    def __call__(self, trial_id, result) -> bool:
+        return result["generation"] >= self.args.generations
+
+    def stop_all(self) -> bool:
+        """Whether the newest whole generation is one of failures: flags that fail in all fail in the next one too."""
+        newest = max((generation for _, generation in self.rows), default=0)
+        whys = [row["why"] for (_, generation), row in self.rows.items() if generation == newest]
+        return len(whys) == self.args.population and all(whys)
+
+
+# RESULTS
+
+
+def read_rows(out: Path) -> list[dict]:
+    if not (out / "results.csv").exists():
+        return []
+    with (out / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(args: Args, out: Path, ranges: dict[str, Range]) -> None:
+    """pbt.png: the metric and the hyper-parameters over steps; a clone's line begins at its donor's."""
+    rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(out) if row[args.metric]}
+    figure = Figure(figsize=(9, 3.5 + 1.8 * len(ranges)), dpi=120, layout="constrained")
+    axes = figure.subplots(1 + len(ranges), sharex=True, squeeze=False, height_ratios=[2] + [1] * len(ranges))
+    looks = itertools.cycle(zip(COLORS * 20, LINES * 35, MARKERS * 28, strict=True))  # 140 before one comes again
+    for me, (color, line, marker) in zip(sorted({me for me, _ in rows}), looks, strict=False):
+        own = [row for (member, _), row in sorted(rows.items()) if member == me]
+        look = {"color": color, "ls": line, "marker": marker, "ms": 4, "lw": 1.2}
+        last = None
+        for row in own:
+            if row["cloned_from"]:
+                axes[0, 0].plot(*point(last, args.metric), "x", color=color, ms=9, mew=1.5) if last else None
+                last = rows.get((int(row["cloned_from"]), int(row["generation"]) - 1))
+            x, y = zip(*(point(r, args.metric) for r in (last, row) if r), strict=True)
+            axes[0, 0].plot(x, y, **look | {"marker": ""})
+            axes[0, 0].plot(*point(row, args.metric), **look)
+            last = row
+        axes[0, 0].plot([], [], **look, label=f"member {me}")
+        for axis, name in zip(axes[1:, 0], ranges, strict=True):
+            x, y = zip(*(point(row, name) for row in own), strict=True)
+            axis.plot((0, *x), (y[0], *y), **look | {"drawstyle": "steps-pre"}, markevery=slice(1, None))
+    axes[0, 0].plot([], [], "kx", ms=9, mew=1.5, label="replaced by a clone")
+    for axis, name in zip(axes[:, 0], (args.metric, *ranges), strict=True):
+        log = name in ranges and ranges[name].log
+        axis.set(ylabel=name.split("/")[-1].replace("_", " "), yscale="log" if log else "linear")
+        axis.grid(alpha=0.3)
+    axes[-1, 0].set(xlabel="environment steps of a member")
+    figure.suptitle(f"Population-based training of {args.program}")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    with records.whole(out / "pbt.png") as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def point(row: dict, name: str) -> tuple[float, float]:
+    return int(row["global_step"]), float(row[name])
+
+
+# MAIN
+
+
+def main(args: Args) -> None:
+    """Trains the population until all generations are over, or a signal comes."""
+    ranges, flags = check_args(args)
+    out = Path(args.out or f"runs/pbt/{Path(args.program).stem}").absolute()
+    where = ("jobs", "cpus", "gpus", "address", "out")  # may differ when a study goes on
+    asked = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args).items() if k not in where}
+    if (out / "args.json").exists():
+        saved = json.loads((out / "args.json").read_text())
+        for name, value in asked.items():
+            same = f"{runs.flag_of(name)} {value}: the study in {out} has {saved.get(name)}; go on with that or give"
+            check(value == saved.get(name), f"{same} another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        runs.write_json(out / "args.json", asked)
+    except OSError as error:
+        raise runs.UsageError(f"--out {out}: cannot write there ({error.strerror})") from None
+    warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called|Consider boosting PBT performance")
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(args.population)  # all of them take part from the beginning
+    local = {} if args.address else {"num_cpus": math.ceil(args.jobs * args.cpus), "include_dashboard": False}
+    try:
+        if re.fullmatch(r"[^:/]+:\d+", args.address):  # Ray itself would try for minutes
+            socket.create_connection(args.address.split(":"), timeout=10).close()
+        ray.init(args.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (OSError, ValueError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise runs.UsageError(f"--address {args.address or 'local'}: Ray does not start there ({why})") from None
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
+
+    results = Results(args, out, list(ranges))
+    random.seed(f"{args.seed} {len(read_rows(out))}")
+    trainable = tune.with_resources(member, {"cpu": args.cpus, "gpu": args.gpus})
+    if tune.Tuner.can_restore(out / "members"):
+        tuner = tune.Tuner.restore(str(out / "members"), trainable, resume_errored=True)
+    else:
+        study = asked | {"out": str(out), "gpus": args.gpus, "flags": flags, "ranges": list(ranges)}
+        seeds = tune.grid_search([args.seed + i for i in range(args.population)])
+        scheduler = Generations(
+            time_attr="generation", metric="score", mode=args.goal[:3], perturbation_interval=1, synch=True,
+            hyperparam_mutations={name: r.draw for name, r in ranges.items()}, quantile_fraction=args.quantile,
+            custom_explore_fn=lambda config: config | {name: r.clamp(config[name]) for name, r in ranges.items()},
+            resample_probability=args.resample,
+        )  # fmt: skip
+        tuner = tune.Tuner(
+            trainable,
+            param_space={"seed": seeds, "study": study},
+            tune_config=tune.TuneConfig(
+                scheduler=scheduler, trial_dirname_creator=lambda trial: trial.trial_id.split("_")[-1]
+            ),
+            run_config=tune.RunConfig(
+                name="members", storage_path=str(out), callbacks=[results], stop=results, verbose=0,
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
+                failure_config=tune.FailureConfig(max_failures=3),  # of Ray and its machines: it goes on elsewhere
+            ),
+        )  # fmt: skip
+    grid = tuner.fit()
+    ray.shutdown()
+    shutil.rmtree(out / "work", ignore_errors=True)
+    rows = read_rows(out)
+    if any(row[args.metric] for row in rows):
+        draw(args, out, ranges)
+    good = [result for result in grid if result.checkpoint and math.isfinite(result.metrics.get("score", math.nan))]
+    results.setup()  # Ray may have had a copy
+    over = grid.num_errors + sum(row["generation"] == str(args.generations) for row in rows)
+    if results.stop_all() or (over >= args.population and not good):
+        raise runs.DivergedError(f"no member is left: {rows[-1]['why']}; see {out / 'members'}")
+    if over < args.population:
+        print("stopped; the same command goes on")
+    else:
+        best = (max if args.goal == "maximize" else min)(good, key=lambda result: result.metrics["score"])
+        print(f"best: member {best.metrics['member']}, {trials.find_run(Path(best.checkpoint.path))}")
+    print(out / "results.csv")
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

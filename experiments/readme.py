@@ -1,0 +1,184 @@
+"""Writes the README's tables of results from the committed CSV files, each between its two marks:
+
+python -m experiments.readme           # after a new result
+python -m experiments.readme --check   # fails if a table is not that of its files
+"""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import records
+from common import runs
+from experiments import reproduce
+
+README = records.ROOT / "README.md"
+SPEED = records.ROOT / "benchmarks" / "results"
+STUDIES = records.ROOT / "experiments" / "results"
+SETTINGS = {
+    "small": "small: `--width 1 --pool flatten`, one frame",
+    "nature": "`--encoder nature --width 1 --pool flatten`",
+    "nature-3-passes": "the same, three passes",
+    "default": "default: `--width 2 --pool avg`, gap stack",
+    "impala": "`--width 1`",
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    check: bool = False
+    """write nothing; exit code 2 if the README is not up to date"""
+
+
+def read(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def table(rows: list[dict], columns: dict[str, Callable[[dict], str]]) -> list[str]:
+    """A Markdown table with a line a row, and a function of the row for each column."""
+    lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def number(name: str, form: str = ",.0f", after: str = "") -> Callable[[dict], str]:
+    """A column as a number of a form, empty where the file has none."""
+    return lambda row: f"{float(row[name]):{form}}{after}" if row[name] else ""
+
+
+def percent(name: str, form: str = ".0f") -> Callable[[dict], str]:
+    return number(name, form, " %")
+
+
+def setting(row: dict) -> str:
+    return SETTINGS[row["setting"]]
+
+
+def throughput() -> list[str]:
+    columns = {"setting": setting, "steps/s": number("steps/s", ".0f"), "game": percent("game %", ".1f")}
+    columns |= {"inference": percent("inference %", ".1f"), "update": percent("update %", ".1f")}
+    columns |= {"Python and rest": percent("Python and rest %", ".1f"), "GFLOP/s": number("GFLOP/s")}
+    columns["gradient against plain Flax"] = number("gradient speed-up", ".1f", " x faster")
+    return table(sorted(read(SPEED / "throughput.csv"), key=lambda row: -float(row["steps/s"])), columns)
+
+
+def ppo_impala() -> list[str]:
+    rows = read(SPEED / "ppo_impala.csv")
+    ppo = {row["setting"]: row["steps/s"] for row in rows if row["script"] == "ppo"}
+    rows = [row | {"PPO": ppo[row["setting"]]} for row in rows if row["script"] == "impala"]
+    rows.sort(key=lambda row: -float(row["PPO"]))
+    columns = {"setting": setting, "PPO steps/s": number("PPO", ".0f"), "IMPALA steps/s": number("steps/s", ".0f")}
+    columns |= {"learner busy": percent("learner busy %"), "waits": percent("learner waits %")}
+    columns |= {"actors busy": percent("actors busy %"), "lag": number("lag")}
+    return table(rows, columns)
+
+
+def apex() -> list[str]:
+    columns = {"setting": setting, "steps/s": number("steps/s", ".0f"), "updates/s": number("updates/s", ".2g")}
+    columns |= {"update": percent("update %"), "learner waits": percent("learner waits %")}
+    columns["sampling and priorities"] = percent("sampling and priorities %", ".1f")
+    return table(read(SPEED / "apex.csv"), columns)
+
+
+def rnd() -> list[str]:
+    names = {"paper": "the paper's network and epochs, 32 games", "small": "a tiny network, one epoch, 64 games"}
+    rows = read(SPEED / "rnd.csv")
+    speed = {(row["setting"], row["mode"]): row["steps/s"] for row in rows}
+    firsts = sorted((row for row in rows if row["mode"] == "synchronous"), key=lambda row: float(row["steps/s"]))
+    for row in firsts:
+        row |= {mode: speed.get((row["setting"], mode), "") for mode in ("--async", "--async --vtrace")}
+    columns = {"setting": lambda row: names[row["setting"]]}
+    columns |= {"emulator alone": number("emulator alone steps/s", ".0f", " steps/s")}
+    columns |= {"synchronous": number("steps/s", ".0f"), "`--async`": number("--async", ".0f")}
+    columns |= {"`--async --vtrace`": number("--async --vtrace", ".0f"), "update": percent("learner busy %")}
+    columns |= {"emulator": percent("actor's game %"), "inference": percent("actor's inference %")}
+    return table(firsts, columns)
+
+
+def doors() -> list[str]:
+    columns = {"setting": lambda row: row["setting"].replace("default, ", "")}
+    columns |= {"weights that learn": number("weights that learn"), "decisions": number("decisions")}
+    columns |= {"gradient steps": number("gradient steps"), "physics and inference": number("rollout s", ".1f", " s")}
+    columns |= {"update": number("update s", ".1f", " s"), "decisions/s": number("decisions/s")}
+    return table(read(SPEED / "doors_update.csv"), columns)
+
+
+def encoders() -> list[str]:
+    columns = {"encoder": lambda row: row["encoder"], "parameters": number("parameters"), "MFLOP": number("MFLOP", "g")}
+    columns |= {"KiB kept": number("KiB kept", "g"), "forward ms": number("forward ms", "g")}
+    columns |= {"gradient ms": number("gradient ms", "g"), "in plain Flax ms": number("plain Flax ms", "g")}
+    return table(read(SPEED / "encoders.csv"), columns)
+
+
+def tables() -> list[str]:
+    """Each table of the studies that was reproduced, published beside ours."""
+    lines = []
+    for name in dict.fromkeys(row["table"] for row in reproduce.published()):
+        rows = read(STUDIES / f"{name}.csv")
+        first = next((row for row in rows if row["commit"]), None)
+        if first:
+            columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
+            columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
+            columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
+            where = f"{first['machine']}, JAX {first['jax']}, commit {first['commit']}, {first['date']}"
+            lines += [f"**{name}** ([all columns](experiments/results/{name}.csv); {where}), `{first['command']}`:", ""]
+            lines += [*table(rows, columns), "", f"![{name}](experiments/results/{name}.png)", ""]
+    return lines[:-1]
+
+
+def sweeps() -> list[str]:
+    """Each committed sweep: how many trials, and the best one."""
+    rows = []
+    for path in sorted((STUDIES / "sweeps").glob("*/results.csv")):
+        trials = read(path)
+        columns = list(trials[0])
+        metric, names = columns[2], columns[4 : columns.index("logged")]
+        sign = 1 if trials[0]["goal"] == "maximize" else -1
+        done = [row for row in trials if row["state"] == "complete"]
+        if not done:
+            continue
+        best = max(done, key=lambda row: sign * float(row[metric]))
+        link = f"[{path.parent.name}](experiments/results/sweeps/{path.parent.name})"
+        rows.append({"sweep": link, "trials": str(len(trials)), "pruned": str(len(trials) - len(done))})
+        rows[-1] |= {"metric": metric, "best": short(best[metric]), "commit": best["commit"]}
+        rows[-1]["at"] = ", ".join(f"{name} {short(best[name])}" for name in names)
+    return table(rows, {name: lambda row, name=name: row[name] for name in rows[0]}) if rows else []
+
+
+def short(text: str) -> str:
+    try:
+        return f"{float(text):.3g}"
+    except ValueError:
+        return text
+
+
+PARTS = {
+    "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
+    "encoders": encoders, "tables": tables, "sweeps": sweeps,
+}  # fmt: skip
+
+
+def fill(text: str) -> str:
+    """The README with what is between each pair of marks made anew; raises UsageError if a mark is missing."""
+    for name, make in PARTS.items():
+        begin, end = f"<!-- {name}: by experiments/readme.py -->\n", f"<!-- end of {name} -->"
+        runs.check(begin in text and end in text, f"README.md: has no marks {begin.strip()} and {end}")
+        head, rest = text.split(begin, 1)
+        text = head + begin + "\n".join([*make(), ""]) + end + rest.split(end, 1)[1]
+    return text
+
+
+def main(args: Args) -> None:
+    old = README.read_text()
+    new = fill(old)
+    runs.check(not args.check or new == old, "--check: README.md is not up to date, run python -m experiments.readme")
+    if new != old:
+        with records.whole(README) as temporary:
+            temporary.write_text(new)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

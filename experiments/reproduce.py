@@ -1,0 +1,293 @@
+"""Makes a table of the studies that we follow: runs what is missing of it, and puts ours beside the published. Try:
+
+    python -m experiments.reproduce coinrun_ppo_grid --seeds 1 2 3
+    python -m experiments.reproduce coinrun_ppo_grid --scale 0.15 --set encoder=nature width=1 pool=flatten --jobs 2
+    python -m experiments.reproduce coinrun_ppo_grid --collect
+
+What was published is in experiments/reference/tables.csv: a row a cell, with the script, flags and steps that stand for
+it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed.
+"""
+
+import contextlib
+import csv
+import hashlib
+import json
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import tyro
+from scipy import stats
+
+from benchmarks import records
+from common import runs
+from common.runs import check
+from experiments import trials
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+REFERENCE = Path(__file__).parent / "reference" / "tables.csv"
+
+
+@dataclass(frozen=True)
+class Args:
+    table: tyro.conf.Positional[str]
+    """name of a table, such as coinrun_ppo_grid (a wrong one lists them)"""
+    scale: float = 1.0
+    """part of the table's environment steps to train for"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """a run of each cell for each of them"""
+    jobs: int = 1
+    """runs at a time"""
+    set: tuple[str, ...] = ()
+    """flags with a value that every run gets besides the table's, such as encoder=nature"""
+    collect: bool = False
+    """run nothing, only gather the runs that are done"""
+    runs: str = "runs/tables"
+    """folder of the runs"""
+    out: str = "experiments/results"
+    """where to write: OUT/TABLE.csv, .md and .png"""
+
+
+# WHAT TO RUN
+
+
+def published() -> list[dict]:
+    """The rows of all published tables."""
+    with REFERENCE.open() as file:
+        return list(csv.DictReader(file))
+
+
+def read_table(name: str) -> list[dict]:
+    """The rows of one; raises UsageError."""
+    names = list(dict.fromkeys(row["table"] for row in published()))
+    check(name in names, f"TABLE {name}: give one of {', '.join(names)}")
+    return [row for row in published() if row["table"] == name]
+
+
+def flags_of(row: dict, args: Args) -> dict:
+    """The flags of a cell's runs but the seed; raises UsageError if the script does not have them."""
+    flags = trials.read_settings(row["flags"].split()) | trials.read_settings(args.set)
+    steps = "task_timesteps" if row["script"] == "hnppo_doorgym.py" else "total_timesteps"
+    flags[steps] = max(1, round(int(row["steps"]) * args.scale))
+    trials.check_flags(f"TABLE {args.table}", row["script"], flags)
+    return flags
+
+
+def check_overrides(args: Args, rows: list[dict]) -> None:
+    """Raises UsageError if --set has a flag in which the table's cells differ."""
+    own = [trials.read_settings(row["flags"].split()) for row in rows if row["script"]]
+    for name in trials.read_settings(args.set):
+        same = len({flags.get(name) for flags in own}) == 1 and not name.endswith("_timesteps")
+        check(same, f"--set {name}: cells of {args.table} differ in it; give another flag, or --scale for steps")
+
+
+def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
+    """A folder for each combination of script, flags and seed."""
+    text = json.dumps([row["script"], sorted((name, str(value)) for name, value in flags.items())])
+    return root / f"{Path(row['script']).stem}__{hashlib.sha256(text.encode()).hexdigest()[:12]}" / str(seed)
+
+
+# RUNS
+
+
+def read_progress(folder: Path) -> dict:
+    path = folder / "progress.json"
+    return json.loads(path.read_text()) if path.exists() else {"done": False, "seconds": 0.0, "why": ""}
+
+
+def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stopping: threading.Event) -> str:
+    """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it."""
+    with trials.take(folder) or contextlib.nullcontext() as lock:
+        before, begun = read_progress(folder), time.monotonic()
+        if before["done"] or lock is None:
+            return "done elsewhere" if before["done"] else "another process is at it"
+        done, why = False, ""
+        try:
+            trials.run(row["script"], flags | {"seed": seed}, folder, lock, stopping)
+            done = True
+        except trials.Stopped:
+            pass
+        except RuntimeError as error:
+            why = str(error)
+        seconds = before["seconds"] + time.monotonic() - begun
+        both = {name: " ".join(dict.fromkeys(filter(None, (before.get(name), x)))) for name, x in origin.items()}
+        runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **both})
+        return "done" if done else why or "stopped"
+
+
+# WHAT CAME OUT
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean; NaN for less than two values."""
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    if len(set(values)) == 1:
+        return values[0], values[0]
+    return tuple(float(x) for x in stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values)))
+
+
+def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
+    """A row of the result: published beside the mean, over seeds, of the last value that each run logged."""
+    progress = {folder: read_progress(folder) for folder in folders}
+    done = [folder for folder in folders if progress[folder]["done"]]
+    logged = {folder: trials.values_of(trials.find_run(folder), row["metric"]) for folder in done}
+    values = [series[-1] for series in logged.values() if series]
+    failed = [p["why"] for p in progress.values() if p["why"]]
+    low, high = interval(values)
+    notes = [row["note"], *([f"{len(failed)} failed: {failed[0]}"] if failed else [])]
+    result = {"cell": row["cell"], "metric": row["metric"], "published": row["published"]}
+    result |= {"ours": np.mean(values) if values else float("nan"), "low": low, "high": high, "seeds": len(values)}
+    result |= {
+        "published steps": row["steps"],
+        "steps": next((v for k, v in flags.items() if k.endswith("_timesteps")), ""),
+    }
+    result |= {"seconds": round(np.mean([progress[f]["seconds"] for f in done])) if done else ""}
+    result |= {"note": "; ".join(filter(None, notes)), "script": row["script"], "flags": row["flags"]}
+    for name in ("machine", "jax", "commit", "date"):
+        result[name] = " ".join(dict.fromkeys(progress[f][name] for f in done))
+    return result | {"command": command_of(args)}
+
+
+def command_of(args: Args) -> str:
+    words = ["python", "-m", "experiments.reproduce", args.table]
+    words += ["--scale", f"{args.scale:g}"] if args.scale != 1 else []
+    words += ["--seeds", *map(str, args.seeds), *(["--set", *args.set] if args.set else [])]
+    return shlex.join(words)
+
+
+def number(value: float | str, digits: int = 2) -> str:
+    return "" if value == "" or np.isnan(float(value)) else f"{float(value):.{digits}f}"
+
+
+def markdown(args: Args, results: list[dict]) -> str:
+    """The table as a page: what was run, where, and each cell."""
+
+    def origin(name: str) -> str:
+        return ", ".join(dict.fromkeys(row[name] for row in results if row["seeds"]))
+
+    settings = f", with {' '.join(args.set)}" if args.set else ""
+    scaled = (
+        f"**Not the published setting**: {args.scale:g} of its steps{settings}. Compare the order of the cells only."
+    )
+    lines = [
+        f"# {args.table}",
+        "Published beside ours: the mean of what each run logged last, and its 95 % interval over seeds (Student's).",
+        f"{origin('machine')}, JAX {origin('jax')}, commit {origin('commit')}, {origin('date')}:",
+        f"    {command_of(args)}",
+        *([scaled] if args.scale != 1 or args.set else []),
+    ]
+    columns = ("cell", "published", "ours", "95 %", "seeds", "steps", "minutes", "")
+    table = [columns, ["---"] * len(columns)]
+    for row in results:
+        between = f"{number(row['low'])} to {number(row['high'])}" if number(row["low"]) else ""
+        minutes = number(row["seconds"] / 60, 1) if row["seconds"] else ""
+        steps = f"{row['steps']:,}" if row["steps"] else ""
+        ours = number(row["ours"]), between, row["seeds"], steps, minutes, row["note"]
+        table.append((row["cell"], row["published"], *ours))
+    return "\n\n".join(lines) + "\n\n" + "".join(f"| {' | '.join(map(str, row))} |\n" for row in table)
+
+
+def draw(path: Path, title: str, results: list[dict]) -> None:
+    """Each cell's published value (a square) and ours (a dot with its interval), told apart without colours."""
+    figure, axis = plt.subplots(figsize=(8, 1.6 + 0.3 * len(results)), dpi=120, layout="constrained")
+    for i, row in enumerate(results):
+        if number(row["published"]):
+            axis.plot(float(row["published"]), i, "s", color="w", mec="k", ms=8, label="published")
+        if row["seeds"]:
+            axis.plot(row["ours"], i, "o", color="#0072B2", ms=7, label="ours")
+        if number(row["low"]):
+            axis.plot([row["low"], row["high"]], [i, i], "-", color="#0072B2", lw=2, label="ours, 95 %")
+    axis.set_yticks(range(len(results)), [row["cell"] for row in results])
+    axis.set(
+        ylim=(len(results) - 0.5, -0.5),
+        xlabel=" and ".join(dict.fromkeys(row["metric"] for row in results)),
+        title=title,
+    )
+    axis.grid(axis="y", alpha=0.3)
+    named = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    if named:
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+    with records.whole(path) as temporary:
+        figure.savefig(temporary, format="png")
+    plt.close(figure)
+
+
+def write(args: Args, cells: list[tuple]) -> list[dict]:
+    """OUT/TABLE.csv, .md and .png of the runs that are done, unless the files there are of more training than that."""
+    results = [summarize(row, flags, folders, args) for row, flags, folders in cells]
+    out = Path(args.out) / args.table
+    with trials.take(out.parent, wait=True):
+        if steps_in(results) < steps_of(out.with_suffix(".csv")):
+            return results
+        blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
+        records.write_rows(out.with_suffix(".csv"), blank)
+        with records.whole(out.with_suffix(".md")) as temporary:
+            temporary.write_text(markdown(args, results))
+        title = args.table if args.scale == 1 else f"{args.table}, {args.scale:g} of the steps"
+        draw(out.with_suffix(".png"), title, results)
+    return results
+
+
+def steps_in(rows: Iterable[dict]) -> int:
+    """How many environment steps of training are in the rows of a result."""
+    return sum(int(row["seeds"]) * int(row["steps"] or 0) for row in rows)
+
+
+def steps_of(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open() as file:
+        return steps_in(csv.DictReader(file))
+
+
+def main(args: Args) -> list[dict]:
+    check(0 < args.scale <= 100, f"--scale {args.scale}: must be above 0, at most 100")
+    check(args.jobs >= 1, f"--jobs {args.jobs}: must be 1 or more")
+    check(len(set(args.seeds)) == len(args.seeds) > 0, "--seeds: give one or more, each once")
+    rows = read_table(args.table)
+    check_overrides(args, rows)
+    root, cells = Path(args.runs).absolute(), []
+    for row in rows:
+        flags = flags_of(row, args) if row["script"] else {}
+        cells.append((row, flags, [folder_of(root, row, flags, seed) for seed in args.seeds] if flags else []))
+    wanted = {
+        folder: (row, flags, seed)
+        for row, flags, folders in cells
+        for folder, seed in zip(folders, args.seeds, strict=bool(folders))
+        if not read_progress(folder)["done"]
+    }  # cells that differ in their metric only share their runs
+    stopping, origin = threading.Event(), trials.origin()
+
+    def one(folder: Path) -> None:
+        row, _, seed = wanted[folder]
+        if not stopping.is_set():
+            print(f"{row['cell']}, seed {seed}: {train(*wanted[folder], folder, origin, stopping)}", flush=True)
+            write(args, cells)
+
+    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        begun = [pool.submit(one, folder) for folder in (() if args.collect else wanted)]
+    for signal_number, handler in old.items():
+        signal.signal(signal_number, handler)
+    for future in begun:
+        future.result()
+    results, out = write(args, cells), Path(args.out) / args.table
+    before, now = steps_of(out.with_suffix(".csv")), steps_in(results)
+    if now < before:
+        print(f"{out}.csv has {before:,} steps of training, here are {now:,}: it was left as it is")
+    print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
+    return results
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=jax-rl
+#SBATCH --output=slurm/%x-%A_%a.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@120
+#SBATCH --cpus-per-task=8
+#SBATCH --gres=gpu:1
+#SBATCH --time=04:00:00
+# An array of sweep workers, or of one script with a seed for each task. A task is asked to stop two minutes before its time
+# is over, and at preemption where the cluster gives it time; it writes a checkpoint, is queued again and goes on. From the repository, with flags of sbatch first:
+#
+#   mkdir -p slurm
+#   sbatch --array=0-7 experiments/slurm.sh sweep sweeps/coinrun_ppo_grid.yaml
+#   sbatch --array=0-7 experiments/slurm.sh sweep sweeps/doorgym_hnppo_bayes.yaml --count 40
+#   sbatch --array=1-3 experiments/slurm.sh run ppo_procgen.py --env-id bigfish
+#
+# Workers share a study's folder, on a file system with locks; with many of them PostgreSQL (--storage) is better than SQLite.
+set -euo pipefail
+kind=${1:?give sweep or run}
+what=${2:?give a sweep file or a script}
+shift 2
+python=${PYTHON:-python}
+task=${SLURM_ARRAY_TASK_ID:-0}
+
+case $kind in
+  sweep) command=("$python" -m experiments.sweep "$what" --seed "$task" "$@") ;;
+  run)
+    folder=${OUT:-runs/slurm}/${SLURM_ARRAY_JOB_ID:-0}/$task
+    mkdir -p "$folder"
+    checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' ! -name '*.*' -print -quit)
+    if [ -n "$checkpoint" ]; then
+      command=("$python" "$what" --resume "$(dirname "$(dirname "$checkpoint")")")
+    else
+      command=("$python" "$what" --seed "$task" --run-dir "$folder" "$@")
+    fi
+    ;;
+  *) echo "error: $kind: give sweep or run" >&2; exit 2 ;;
+esac
+
+# bash hears a signal at once only while it waits for a command in the background.
+child=
+stopped=
+waiting=1
+trap 'stopped=1; waiting=1; [ -z "$child" ] || kill -TERM "$child" || true' TERM INT
+"${command[@]}" &
+child=$!
+[ -z "$stopped" ] || kill -TERM "$child" || true
+while [ -n "$waiting" ]; do # a signal ends bash's wait early
+  waiting=
+  code=0
+  wait "$child" || code=$?
+done
+# 130 and 143: it was stopped before it could answer.
+if [ -n "$stopped" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+  case $code in 0 | 130 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+fi
+exit "$code"

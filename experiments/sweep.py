@@ -1,0 +1,360 @@
+"""Runs a W&B sweep file without a server, on Optuna: grid, random or Bayesian, several trials at a time. Try:
+
+    python -m experiments.sweep sweeps/coinrun_ppo_grid.yaml --jobs 2
+    python -m experiments.sweep sweeps/doorgym_hnppo_bayes.yaml --count 20 --storage postgresql://user@host/studies
+
+A study lives in its storage: killed and started again it goes on where it was, trials that were under way from their
+last checkpoint. Any number of these processes may share it, also on several machines that share its folder: a trial is
+locked by a file there, so that one whose process has died is known and taken over.
+"""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import signal
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal, TextIO
+
+import matplotlib as mpl
+import numpy as np
+import optuna
+import tyro
+import yaml
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from benchmarks import records
+from common import runs
+from common.runs import check
+from experiments import trials
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+OVER = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+RANGES = ("int_uniform", "uniform", "q_uniform", "log_uniform_values")
+
+
+@dataclass(frozen=True)
+class Args:
+    sweep: tyro.conf.Positional[str]
+    """a sweep file of W&B's kind"""
+    count: int = 0
+    """stop when the study has as many trials, failed ones included; 0 for all of a grid"""
+    jobs: int = 1
+    """trials of this process at a time"""
+    out: str = ""
+    """folder of the study, its runs and results; by default runs/sweeps/<name of the file>"""
+    storage: str = ""
+    """Optuna's storage, such as sqlite:///study.db or postgresql://...; by default study.db in the folder"""
+    set: tuple[str, ...] = ()
+    """flags with a value that each trial gets instead of the file's, such as total_timesteps=100000"""
+    sampler: Literal["auto", "random", "tpe", "gp"] = "auto"
+    """of method bayes; auto is tpe, and gp wants PyTorch"""
+    seed: int = 0
+    """of the sampler"""
+
+
+# THE SWEEP FILE
+
+
+def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A sweep file with flags overridden; raises UsageError if it is not one that can be run here."""
+
+    def valid(condition: bool, sentence: str) -> None:
+        check(bool(condition), f"SWEEP {path}: {sentence}")
+
+    try:
+        sweep = dict(yaml.safe_load(Path(path).read_text()))
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        raise runs.UsageError(f"SWEEP {path}: give a readable sweep file, such as one in sweeps/") from None
+    for key, kind in {"program": str, "method": str, "metric": dict, "parameters": dict}.items():
+        valid(isinstance(sweep.get(key), kind), f"its {key} is {sweep.get(key)}, see the files in sweeps/")
+    method, metric = sweep["method"], {"goal": "minimize"} | sweep["metric"]
+    rule = sweep.get("early_terminate") or {"type": "hyperband", "min_iter": 1}
+    valid(method in ("grid", "random", "bayes"), f"method {method}, give grid, random or bayes")
+    valid("name" in metric and metric["goal"] in ("minimize", "maximize"), "give its metric a name and a goal")
+    hyperband = rule.get("type") == "hyperband" and (rule.get("min_iter", 0) >= 1 or {"max_iter", "s"} <= set(rule))
+    valid(hyperband, f"early_terminate {rule}, give hyperband with min_iter, or max_iter and s")
+    sweep["parameters"] |= {name: {"value": value} for name, value in trials.read_settings(overrides).items()}
+    for name, spec in sweep["parameters"].items():
+        valid(isinstance(spec, dict), f"{name} is {spec}, give it a value, values, or min and max")
+        known = {"value", "values"} & set(spec) or ({"min", "max"} <= set(spec) and kind_of(spec) in RANGES)
+        valid(known, f"{name} needs value, values, or min and max of {', '.join(RANGES)}")
+        plain = not any(isinstance(value, (list, dict)) for value in spec.get("values", []))
+        valid(plain, f"{name} has lists among its values, write them as a flag has them, as text")
+        valid(method != "grid" or "min" not in spec, f"{name} has a range, and a grid takes values")
+    trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
+    return sweep | {"metric": metric}
+
+
+def kind_of(spec: dict) -> str:
+    whole = all(isinstance(spec[end], int) for end in ("min", "max"))
+    return spec.get("distribution", "int_uniform" if whole else "uniform")
+
+
+def grid_of(sweep: dict) -> list[dict]:
+    """The cells of a grid, the last parameter varying fastest: the values of each parameter that has several."""
+    values = {name: spec["values"] for name, spec in sweep["parameters"].items() if "values" in spec}
+    return [dict(zip(values, cell, strict=True)) for cell in itertools.product(*values.values())]
+
+
+def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
+    """A value as W&B would draw it from a parameter's specification."""
+    if "value" in spec:
+        return spec["value"]
+    if "values" in spec:
+        return trial.suggest_categorical(name, spec["values"])
+    kind, low, high = kind_of(spec), spec["min"], spec["max"]
+    if kind == "int_uniform":
+        return trial.suggest_int(name, low, high)
+    step = spec.get("q", 1) if kind == "q_uniform" else None
+    return trial.suggest_float(name, low, high, step=step, log=kind == "log_uniform_values")
+
+
+def make_sampler(args: Args, sweep: dict, trial: int) -> optuna.samplers.BaseSampler:
+    """Of one trial, so that a process that joins the study, or goes on with it, draws nothing that was drawn before."""
+    kind = args.sampler if args.sampler != "auto" else "tpe" if sweep["method"] == "bayes" else "random"
+    torch = kind != "gp" or importlib.util.find_spec("torch") is not None
+    check(torch, "--sampler gp: needs PyTorch (pip install torch), or give tpe")
+    samplers = {"random": "RandomSampler", "tpe": "TPESampler", "gp": "GPSampler"}
+    seed = int(np.random.SeedSequence([args.seed, trial]).generate_state(1)[0])
+    return getattr(optuna.samplers, samplers[kind])(seed=seed)
+
+
+def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
+    """W&B's early_terminate. Its Hyperband has a single bracket, which Optuna calls successive halving: whoever is not
+    among the best 1/eta goes after min_iter, min_iter eta, min_iter eta^2, ... values of the metric."""
+    rule = sweep.get("early_terminate")
+    if not rule:
+        return optuna.pruners.NopPruner()
+    eta = rule.get("eta", 3)
+    least = rule.get("min_iter") or max(1, int(rule["max_iter"] / eta ** rule["s"]))
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=eta)
+
+
+# TRIALS
+
+
+def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock: TextIO, stopping: Event) -> float:
+    """One trial, or the rest of one that is in its folder already. Returns the last value of the metric.
+
+    Raises TrialPruned; Stopped, and the trial stays open; RuntimeError if the script fails or never logs the metric.
+    """
+    metric = sweep["metric"]["name"]
+    reported = len(trial.study.trials[trial.number].intermediate_values)
+
+    def look(alive: bool):
+        nonlocal reported
+        values = trials.values_of(trials.find_run(folder), metric)
+        for step in range(reported, len(values)):
+            trial.report(values[step], step + 1)
+            reported = step + 1
+            if alive and trial.should_prune():
+                raise optuna.TrialPruned
+
+    trials.run(sweep["program"], flags, folder, lock, stopping, look)
+    values = trials.values_of(trials.find_run(folder), metric)
+    if not (values and math.isfinite(values[-1])):
+        raise RuntimeError(f"{metric} {f'is {values[-1]}' if values else 'was never logged'}, see {folder}")
+    return values[-1]
+
+
+def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: Path) -> tuple | None:
+    """A trial that nobody is at, else a new one if there are less than `count`: with its flags, folder and lock."""
+    with trials.take(out, wait=True):
+        known, chosen = study.get_trials(deepcopy=False), None
+        for old in known:
+            if old.state == TrialState.RUNNING and (lock := trials.take(out / f"{old.number:04d}")):
+                if study.get_trials(deepcopy=False)[old.number].state == TrialState.RUNNING:
+                    study.sampler = make_sampler(args, sweep, old.number)
+                    chosen = optuna.trial.Trial(study, old._trial_id)
+                    break
+                lock.close()  # it has just ended
+        begun = sum(trial.state != TrialState.WAITING for trial in known)
+        if chosen is None and begun < count and (begun < len(known) or sweep["method"] != "grid"):
+            study.sampler = make_sampler(args, sweep, begun)
+            chosen = study.ask()
+            lock = trials.take(out / f"{chosen.number:04d}", wait=True)
+        if chosen is None:
+            return None
+        try:
+            flags = {name: suggest(chosen, name, spec) for name, spec in sweep["parameters"].items()}
+        except BaseException:
+            lock.close()
+            raise
+        return chosen, flags, out / f"{chosen.number:04d}", lock
+
+
+def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict, *where) -> None:
+    """Runs a trial and tells the study what came of it; one that was stopped stays open."""
+    began = time.monotonic()
+    try:
+        value, state = run_trial(trial, sweep, flags, *where), TrialState.COMPLETE
+    except trials.Stopped:
+        value, state = None, None
+    except optuna.TrialPruned:
+        value, state = None, TrialState.PRUNED
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError):  # the trial is well, and stays open
+        raise
+    except Exception as error:  # whatever it is, the others go on
+        value, state = None, TrialState.FAIL
+        trial.set_user_attr("why", str(error) or repr(error))
+    trial.set_user_attr("seconds", trial.user_attrs.get("seconds", 0) + time.monotonic() - began)
+    if state:
+        study.tell(trial, value, state=state)
+
+
+# RESULTS
+
+
+def write_results(study: optuna.Study, out: Path) -> None:
+    """results.csv (a row each trial that is over), parallel.png, and importance.png where there is enough to tell."""
+    over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]
+    names = list(dict.fromkeys(name for trial in over for name in trial.params))
+    metric, goal = (study.user_attrs["sweep"]["metric"][key] for key in ("name", "goal"))
+    rows = []
+    for trial in over:
+        row = {"trial": trial.number, "state": trial.state.name.lower(), metric: trial.value, "goal": goal}
+        row |= {name: trial.params.get(name) for name in names} | {"logged": len(trial.intermediate_values)}
+        row |= {"seconds": round(trial.user_attrs["seconds"]), "why": trial.user_attrs.get("why", "")}
+        rows.append(row | trial.user_attrs["origin"])
+    if not rows:
+        return
+    records.write_rows(out / "results.csv", rows)
+    # Optuna draws trials that came to their end. A pruned one tells something too: the last value that it had.
+    valued = [trial for trial in over if trial.value is not None and math.isfinite(trial.value)]
+    drawn = optuna.create_study(study_name=study.study_name, direction=goal)
+    drawn.add_trials(
+        optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=trial.value)
+        for trial in valued
+    )
+    varied = [name for name in names if len({str(trial.params.get(name)) for trial in valued}) > 1]
+    if len(valued) < 2 or not varied:
+        return
+    options = {"params": varied, "target": lambda trial: trial.value, "target_name": metric}
+    draw(out / "parallel.png", optuna.visualization.matplotlib.plot_parallel_coordinate, drawn, **options)
+    if len({trial.value for trial in valued}) > 1 and len(varied) > 1 and len(valued) >= 4:
+        options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
+        draw(out / "importance.png", optuna.visualization.matplotlib.plot_param_importances, drawn, **options)
+
+
+def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
+    """Optuna's picture, in colours that go from light to dark for everybody."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        plot(study, **options)
+    figure = plt.gcf()
+    for axis in figure.axes:
+        axis.set_facecolor("white")
+        for lines in axis.collections:
+            lines.set(cmap="cividis_r", linewidth=2)
+    figure.axes[0].set_title("", loc="left")
+    figure.axes[0].set_title(study.study_name)
+    figure.set_size_inches(9, 5)
+    with records.whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
+    plt.close("all")
+
+
+# MAIN
+
+
+def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
+    """Creates the study, with all cells of a grid queued, or opens it; raises UsageError if it is of another sweep.
+
+    One process at a time: SQLite's tables are created here too.
+    """
+    url = args.storage or f"sqlite:///{out / 'study.db'}"
+    try:
+        patient = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
+        storage = optuna.storages.RDBStorage(url, engine_kwargs=patient)
+    except Exception as error:  # SQLAlchemy and drivers raise many kinds
+        raise runs.UsageError(f"--storage {url}: cannot be opened ({str(error).splitlines()[0][:100]})") from None
+    own, here = out / "study.json", {"study": name, "id": str(uuid.uuid4())}
+    if own.exists():
+        here = json.loads(own.read_text())
+        check(here["study"] == name, f"--out {out}: has the study {here['study']}, give another folder")
+    gone = name not in optuna.get_all_study_names(storage) and any(out.glob("[0-9]*/"))
+    check(not gone, f"--out {out}: has trials of a study that is gone, give another folder")
+    runs.write_json(own, here)
+    options = {"study_name": name, "storage": storage, "pruner": make_pruner(sweep)}
+    try:
+        study, created = optuna.create_study(**options, direction=sweep["metric"]["goal"]), True
+    except optuna.exceptions.DuplicatedStudyError:
+        study, created = optuna.load_study(**options), False
+    for _ in range(20):  # its creator, if that is in another folder, is about to say where
+        if created or "id" in study.user_attrs:
+            break
+        time.sleep(0.5)
+    if "id" not in study.user_attrs:
+        for key, value in {"sweep": sweep, "out": str(out), "id": here["id"]}.items():
+            study.set_user_attr(key, value)
+    known = study.user_attrs
+    check(
+        known["id"] == here["id"], f"--out {out}: the study {name} in {url} has its runs in {known['out']}, give that"
+    )
+    same = known["sweep"] == sweep
+    check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
+    if "ready" not in known:
+        for i, cell in enumerate(grid_of(sweep) if sweep["method"] == "grid" else ()):
+            study.enqueue_trial(cell, user_attrs={"cell": i}, skip_if_exists=True)
+        study.set_user_attr("ready", True)
+    return study
+
+
+def main(args: Args) -> optuna.Study:
+    """Runs trials until the study has enough; returns it."""
+    check(args.jobs >= 1, f"--jobs {args.jobs}: must be 1 or more")
+    check(args.count >= 0, f"--count {args.count}: must be 0 or more")
+    check(args.seed >= 0, f"--seed {args.seed}: must be 0 or more")
+    sweep = read_sweep(args.sweep, args.set)
+    check(args.count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
+    count = args.count or len(grid_of(sweep))
+    out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    stopping = Event()
+    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    with trials.take(out, wait=True):
+        study = open_study(args, sweep, Path(args.sweep).stem, out)
+    origin = trials.origin()
+
+    def work() -> None:
+        while not stopping.is_set():
+            if begun := begin_trial(study, args, sweep, count, out):
+                trial, flags, folder, lock = begun
+                with lock:
+                    trial.set_user_attr("origin", origin)
+                    trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
+                    end_trial(study, trial, sweep, flags, folder, lock, stopping)
+                with trials.take(out, wait=True):
+                    write_results(study, out)
+            elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
+                stopping.wait(2)  # one of those that run may lose its process
+            else:
+                return
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        workers = [pool.submit(work) for _ in range(args.jobs)]
+    for number, handler in old.items():
+        signal.signal(number, handler)
+    for worker in workers:
+        worker.result()
+    if stopping.is_set():
+        print("stopped; the same command goes on")
+    print(out / "results.csv")
+    return study
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

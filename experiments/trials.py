@@ -1,0 +1,154 @@
+"""A run of a script as a process of its own, in a folder where it goes on after anything: for sweeps and tables."""
+
+import contextlib
+import fcntl
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TextIO
+
+from common.runs import check
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
+# Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies. Takes
+# no signals itself: one that is meant for all reaches the command too.
+SUPERVISOR = """
+import signal, subprocess, sys, threading
+signal.signal(signal.SIGINT, lambda *_: None)
+signal.signal(signal.SIGTERM, lambda *_: None)
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, close_fds=False)
+threading.Thread(target=lambda: (sys.stdin.read(), child.send_signal(signal.SIGTERM)), daemon=True).start()
+code = child.wait()
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+class Stopped(Exception):
+    """The run was asked to end before it was done; it can go on from its checkpoint."""
+
+
+class Killed(RuntimeError):
+    """The run was ended by a signal that it could not answer."""
+
+
+# WHAT IS ASKED FOR
+
+
+def read_settings(words: Sequence[str]) -> dict[str, str]:
+    """Words such as num_envs=8 or gap-stack=False as flags, by name with underscores; raises UsageError."""
+    settings = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        check(bool(name and equals), f"--set {word}: give name=value")
+        settings[name.replace("-", "_")] = value
+    return settings
+
+
+def check_flags(source: str, program: str, names: Iterable[str]) -> None:
+    """Raises UsageError if a script is not here or lacks one of these flags."""
+    check(program in SCRIPTS, f"{source}: program {program}, give one of {', '.join(SCRIPTS)}")
+    known = [field.name.rstrip("_") for field in fields(importlib.import_module(Path(program).stem).Args)]
+    unknown = [name for name in names if name not in known]
+    check(not unknown, f"{source}: {program} has no flag {', '.join(unknown)}")
+
+
+@functools.cache
+def origin() -> dict[str, str]:
+    """Where and when, as records.py has it; in a process of its own, since JAX takes most of a GPU's memory."""
+    command = [sys.executable, "-m", "benchmarks.records"]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+def find_run(folder: Path) -> Path | None:
+    """The newest run directory in a folder, if there is one."""
+    found = [path.parent for path in folder.glob("*/args.json")]
+    return max(found, key=lambda run: (run / "args.json").stat().st_ctime, default=None)
+
+
+def read_metrics(run: Path | None) -> list[dict]:
+    """The lines of a run's metrics.jsonl so far, without one that is still being written."""
+    lines = []
+    if run and (run / "metrics.jsonl").exists():
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+    return lines
+
+
+def values_of(run: Path | None, metric: str) -> list[float]:
+    """What a run has logged of a metric so far."""
+    return [line[metric] for line in read_metrics(run) if metric in line]
+
+
+def words_of(flags: dict) -> list[str]:
+    """Flags as `wandb agent` gives them: --name=value."""
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def take(folder: Path, wait: bool = False) -> TextIO | None:
+    """Locks a folder; None if somebody else has it, unless we `wait`.
+
+    The lock lasts until what is returned is closed, and by all processes that inherited it: until they are dead.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def run(
+    program: str,
+    flags: dict,
+    folder: Path,
+    lock: TextIO,
+    stopping: threading.Event,
+    look: Callable[[bool], None] = lambda alive: None,
+) -> None:
+    """Runs a script with its run directory in `folder`, which we hold, or goes on with the one that is there.
+
+    Calls look(True) now and then and look(False) once it has ended well. What it prints is added to output.txt. On any
+    exception, and if this process dies by whatever signal, the script is asked to end, and writes a checkpoint.
+
+    Raises Stopped once `stopping` is set, or if something else stopped the script; Killed or RuntimeError if it failed.
+    """
+    found, path = find_run(folder), folder / "output.txt"
+    # Orbax writes under another name first.
+    resumable = found is not None and any(step.name.isdigit() for step in (found / "checkpoints").glob("*"))
+    where = {"resume": found} if resumable else {"run_dir": folder}
+    command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs may share a GPU
+    with path.open("a") as output:
+        begin = path.stat().st_size
+        process = subprocess.Popen(
+            [sys.executable, "-ISc", SUPERVISOR, *command], cwd=ROOT, env=shared | os.environ, stdin=subprocess.PIPE,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[lock.fileno()],
+        )  # fmt: skip
+    try:
+        while process.poll() is None:
+            if stopping.is_set():
+                raise Stopped
+            look(True)
+            time.sleep(0.5)
+    finally:
+        process.stdin.close()
+        process.wait()
+    said = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+    if stopping.is_set() or (process.returncode == 0 and any(line.startswith("stopped by ") for line in said)):
+        raise Stopped
+    if process.returncode:
+        kind = Killed if process.returncode < 0 or process.returncode > 128 else RuntimeError
+        raise kind(f"exit code {process.returncode}: {said[-1] if said else 'it said nothing'}")
+    look(False)
