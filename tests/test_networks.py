@@ -15,6 +15,7 @@ from conftest import ENCODER_FLAGS
 import apex_procgen as apex
 import impala_procgen as impala
 import ppo_procgen as ppo
+from benchmarks import encoders
 from common import compute, networks
 from common.networks import Spec
 from common.runs import UsageError
@@ -199,11 +200,11 @@ def test_encoder_equals_the_one_by_hand(name):
     ],
 )
 def test_parameter_counts(spec, parameters):
-    assert networks.cost(spec, channels=3)["parameters"] == parameters
+    assert encoders.cost(spec, channels=3)["parameters"] == parameters
 
 
 def test_arithmetic_and_memory_are_counted():
-    cost = networks.cost(Spec("nature", width=1, pool="flatten", hidden=512), channels=6)
+    cost = encoders.cost(Spec("nature", width=1, pool="flatten", hidden=512), channels=6)
     outputs = (15 * 15 * 32, 6 * 6 * 64, 4 * 4 * 64, 512)
     madds = sum(n * size for n, size in zip(outputs, (8 * 8 * 6, 4 * 4 * 32, 3 * 3 * 64, 1024), strict=True))
     assert cost["MFLOP"] == pytest.approx(2 * madds / 1e6, rel=0.05)
