@@ -1,27 +1,17 @@
 """Image encoders, uint8 frames [B, 64, 64, C] in, float32 features [B, hidden] out, and recurrent cores.
 
 The IMPALA CNN, XResNet, the Nature CNN and a small MobileNetV2, all trained from scratch (loading pretrained weights is
-out of scope), are chosen by the same flags in every script; what a flag leaves at "auto" is the encoder's own. What
-each costs, in parameters, arithmetic, memory and time on this machine:
-
-    python -m common.networks
-    python -m common.networks --encoder "xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"
+out of scope), are chosen by the same flags in every script; what a flag leaves at "auto" is the encoder's own.
 """
 
-import csv
 import math
 import re
-import time
-import unittest.mock
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-import tyro
 
 from common import compute, runs
 from common.runs import UsageError, check
@@ -378,111 +368,3 @@ class Recurrent(nn.Module):
 
 def initial_core(kind: str, hidden: int, size: int) -> Core:
     return (jnp.zeros((size, hidden)),) * {"none": 0, "gru": 1, "lstm": 2}[kind]
-
-
-# WHAT THEY COST
-
-IMPALA, BEST = Spec(width=1), "[32,2],[32,1],[64,2],[64,1]x4"
-NAMED = {
-    "Nature": Spec("nature", width=1, pool="flatten", hidden=512),
-    "IMPALA, flattened": replace(IMPALA, pool="flatten"),
-    "IMPALA": IMPALA,
-    "IMPALA, max-pooled": replace(IMPALA, pool="max"),
-    "IMPALA, strides": replace(IMPALA, downsample="stride"),
-    "IMPALA, GroupNorm": replace(IMPALA, norm="group"),
-    "IMPALA 2x (default)": Spec(),
-    "IMPALA 2x, separable": Spec(separable=1),
-    "IMPALA 4x": Spec(width=4),
-    "XResNet": Spec(f"xresnet:{BEST}"),
-    "XResNet, se": Spec(f"xresnet:{BEST},se"),
-    "XResNet, sa2": Spec(f"xresnet:{BEST},sa2"),
-    "XResNet, max-pools": Spec(f"xresnet:{BEST}", downsample="maxpool"),
-    "XResNet, stem": Spec(f"xresnet:stem,{BEST}"),
-    "MobileNetV2": Spec("mobilenet"),
-}
-
-
-def cost(spec: Spec, channels: int = 6) -> dict[str, float]:
-    """Parameters, and for one frame uint8 [64, 64, channels]: MFLOP of a forward pass (a multiply-add is two) and KiB
-    that its gradient keeps of it, in plain Flax without rematerialisation."""
-    frames, key = [jnp.zeros((n, 64, 64, channels), jnp.uint8) for n in (1, 2)], jax.random.PRNGKey(0)
-    encoder = make_encoder(spec)
-    with unittest.mock.patch.object(compute, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
-        params = jax.eval_shape(encoder.init, key, frames[0])
-        flops = jax.jit(encoder.apply).lower(params, frames[1]).cost_analysis()["flops"] / 2  # a GPU does not count
-
-        def kept(frames):
-            residuals = jax.eval_shape(lambda p: jax.vjp(lambda p: encoder.apply(p, frames), p)[1], params)
-            return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
-
-        bytes_kept = kept(frames[1]) - kept(frames[0])
-    size = sum(x.size for x in jax.tree.leaves(params))
-    return {"parameters": size, "MFLOP": flops / 1e6, "KiB kept": bytes_kept / 1024}
-
-
-def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
-    """Median time of one frame: of a forward pass, of its gradient as `update` takes it (forward pass included), and on
-    a CPU of the same in plain Flax."""
-    frames = np.random.default_rng(0).integers(0, 256, (batch, 64, 64, channels), np.uint8)
-    encoder = make_encoder(spec)
-    params = jax.device_get(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
-    loss = lambda params, frames: ((encoder.apply(params, frames) ** 2).sum(), {})  # noqa: E731
-    both = lambda params, frames: compute.value_and_grad(loss, params, frames)  # noqa: E731
-    everywhere = compute.replicate(params)
-    programs = {
-        "forward": (jax.jit(lambda params, frames: compute.apply(encoder.apply, params, frames)), everywhere),
-        "gradient": (jax.jit(both), everywhere),
-    }
-    if compute.on_cpu():
-        plain = jax.jit(lambda params, frames: both(params, frames))
-        with unittest.mock.patch.object(compute, "on_cpu", return_value=False):
-            plain(params, frames)  # compiled here
-        programs["plain Flax"] = (plain, params)
-    times = {name: [] for name in programs}
-    for i in range(rounds + 1):
-        for name, (function, weights) in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function(weights, frames))
-            times[name] += [time.perf_counter() - start] if i else []
-    return {name: float(np.median(values)) / batch for name, values in times.items()}
-
-
-@dataclass(frozen=True)
-class Args:
-    spec: tyro.conf.OmitArgPrefixes[Spec] = Spec()
-    csv: str = ""
-    """also write the table to this file"""
-
-
-def main(args: Args) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    check_flags(args.spec)
-    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
-    named = NAMED if args.spec == Spec() else {args.spec.encoder: args.spec}
-    rows = []
-    table = Table(title=f"one frame of 64 x 64 x 6 on {jax.devices()[0].device_kind}", box=box.SIMPLE)
-    for name, one in named.items():
-        numbers = cost(one) | {f"{what} ms": 1e3 * value for what, value in seconds(one).items()}
-        rows.append({"encoder": name} | {k: f"{x:.3g}" if x < 100 else f"{x:.0f}" for k, x in numbers.items()})
-        if not table.columns:
-            table.add_column("encoder", no_wrap=True)
-            for column in numbers:
-                table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
-        table.add_row(*rows[-1].values())
-        changed = {f.name: getattr(one, f.name) for f in fields(Spec) if getattr(one, f.name) != getattr(Spec, f.name)}
-        rows[-1]["flags"] = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in changed.items())
-    Console().print(table)
-    if args.csv:
-        temporary = Path(args.csv).with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        temporary.replace(args.csv)
-
-
-if __name__ == "__main__":
-    runs.cli(Args, main)
