@@ -48,7 +48,10 @@ def measure(flags: str, steps: int) -> dict[str, float]:
     timed = lines[lines.index(first) + 1 :]
     seconds = timed[-1]["time"] - first["time"]
     weights = np.diff([first["time"], *(line["time"] for line in timed)])
-    percent = lambda part: 100 * float(np.average([x.get(f"time/{part}", 0) for x in timed], weights=weights))  # noqa: E731
+
+    def percent(part):
+        return 100 * float(np.average([x.get(f"time/{part}", 0) for x in timed], weights=weights))
+
     rates = {"steps/s": "global_step", "updates/s": "charts/updates"}
     result = {name: (timed[-1][key] - first[key]) / seconds for name, key in rates.items()}
     result |= {"batch size": args.batch_size, "learnt from/s": result["updates/s"] * args.batch_size}

@@ -130,14 +130,16 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
     args = tyro.cli(hn.Args, args=shlex.split(f"{flags} --num-worlds 64"))
     doors = hn.make_doors(args, "Pull-Right-Pull", args.num_envs, 1, args.num_worlds)
     state = hn.begin_task(args, hn.end_task(args, hn.begin_task(args, hn.initial_state(args))))
-    adam, times = adam_alone(args, state.learner), []
+    adam = adam_alone(args, state.learner)
+    times = []
     for _ in range(1 + updates):
         watch = runs.Stopwatch()
         state, _ = hn.learn(args, state, doors, watch)
         times.append(watch.seconds)
     doors.close()
     rollout, update = (np.median([x[name] for x in times[1:]]) for name in ("rollout", "update"))
-    steps, decisions = args.num_minibatches * args.update_epochs, args.num_envs * hn.DECISIONS
+    steps = args.num_minibatches * args.update_epochs
+    decisions = args.num_envs * hn.DECISIONS
     return {
         "setting": name,
         "weights that learn": sum(x.size for x in jax.tree.leaves(state.learner)),

@@ -80,7 +80,8 @@ def main(args: Args) -> None:
             results[name].append(measure(script, flags, args.updates))
     ratio = np.median([i["steps/s"] / p["steps/s"] for p, i in zip(results["ppo"], results["impala"], strict=True)])
     alone = throughput.game_rate(tyro.cli(ppo.Args, args=shlex.split(args.flags)))
-    table, rows = Table(), []
+    table = Table()
+    rows = []
     for name, (_, flags) in settings.items():
         row = {"setting": args.name, "script": name}
         row |= {k: f"{np.median([x[k] for x in results[name]]):.4g}" for k in results[name][0]}

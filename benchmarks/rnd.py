@@ -79,7 +79,8 @@ def measure(flags: str, updates: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    results, alone = {name: [] for name in MODES}, []
+    results = {name: [] for name in MODES}
+    alone = []
     for _ in range(args.rounds):
         alone.append(game_rate(parse(args.flags)))
         for name, flags in MODES.items():

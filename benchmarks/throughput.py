@@ -124,7 +124,8 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     agent = ppo.make_agent(args)
     state = compute.replicate(ppo.initial_state(args, agent))
     games = envs.Games(lambda seed: envs.make_levels(args, args.num_envs, seed), 0)
-    watch, marks = runs.Stopwatch(), []
+    watch = runs.Stopwatch()
+    marks = []
     for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
         watch.fractions()
         start, before = time.perf_counter(), int(state.global_step)

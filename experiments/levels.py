@@ -77,7 +77,8 @@ def draw(answer: dict, title: str) -> plot.plt.Figure:
                 np.array([numbers[k] for numbers in shown.values()])
                 for k in ("mean", "low", "high", "min", "max", "variance")
             )
-            plot.draw_band(top, x, least, most, style["color"], 0.06, ls=style["ls"], lw=1, marker="_", ms=9)
+            edges = {"ls": style["ls"], "lw": 1, "marker": "_", "ms": 9}
+            plot.draw_band(top, x, least, most, color=style["color"], alpha=0.06, **edges)
             top.errorbar(x, mean, (mean - low, high - mean), **style | {"ms": 7}, capsize=4, label=name, zorder=3)
             bottom.plot(x, variance, **style | {"ms": 7})
     for axis, split in zip(axes[0], ("training", "test"), strict=True):

@@ -53,7 +53,8 @@ except ImportError:
 
 OWN = ("total_timesteps", "seed", "run_dir", "resume", "checkpoint_every", "keep_checkpoints")
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
-LINES, MARKERS = ("-", "--", "-.", ":"), "osD^v"
+LINES = "-", "--", "-.", ":"
+MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
     for word in args.mutate:
         match = re.fullmatch(r"([\w-]+)=([^:]+):([^:]+)(:log)?", word)
         check(bool(match), f"--mutate {word}: give name=low:high or name=low:high:log")
-        name, log = match[1].replace("-", "_"), bool(match[4])
+        name = match[1].replace("-", "_")
+        log = bool(match[4])
         try:
             low, high = float(match[2]), float(match[3])
         except ValueError:
@@ -157,7 +159,8 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     script = importlib.import_module(stem)
     kinds = {name.rstrip("_"): kind for name, kind in get_type_hints(script.Args).items()}
     check("total_timesteps" in kinds, f"PROGRAM {args.program}: has no --total-timesteps to measure generations by")
-    ranges, flags = read_ranges(args, kinds), read_flags(args, kinds)
+    ranges = read_ranges(args, kinds)
+    flags = read_flags(args, kinds)
     for name in ranges:
         fixed = name in (*OWN, *script.FIXED)
         check(not fixed, f"--mutate {name}: {runs.flag_of(name)} is not free here, a resumed run keeps its own")
@@ -183,13 +186,15 @@ def member(config: dict) -> None:
     Ray's checkpoint is a copy of the folder in which the script has its run directory. After each report Ray ends this
     process, and goes on in another one: from this member's checkpoint or, where another one is better, from that one's.
     """
-    study, me = config["study"], int(tune.get_context().get_trial_id().split("_")[-1])
+    study = config["study"]
+    me = int(tune.get_context().get_trial_id().split("_")[-1])
     work = Path(study["out"], "work")
     for old in work.glob(f"{me}_*"):  # of processes that are gone
         shutil.rmtree(old, ignore_errors=True)
     work.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{me}_", dir=work))
-    generation, donor = 0, ""
+    generation = 0
+    donor = ""
     if checkpoint := tune.get_checkpoint():
         # After a restart Ray knows a clone's configuration but no longer its donor's checkpoint, only the member's own.
         paths = [Path(path) for path in (config.get("donor"), checkpoint.path) if path and Path(path).exists()]
@@ -200,13 +205,15 @@ def member(config: dict) -> None:
     if 0 < study["gpus"] < 1:  # JAX would take three quarters of the GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 * study['gpus']:.3f}")
     while generation < study["generations"]:
-        generation, began, why = generation + 1, time.time(), ""
+        generation += 1
+        began = time.time()
+        why = ""
         # The seed is a part of the configuration since it goes with the run: a clone has its donor's.
         own = {"seed": config["seed"], "total_timesteps": generation * study["interval"]}
         own |= {name: config[name] for name in study["ranges"]}
         try:
             with trials.take(folder) as lock:
-                trials.run(study["program"], study["flags"] | own, folder, lock, threading.Event())
+                trials.run(study["program"], study["flags"] | own, folder, lock, stopping=threading.Event())
         except trials.Killed:  # as when its machine stops: Ray begins the generation again
             raise
         except RuntimeError as error:
@@ -240,7 +247,8 @@ class Generations(PopulationBasedTraining):
 
     def on_trial_add(self, tune_controller, trial):
         super().on_trial_add(tune_controller, trial)
-        state, last = self._trial_state[trial], trial.last_result or {}
+        state = self._trial_state[trial]
+        last = trial.last_result or {}
         if "generation" in last:
             self._save_trial_state(state, last["generation"], last, trial)
             state.last_perturbation_time = last["generation"]
@@ -261,7 +269,8 @@ class Results(tune.Callback, tune.Stopper):
     """Writes what members report to results.csv and the screen; ends the study where all of them fail."""
 
     def __init__(self, args: Args, out: Path, names: list[str]):
-        self.args, self.out, self.rows = args, out, {}
+        self.args, self.out = args, out
+        self.rows = {}
         self.columns = ["member", "generation", "global_step", *names, args.metric, "cloned_from", "hours", "why"]
 
     def setup(self, **info) -> None:

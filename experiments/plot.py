@@ -102,7 +102,7 @@ def read_run(run_dir: str) -> Logged:
     for line in lines:
         line["hours"] = (line["time"] - lines[0]["time"]) / 3600
     game = content["args"].get("env_id", Path(run_dir).resolve().name.split("__")[0])
-    return Logged(run_dir, content["script"], game, content["args"], lines)
+    return Logged(run_dir, content["script"], game, content["args"], lines=lines)
 
 
 def differing(run: Logged, everything: list[Logged]) -> list[str]:
@@ -130,7 +130,8 @@ def group_runs(everything: list[Logged], group_by: tuple[str, ...]) -> dict[str,
 
 def count(group: list[Logged]) -> str:
     """How many runs of a game a group has: "seed 1", "3 runs", "2 to 3 runs"."""
-    counts, seeds = Counter(run.game for run in group).values(), {run.args.get("seed") for run in group}
+    counts = Counter(run.game for run in group).values()
+    seeds = {run.args.get("seed") for run in group}
     if len(seeds) == max(counts) == 1:
         return f"seed {seeds.pop()}"
     return f"{min(counts)} to {max(counts)} runs" if min(counts) < max(counts) else f"{max(counts)} runs"
@@ -198,7 +199,8 @@ def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
 
     Runs are drawn whole, so that a curve's points stay together. One run has no interval: low and high are NaN.
     """
-    count, mean = len(values), np.mean(values, axis=0)
+    count = len(values)
+    mean = np.mean(values, axis=0)
     if count == 1:
         return np.stack([mean, mean * np.nan, mean * np.nan])
     shares = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), draws) / count
@@ -267,7 +269,7 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
         every = max(1, len(grid) // 8)
         axis.plot(grid, mean, **style, markevery=every, label=label, zorder=3, path_effects=HALO)
         if len(curves) > 1:
-            draw_band(axis, grid, low, high, style["color"])
+            draw_band(axis, grid, low, high, color=style["color"])
         for points in curves if args.each_run and len(curves) > 1 else ():
             axis.plot(*points, color=style["color"], lw=0.5, alpha=0.6)
     for levels, face in (("train", style["color"]), ("test", "w")) if metric == "charts/episodic_return" else ():
@@ -294,7 +296,8 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
-            draw_group(axis, of_panel, clock, metric, args, style_of(i), f"{name}, {count(group)}")
+            label = f"{name}, {count(group)}"
+            draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=label)
         if metric == args.metrics[0] and args.random is not None:
             axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
         shown = references if metric == args.metrics[0] and clock == "global_step" else {}
@@ -371,7 +374,7 @@ def draw_aggregate(estimates: dict, profiles: dict, taus: np.ndarray, names: dic
             axes[statistic].plot([low, high], [i, i], "|", color=style["color"], ms=10, mew=2)
             axes[statistic].plot(value, i, style["marker"], color=style["color"], mec="k", ms=9)
         axes["profile"].plot(taus, profiles[name][0], **style, markevery=(i * 3 % 16, 16), label=label)
-        draw_band(axes["profile"], taus, *profiles[name][1:], style["color"])
+        draw_band(axes["profile"], taus, *profiles[name][1:], color=style["color"])
     for i, (statistic, title) in enumerate(STATISTICS.items()):
         axes[statistic].set(title=title, ylim=(len(names) - 0.5, -0.5))
         axes[statistic].set_yticks(range(len(names)), [fill(x, 30) for x in names] if i == 0 else [""] * len(names))

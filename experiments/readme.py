@@ -135,7 +135,8 @@ def sweeps() -> list[str]:
     for path in sorted((STUDIES / "sweeps").glob("*/results.csv")):
         trials = read(path)
         columns = list(trials[0])
-        metric, names = columns[2], columns[4 : columns.index("logged")]
+        metric = columns[2]
+        names = columns[4 : columns.index("logged")]
         sign = 1 if trials[0]["goal"] == "maximize" else -1
         done = [row for row in trials if row["state"] == "complete"]
         if not done:

@@ -107,12 +107,14 @@ def read_progress(folder: Path) -> dict:
 def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stopping: threading.Event) -> str:
     """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it."""
     with trials.take(folder) or contextlib.nullcontext() as lock:
-        before, begun = read_progress(folder), time.monotonic()
+        before = read_progress(folder)
+        begun = time.monotonic()
         if before["done"] or lock is None:
             return "done elsewhere" if before["done"] else "another process is at it"
-        done, why = False, ""
+        done = False
+        why = ""
         try:
-            trials.run(row["script"], flags | {"seed": seed}, folder, lock, stopping)
+            trials.run(row["script"], flags | {"seed": seed}, folder, lock, stopping=stopping)
             done = True
         except trials.Stopped:
             pass
@@ -256,7 +258,8 @@ def main(args: Args) -> list[dict]:
     check(len(set(args.seeds)) == len(args.seeds) > 0, "--seeds: give one or more, each once")
     rows = read_table(args.table)
     check_overrides(args, rows)
-    root, cells = Path(args.runs).absolute(), []
+    root = Path(args.runs).absolute()
+    cells = []
     for row in rows:
         flags = flags_of(row, args) if row["script"] else {}
         cells.append((row, flags, [folder_of(root, row, flags, seed) for seed in args.seeds] if flags else []))
@@ -266,12 +269,14 @@ def main(args: Args) -> list[dict]:
         for folder, seed in zip(folders, args.seeds, strict=bool(folders))
         if not read_progress(folder)["done"]
     }  # cells that differ in their metric only share their runs
-    stopping, origin = threading.Event(), trials.origin()
+    stopping = threading.Event()
+    origin = trials.origin()
 
     def one(folder: Path) -> None:
         row, _, seed = wanted[folder]
         if not stopping.is_set():
-            print(f"{row['cell']}, seed {seed}: {train(*wanted[folder], folder, origin, stopping)}", flush=True)
+            said = train(*wanted[folder], folder, origin=origin, stopping=stopping)
+            print(f"{row['cell']}, seed {seed}: {said}", flush=True)
             write(args, cells)
 
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -281,7 +286,8 @@ def main(args: Args) -> list[dict]:
         signal.signal(signal_number, handler)
     for future in begun:
         future.result()
-    results, out = write(args, cells), Path(args.out) / args.table
+    results = write(args, cells)
+    out = Path(args.out) / args.table
     before, now = steps_of(out.with_suffix(".csv")), steps_in(results)
     if now < before:
         print(f"{out}.csv has {before:,} steps of training, here are {now:,}: it was left as it is")

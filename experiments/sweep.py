@@ -80,7 +80,8 @@ def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
         raise runs.UsageError(f"SWEEP {path}: give a readable sweep file, such as one in sweeps/") from None
     for key, kind in {"program": str, "method": str, "metric": dict, "parameters": dict}.items():
         valid(isinstance(sweep.get(key), kind), f"its {key} is {sweep.get(key)}, see the files in sweeps/")
-    method, metric = sweep["method"], {"goal": "minimize"} | sweep["metric"]
+    method = sweep["method"]
+    metric = {"goal": "minimize"} | sweep["metric"]
     rule = sweep.get("early_terminate") or {"type": "hyperband", "min_iter": 1}
     valid(method in ("grid", "random", "bayes"), f"method {method}, give grid, random or bayes")
     valid("name" in metric and metric["goal"] in ("minimize", "maximize"), "give its metric a name and a goal")
@@ -115,7 +116,8 @@ def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
         return spec["value"]
     if "values" in spec:
         return trial.suggest_categorical(name, spec["values"])
-    kind, low, high = kind_of(spec), spec["min"], spec["max"]
+    kind = kind_of(spec)
+    low, high = spec["min"], spec["max"]
     if kind == "int_uniform":
         return trial.suggest_int(name, low, high)
     step = spec.get("q", 1) if kind == "q_uniform" else None
@@ -163,7 +165,7 @@ def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock:
             if alive and trial.should_prune():
                 raise optuna.TrialPruned
 
-    trials.run(sweep["program"], flags, folder, lock, stopping, look)
+    trials.run(sweep["program"], flags, folder, lock, stopping=stopping, look=look)
     values = trials.values_of(trials.find_run(folder), metric)
     if not (values and math.isfinite(values[-1])):
         raise RuntimeError(f"{metric} {f'is {values[-1]}' if values else 'was never logged'}, see {folder}")
@@ -173,7 +175,8 @@ def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock:
 def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: Path) -> tuple | None:
     """A trial that nobody is at, else a new one if there are less than `count`: with its flags, folder and lock."""
     with trials.take(out, wait=True):
-        known, chosen = study.get_trials(deepcopy=False), None
+        known = study.get_trials(deepcopy=False)
+        chosen = None
         for old in known:
             if old.state == TrialState.RUNNING and (lock := trials.take(out / f"{old.number:04d}")):
                 if study.get_trials(deepcopy=False)[old.number].state == TrialState.RUNNING:
@@ -196,11 +199,11 @@ def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: P
         return chosen, flags, out / f"{chosen.number:04d}", lock
 
 
-def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict, *where) -> None:
+def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict, **where) -> None:
     """Runs a trial and tells the study what came of it; one that was stopped stays open."""
     began = time.monotonic()
     try:
-        value, state = run_trial(trial, sweep, flags, *where), TrialState.COMPLETE
+        value, state = run_trial(trial, sweep, flags, **where), TrialState.COMPLETE
     except trials.Stopped:
         value, state = None, None
     except optuna.TrialPruned:
@@ -281,7 +284,8 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
         storage = optuna.storages.RDBStorage(url, engine_kwargs=patient)
     except Exception as error:  # SQLAlchemy and drivers raise many kinds
         raise runs.UsageError(f"--storage {url}: cannot be opened ({str(error).splitlines()[0][:100]})") from None
-    own, here = out / "study.json", {"study": name, "id": str(uuid.uuid4())}
+    own = out / "study.json"
+    here = {"study": name, "id": str(uuid.uuid4())}
     if own.exists():
         here = json.loads(own.read_text())
         check(here["study"] == name, f"--out {out}: has the study {here['study']}, give another folder")
@@ -331,12 +335,12 @@ def main(args: Args) -> optuna.Study:
 
     def work() -> None:
         while not stopping.is_set():
-            if begun := begin_trial(study, args, sweep, count, out):
+            if begun := begin_trial(study, args, sweep, count, out=out):
                 trial, flags, folder, lock = begun
                 with lock:
                     trial.set_user_attr("origin", origin)
                     trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-                    end_trial(study, trial, sweep, flags, folder, lock, stopping)
+                    end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping)
                 with trials.take(out, wait=True):
                     write_results(study, out)
             elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):

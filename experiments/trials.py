@@ -124,7 +124,8 @@ def run(
 
     Raises Stopped once `stopping` is set, or if something else stopped the script; Killed or RuntimeError if it failed.
     """
-    found, path = find_run(folder), folder / "output.txt"
+    found = find_run(folder)
+    path = folder / "output.txt"
     # Orbax writes under another name first.
     resumable = found is not None and any(step.name.isdigit() for step in (found / "checkpoints").glob("*"))
     where = {"resume": found} if resumable else {"run_dir": folder}

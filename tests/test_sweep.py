@@ -254,7 +254,7 @@ def test_a_run_goes_on_from_whole_checkpoints_only(tmp_path, checkpoint, flag):
     (tmp_path / "0/run/checkpoints" / checkpoint).mkdir(parents=True)
     (tmp_path / "0/run/args.json").write_text("{}")
     with trials.take(tmp_path / "0") as lock:
-        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, threading.Event())
+        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
     assert flag in (tmp_path / "0/output.txt").read_text()
 
 
@@ -264,8 +264,8 @@ def test_a_trial_is_pruned(tmp_path):
     content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
     with trials.take(folder := tmp_path / "0000") as lock:
-        where = folder, lock, threading.Event()
-        sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, *where)
+        where = {"folder": folder, "lock": lock, "stopping": threading.Event()}
+        sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, **where)
     assert study.trials[0].state.name == "PRUNED"
     assert study.trials[0].value == 3
     assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
