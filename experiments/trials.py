@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -142,7 +141,8 @@ def run(
             if stopping.is_set():
                 raise Stopped
             look(True)
-            time.sleep(0.5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
     finally:
         process.stdin.close()
         process.wait()

@@ -1,4 +1,5 @@
 import gc
+import importlib
 import json
 import shlex
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
 from common import atari, envs, runs
+from experiments import trials
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +77,14 @@ def start(*argv):
     """Runs a script in a process of its own."""
     command = [sys.executable, *map(str, argv)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_here(program, flags, folder, lock, stopping, look=lambda alive: None):
+    """In the place of `trials.run` where a process of its own proves nothing more: a whole run of a script, here."""
+    script = importlib.import_module(Path(program).stem)
+    words = trials.words_of({"wandb_mode": "disabled"} | flags | {"run_dir": folder})
+    runs.cli(script.Args, script.main, words)
+    look(False)
 
 
 def flags_of(args):
