@@ -30,7 +30,7 @@ class Args:
     """flags of both scripts, in one string, after a ="""
     ppo_flags: str = "--update-epochs 1 --num-minibatches 2"
     """more flags, of ppo_procgen.py"""
-    impala_flags: str = "--num-sgd-iter 1 --num-minibatches 2"
+    impala_flags: str = "--update-epochs 1 --num-minibatches 2"
     """more flags, of impala_procgen.py"""
     updates: int = 10
     """timed iterations in a round, after two that compile"""

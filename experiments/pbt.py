@@ -136,7 +136,7 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
 
 def read_flags(args: Args, kinds: dict[str, type]) -> dict[str, str]:
     """The flags that all members get. Raises UsageError."""
-    # The last step of a generation is where a checkpoint is written, and the games start anew as in a resumed run.
+    # One checkpoint a generation, at its end: nobody goes on from another.
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}
     if "eval_episodes" in kinds and not args.metric.startswith("eval/"):
         flags["eval_episodes"] = 0
