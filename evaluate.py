@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from common import envs, runs
+from common import runs
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,6 @@ def read_results(path: Path) -> dict:
         return {}
 
 
-def random_policy(frames, age, key, memory):
-    return jax.random.randint(key, len(frames), 0, envs.NUM_ACTIONS), None
-
-
 def show(title: str, rows: list[dict], summary: dict) -> None:
     """Prints a table of rows, if there are any, and one of the summary."""
 
@@ -65,41 +60,33 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
 
 
 def main(args: Args) -> dict:
-    """Evaluates the newest checkpoint of a run; returns what eval.json now says of it.
-
-    A script whose game is not Procgen has an `evaluate` of its own (see rnd_montezuma.py).
-    """
+    """Evaluates the newest checkpoint of a run; returns what eval.json now says of it."""
     runs.check(args.episodes >= 1, f"--episodes {args.episodes}: must be 1 or more")
-    runs.check(0 <= args.seed <= envs.MAX_SEED, f"--seed {args.seed}: must be from 0 to {envs.MAX_SEED}")
-    path, name = Path(args.run_dir), runs.read_args(args.run_dir, "RUN_DIR")["script"]
+    runs.check(0 <= args.seed <= runs.MAX_SEED, f"--seed {args.seed}: must be from 0 to {runs.MAX_SEED}")
+    path = Path(args.run_dir)
+    name = runs.read_args(args.run_dir, "RUN_DIR")["script"]
     here = Path(__file__).with_name(f"{name}.py").exists()
     runs.check(here, f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here")
     script = importlib.import_module(name)
-    run_args = runs.saved_args(script.Args, args.run_dir, "RUN_DIR")
-    if hasattr(script, "evaluate"):
-        runs.check(args.levels == "test", f"--levels {args.levels}: has no effect on {name}.py's game")
-        answer = script.evaluate(run_args, args.run_dir, args.episodes, args.seed, args.random, args.video)
-        step, title, rows, summary, film = answer
-        name = "random_episodes" if args.random else "episodes"
-        title = f"step {step:,}, {title}"
-    else:
-        step, policy = script.load_policy(run_args, args.run_dir)
-        policy = random_policy if args.random else policy
-        name = f"{'random_' if args.random else ''}{args.levels}_levels"
-        summary, film = envs.evaluate(run_args, policy, args.levels, args.episodes, args.seed, record=args.video)
-        title, rows = f"step {step:,}, {name.replace('_', ' ')}", []
-    show(f"{path.name}, {title}", rows, summary)
-    if hasattr(run_args, "num_levels") and not run_args.num_levels:
-        print("training levels were unlimited: these come from the same distribution")
+    answer = script.evaluate(
+        runs.saved_args(script.Args, args.run_dir, "RUN_DIR"),
+        args.run_dir,
+        episodes=args.episodes,
+        seed=args.seed,
+        levels=args.levels,
+        random=args.random,
+        video=args.video,
+    )
+    show(f"{path.name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
 
     old = read_results(path / "eval.json")
-    same_step = old if old.get("global_step") == step else {}
-    runs.write_json(path / "eval.json", same_step | {"global_step": step, name: summary})
+    same_step = old if old.get("global_step") == answer.step else {}
+    runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: answer.summary})
     if args.video:
-        video = path / "videos" / f"{name}_{step}.mp4"
-        runs.write_video(video, film)
+        video = path / "videos" / f"{answer.name}_{answer.step}.mp4"
+        runs.write_video(video, answer.film)
         print(f"video: {video}")
-    return summary
+    return answer.summary
 
 
 if __name__ == "__main__":

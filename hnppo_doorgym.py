@@ -11,9 +11,9 @@ keeps what it generates for earlier tasks as it was (von Oswald et al. 2020, arX
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -21,45 +21,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.flatten_util import ravel_pytree
 
 import doorgym
-from common import continual, envs, runs, shaping
+from common import continual, devices, doors, envs, runs, shaping
+from common.doors import DECISIONS, SLOTS, Rollout
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
-# The study's tasks, by number.
-TASKS = (
-    "Pull-Right-Pull",
-    "Pull-Left-Pull",
-    "Lever-Right-Pull",
-    "Lever-Left-Pull",
-    "Lever-Right-Push",
-    "Lever-Left-Push",
-)
-SLOTS = len(TASKS)  # a series has at most this many
 EVAL_SEED, SELECT_SEED = 1000, 2000  # of the doors that the matrix is of, and of those that parameters are chosen by
-ACTION_REPEAT, DECISIONS = 4, 128  # of 80 ms in an episode: 10.24 seconds
+HYPER = ("critic", "beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate")  # of --method hnppo
 
 
 @dataclass(frozen=True)
-class Args:
-    env_id: ClassVar[str] = "DoorGym"
+class Args(doors.DoorArgs, runs.RunArgs):
+    LIMITS: ClassVar = {
+        "beta": (0, None), "task_embedding_dim": (1, 4096), "hyper_width": (1, 65536), "hidden": (1, 65536),
+        "num_layers": (1, 16), "task_timesteps": (1, 2**28), "num_envs": (1, 65536), "num_minibatches": (1, None),
+        "update_epochs": (1, 1000), "learning_rate": (0, None), "hyper_learning_rate": (0, None), "gamma": (0, 1),
+        "gae_lambda": (0, 1), "clip_coef": (0, None), "ent_coef": (0, None), "vf_coef": (0, None),
+        "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None), "stop_at_success": (0, None),
+    }  # fmt: skip
+    FIXED: ClassVar = ("method", "critic", "num_envs")  # it is in what was learnt
 
-    # The doors
-    tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"
-    """in this order: 0, 1 pull handles, right and left; 2, 3 levers; 4, 5 levers to push; or names: Round-Right-Pull"""
-    robot: Literal["hook", "gripper"] = "hook"
-    """what floats before the door"""
-    hardness: Literal["hard", "easy"] = "hard"
-    """of a knob's spring and damper, which are ten times weaker when easy"""
-    num_worlds: int = 512
-    """random doors of each task"""
-    num_threads: int = 0
-    """threads that step the worlds; 0 for one a core"""
-
-    # The algorithm
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
     """hypernetwork; ordinary networks, anew for each task; or the same ones for all"""
     critic: Literal["fresh", "hyper"] = "fresh"
@@ -104,76 +88,24 @@ class Args:
     """Adam's epsilon"""
     max_skipped: int = 50
     """stop after as many steps in a row with a gradient that is not finite; such a step is not taken"""
-
-    # Evaluation
-    eval_every: int = 10
-    """updates between evaluations of the task that is learnt; the best one's parameters are kept for it"""
-    eval_episodes: int = 100
-    """episodes of an evaluation, always the same ones; mean actions"""
     stop_at_success: float = 0.95
     """go on to the next task when this part of the doors was opened in three evaluations in a row; 2 for never"""
-
-    # The run
-    seed: int = 1
-    """of everything: the same seed gives the same metrics"""
-    run_dir: str = "runs"
-    """where run directories go"""
-    resume: str = ""
-    """a run directory to continue; its arguments are taken over, and flags given here override them"""
-    checkpoint_every: int = 20
-    """updates between checkpoints"""
+    checkpoint_every: int = 163_840
     keep_checkpoints: int = 2
-    """how many of the newest checkpoints to keep"""
-    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases; auto is online if logged in, else offline"""
     wandb_project: str = "doorgym"
-    """W&B project"""
-    wandb_entity: str = ""
-    """W&B team or user; empty for your default"""
 
     @property
     def total_timesteps(self) -> int:
-        return self.task_timesteps * len(task_names(self))
+        return self.task_timesteps * len(doors.task_names(self))
 
-
-# Closed ranges of the numbers among the flags; None: no bound.
-LIMITS = {
-    "num_worlds": (1, 10**6), "num_threads": (0, 4096), "beta": (0, None), "task_embedding_dim": (1, 4096),
-    "hyper_width": (1, 65536), "hidden": (1, 65536), "num_layers": (1, 16), "task_timesteps": (1, 2**28),
-    "num_envs": (1, 65536), "num_minibatches": (1, None), "update_epochs": (1, 1000), "learning_rate": (0, None),
-    "hyper_learning_rate": (0, None), "gamma": (0, 1), "gae_lambda": (0, 1), "clip_coef": (0, None),
-    "ent_coef": (0, None), "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-    "max_skipped": (1, None), "eval_every": (1, None), "eval_episodes": (1, 10**6), "stop_at_success": (0, None),
-    "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None), "keep_checkpoints": (1, None),
-}  # fmt: skip
-# What a run cannot change when it is resumed, for it is in what was learnt.
-FIXED = ("method", "critic", "robot", "hardness", "num_worlds", "num_envs", "seed")
-HYPER = ("critic", "beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate")  # of --method hnppo
-
-
-def task_names(args: Args) -> tuple[str, ...]:
-    """The series, by name; raises UsageError."""
-    names = []
-    for word in args.tasks.split(","):
-        word = word.strip()
-        if word.isdecimal() and int(word) < SLOTS:
-            word = TASKS[int(word)]
-        valid = f"give numbers from 0 to {SLOTS - 1}, or names such as {TASKS[2]}, with commas between"
-        check(word in doorgym.TASKS, f"--tasks {args.tasks!r}: {valid}")
-        check(word not in names, f"--tasks {args.tasks!r}: {word} is in it twice")
-        names.append(word)
-    check(len(names) <= SLOTS, f"--tasks {args.tasks!r}: give at most {SLOTS}")
-    return tuple(names)
-
-
-def check_args(args: Args) -> None:
-    """Raises UsageError, one sentence, if a flag's value makes no sense."""
-    runs.check_limits(args, LIMITS)
-    task_names(args)
-    runs.check_needs(args, args.method == "hnppo", "--method hnppo", HYPER)
-    batch = args.num_envs * DECISIONS
-    divides = batch % args.num_minibatches == 0
-    check(divides, f"--num-minibatches {args.num_minibatches}: must divide the batch, {DECISIONS} x num_envs = {batch}")
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        runs.check_needs(self, self.method == "hnppo", "--method hnppo", HYPER)
+        batch = DECISIONS * self.num_envs
+        check(
+            batch % self.num_minibatches == 0,
+            f"--num-minibatches {self.num_minibatches}: must divide the batch, {DECISIONS} x num_envs = {batch}",
+        )
 
 
 # NETWORKS
@@ -250,60 +182,96 @@ class HyperNetwork(nn.Module):
         return x.reshape(*x.shape[:-2], -1)[..., : self.size] if self.chunked else x
 
 
-def sizes(args: Args) -> tuple[int, int]:
-    """Numbers in an observation and in an action."""
-    return doorgym.vector.sizes(args.robot)
+@dataclass(frozen=True)
+class Agent:
+    """The networks of a run, and where their weights come from.
 
+    What learns is a dict, the `learner`: parameters of "actor" and "critic"; or, where these are generated, of "hyper",
+    the task's "embedding", and of a "critic" that is not.
+    """
 
-def make_actor(args: Args) -> Actor:
-    return Actor(sizes(args)[1], args.hidden, args.num_layers)
+    args: Args
 
+    @cached_property
+    def actor(self) -> Actor:
+        return Actor(doorgym.vector.sizes(self.args.robot)[1], self.args.hidden, self.args.num_layers)
 
-def make_critic(args: Args) -> Critic:
-    return Critic(args.hidden, args.num_layers)
+    @cached_property
+    def critic(self) -> Critic:
+        return Critic(self.args.hidden, self.args.num_layers)
 
+    @cached_property
+    def hyper(self) -> HyperNetwork:
+        return HyperNetwork(self.size, self.args.hyper_width, self.args.chunked)
 
-def initial_networks(args: Args, key: jax.Array) -> dict:
-    """Parameters of an ordinary policy and value network."""
-    actor_key, critic_key = jax.random.split(key)
-    obs = jnp.zeros(sizes(args)[0])
-    return {"actor": make_actor(args).init(actor_key, obs), "critic": make_critic(args).init(critic_key, obs)}
+    def init_networks(self, key: jax.Array) -> dict:
+        """Parameters of an ordinary policy and value network."""
+        actor_key, critic_key = jax.random.split(key)
+        obs = jnp.zeros(doorgym.vector.sizes(self.args.robot)[0])
+        return {"actor": self.actor.init(actor_key, obs), "critic": self.critic.init(critic_key, obs)}
 
+    def init(self, key: jax.Array) -> dict:
+        """A new learner; its embedding is drawn when its task begins."""
+        network_key, hyper_key = jax.random.split(key)
+        learner = self.init_networks(network_key)
+        if self.args.method != "hnppo":
+            return learner
+        embedding = jnp.zeros(self.args.task_embedding_dim)
+        ordinary = {name: learner[name] for name in learner if name not in self.remembered}
+        return ordinary | {"hyper": self.hyper.init(hyper_key, embedding), "embedding": embedding}
 
-def generated(args: Args) -> tuple[int, Callable]:
-    """How many weights are remembered for a task, and what turns a vector of them [size] into networks' parameters."""
-    template = jax.eval_shape(partial(initial_networks, args), jax.random.PRNGKey(0))
-    if args.critic == "fresh":
-        del template["critic"]
-    vector, unravel = ravel_pytree(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), template))
-    return vector.size, unravel
+    def networks(self, learner: dict) -> dict:
+        """Parameters of the policy and the value network."""
+        if self.args.method != "hnppo":
+            return learner
+        ordinary = {name: learner[name] for name in learner if name == "critic"}
+        return ordinary | self.unpack(self.hyper.apply(learner["hyper"], learner["embedding"]))
 
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """The networks whose weights are kept for each task: those that a hypernetwork generates."""
+        return ("actor", "critic") if self.args.critic == "hyper" else ("actor",)
 
-def make_hyper(args: Args) -> HyperNetwork:
-    return HyperNetwork(generated(args)[0], args.hyper_width, args.chunked)
+    def pack(self, params: dict) -> jax.Array:
+        """The weights [size] of the remembered networks."""
+        return ravel_pytree({name: params[name] for name in self.remembered})[0]
 
+    def unpack(self, weights: jax.Array) -> dict:
+        """Parameters of the remembered networks from their weights [size]."""
+        return self._layout[1](weights)
 
-def networks(args: Args, learner: dict) -> dict:
-    """Parameters of the policy and, in training, of the value network."""
-    if args.method != "hnppo":
-        return learner
-    vector = make_hyper(args).apply(learner["hyper"], learner["embedding"])
-    return {name: learner[name] for name in learner if name == "critic"} | generated(args)[1](vector)
+    @property
+    def size(self) -> int:
+        """How many weights are remembered for a task."""
+        return self._layout[0]
+
+    @cached_property
+    def _layout(self) -> tuple[int, Callable]:
+        shapes = jax.eval_shape(self.init_networks, jax.random.PRNGKey(0))
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), {name: shapes[name] for name in self.remembered})
+        weights, unpack = ravel_pytree(zeros)
+        return weights.size, unpack
 
 
 # TRAINING STATE
 
 
+class Best(NamedTuple):
+    """The task's best evaluation so far."""
+
+    learner: dict
+    success: jax.Array  # float32 []; -1 before the first
+    held: jax.Array  # int32 []: evaluations in a row that were good enough to stop
+
+
 class TrainState(NamedTuple):
     """All that a resume needs. Arrays with a row for each task of the series have SLOTS rows."""
 
-    learner: dict  # what learns: hyper, embedding and perhaps critic; or actor and critic
+    learner: dict
     opt_state: optax.OptState
     embeddings: jax.Array  # [SLOTS, E], of the tasks learnt; they do not change any more
     targets: jax.Array  # [SLOTS, size]: what was generated for each (or learnt) when it was done
-    best: dict  # the learner at this task's best evaluation
-    best_success: jax.Array  # float32 []; -1 before the first
-    held: jax.Array  # int32 []: evaluations in a row that were good enough to stop
+    best: Best
     matrix: jax.Array  # float32 [SLOTS, SLOTS]: success on task j after task i; NaN where not measured
     key: jax.Array
     task: jax.Array  # int32 []: position in the series
@@ -316,75 +284,59 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `update` multiplies it by a learning rate."""
-    return optax.scale_by_adam(eps=args.adam_eps)
+    """An Adam for each part of a learner, by its name."""
+    hyper, ordinary = args.hyper_learning_rate, args.learning_rate
+    rates = {"hyper": hyper, "embedding": hyper, "actor": ordinary, "critic": ordinary}
+    adams = {name: optax.adam(rate, eps=args.adam_eps) for name, rate in rates.items()}
+    return optax.partition(adams, lambda learner: {name: name for name in learner})
 
 
-def fresh_learner(args: Args, key: jax.Array) -> dict:
-    network_key, hyper_key = jax.random.split(key)
-    learner = initial_networks(args, network_key)
-    if args.method != "hnppo":
-        return learner
-    embedding = jnp.zeros(args.task_embedding_dim)  # drawn when its task begins
-    learner = {"critic": learner["critic"]} if args.critic == "fresh" else {}
-    return learner | {"hyper": make_hyper(args).init(hyper_key, embedding), "embedding": embedding}
+def task_start(args: Args, learner: dict) -> dict:
+    """What each task begins with: a learner, and all that is anew."""
+    return {
+        "learner": learner,
+        "opt_state": make_optimizer(args).init(learner),
+        "best": Best(learner, jnp.float32(-1), jnp.int32(0)),
+        "updates": jnp.int32(0),
+        "return_filter": shaping.new_filter(args.num_envs),
+    }
 
 
-@partial(jax.jit, static_argnums=0)
-def initial_state(args: Args) -> TrainState:
+@partial(jax.jit, static_argnums=(0, 1))
+def initial_state(args: Args, agent: Agent) -> TrainState:
     """The state before the first task."""
     key, learner_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    learner, zero = fresh_learner(args, learner_key), jnp.int32(0)
     return TrainState(
-        learner=learner,
-        opt_state=make_optimizer(args).init(learner),
         embeddings=jnp.zeros((SLOTS, args.task_embedding_dim)),
-        targets=jnp.zeros((SLOTS, generated(args)[0])),
-        best=learner,
-        best_success=jnp.float32(-1),
-        held=zero,
+        targets=jnp.zeros((SLOTS, agent.size)),
         matrix=jnp.full((SLOTS, SLOTS), jnp.nan),
         key=key,
         task=jnp.int32(-1),
-        finished=zero,
-        updates=zero,
-        global_step=zero,
-        skipped=zero,
-        skipped_in_a_row=zero,
-        return_filter=shaping.new_filter(args.num_envs),
+        finished=jnp.int32(0),
+        global_step=jnp.int32(0),
+        skipped=jnp.int32(0),
+        skipped_in_a_row=jnp.int32(0),
+        **task_start(args, agent.init(learner_key)),
     )
 
 
-@partial(jax.jit, static_argnums=0)
-def begin_task(args: Args, state: TrainState) -> TrainState:
-    """The next task's start: an embedding, a critic and an optimiser of its own."""
+@partial(jax.jit, static_argnums=(0, 1))
+def begin_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
+    """The next task's start: the hypernetwork is kept, or ordinary networks that are finetuned; the rest is anew."""
     key, learner_key, embedding_key = jax.random.split(state.key, 3)
-    new, learner = fresh_learner(args, learner_key), state.learner
-    if args.method == "ppo":
-        learner = new
-    elif args.method == "hnppo":
-        learner = learner | {"embedding": jax.random.normal(embedding_key, (args.task_embedding_dim,))}
-        learner |= {name: new[name] for name in new if name == "critic"}
-    return state._replace(
-        learner=learner,
-        opt_state=make_optimizer(args).init(learner),
-        best=learner,
-        best_success=jnp.float32(-1),
-        held=jnp.int32(0),
-        key=key,
-        task=state.task + 1,
-        updates=jnp.int32(0),
-        return_filter=shaping.new_filter(args.num_envs),
-    )
+    kept = {"hnppo": ("hyper",), "ppo": (), "finetune": ("actor", "critic")}[args.method]
+    learner = agent.init(learner_key) | {name: state.learner[name] for name in kept}
+    if args.method == "hnppo":
+        learner["embedding"] = jax.random.normal(embedding_key, (args.task_embedding_dim,))
+    return state._replace(key=key, task=state.task + 1, **task_start(args, learner))
 
 
-@partial(jax.jit, static_argnums=0)
-def end_task(args: Args, state: TrainState) -> TrainState:
+@partial(jax.jit, static_argnums=(0, 1))
+def end_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
     """The task's end: its best parameters, and what they make of it is remembered, once and for all (the study makes
     all targets anew at each task's start, so that they drift along)."""
-    learner = state.best
-    remembered = {k: v for k, v in networks(args, learner).items() if args.critic == "hyper" or k == "actor"}
-    targets = state.targets.at[state.task].set(ravel_pytree(remembered)[0])
+    learner = state.best.learner
+    targets = state.targets.at[state.task].set(agent.pack(agent.networks(learner)))
     state = state._replace(learner=learner, targets=targets, finished=state.finished + 1)
     if args.method == "hnppo":
         state = state._replace(embeddings=state.embeddings.at[state.task].set(learner["embedding"]))
@@ -394,78 +346,61 @@ def end_task(args: Args, state: TrainState) -> TrainState:
 # ROLLOUT
 
 
-class Rollout(NamedTuple):
-    """One episode of each of N doors."""
-
-    obs: jax.Array  # float32 [DECISIONS + 1, N, D]
-    actions: jax.Array  # float32 [DECISIONS, N, A]
-    rewards: jax.Array  # float32 [DECISIONS, N]
+@partial(jax.jit, static_argnums=0)
+def policy_for(agent: Agent, state: TrainState, i: int) -> dict:
+    """The actor's parameters for the i-th task: the hypernetwork's from its own embedding or, where that is not learnt
+    yet, from the newest one; without a hypernetwork those that it has now."""
+    learner = state.learner
+    if "embedding" in learner:
+        learner = learner | {"embedding": jnp.where(i < state.finished, state.embeddings[i], learner["embedding"])}
+    return agent.networks(learner)["actor"]
 
 
 @partial(jax.jit, static_argnums=0)
-def policy_of(args: Args, learner: dict) -> dict:
-    """Parameters of the policy."""
-    return networks(args, learner)["actor"]
-
-
-@partial(jax.jit, static_argnums=0)
-def act(args: Args, actor: dict, obs: jax.Array, key: jax.Array, t: int) -> jax.Array:
-    """Draws the actions [N, A] of decision t for obs [N, D]."""
-    mean, log_std = make_actor(args).apply(actor, obs)
+def act(agent: Agent, actor: dict, obs: jax.Array, key: jax.Array | None = None, t: int = 0) -> jax.Array:
+    """Draws the actions [N, A] of decision t for obs [N, D]; without a key they are the policy's mean."""
+    mean, log_std = agent.actor.apply(actor, obs)
+    if key is None:
+        return mean
     return mean + jnp.exp(log_std) * jax.random.normal(jax.random.fold_in(key, t), mean.shape)
 
 
-@partial(jax.jit, static_argnums=0)
-def mean_action(args: Args, actor: dict, obs: jax.Array) -> jax.Array:
-    return make_actor(args).apply(actor, obs)[0]
+def collect(args: Args, agent: Agent, env: doorgym.DoorVectorEnv, state: TrainState, watch: runs.Stopwatch):
+    """Plays an episode of each door; returns Rollout and success bool [N]."""
+    seed = envs.derive_seed(args.seed, 1 + int(state.task), 1 + int(state.updates))
+    key, actor = jax.random.PRNGKey(seed), policy_for(agent, state, state.task)
+
+    def policy(obs, t):
+        with watch("inference"):
+            return jax.device_get(act(agent, actor, obs, key, t))
+
+    with watch("rollout"):
+        return doors.play(env, policy, seed)
 
 
-def make_doors(args: Args, task: str, num_envs: int, seed: int, num_worlds: int) -> doorgym.DoorVectorEnv:
-    return doorgym.make_vec(
-        task, num_envs, seed, args.num_threads or None,
-        robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
-        max_episode_steps=ACTION_REPEAT * DECISIONS,
-    )  # fmt: skip
+# ALGORITHM
 
 
-def play(doors: doorgym.DoorVectorEnv, choose, seed: int, film: list | None = None):
-    """One episode of each door, with the actions that `choose(obs, t)` returns: a Rollout, and success bool [N].
-
-    `film` is given a frame of the first door before each decision.
-    """
-    obs, _ = doors.reset(seed=seed)
-    seen, actions, rewards = [obs], [], []
-    for t in range(DECISIONS):
-        actions.append(np.asarray(choose(obs, t)))
-        if film is not None:
-            film.append(doors.frame())
-        obs, reward, _, truncated, info = doors.step(actions[-1])
-        rewards.append(reward)
-        seen.append(info["final_obs"] if truncated.any() else obs)
-    rollout = Rollout(np.stack(seen), np.stack(actions), np.stack(rewards).astype(np.float32))
-    return rollout, info["final_info"]["success"]
-
-
-# PROXIMAL POLICY OPTIMISATION
-
-
-def gae(args: Args, rewards: jax.Array, values: jax.Array) -> jax.Array:
-    """Generalised advantage estimates [T, N] (Schulman et al. 2016, equation 16) of episodes that a time limit ends:
-    rewards [T, N], values [T + 1, N]."""
+def gae(rewards: jax.Array, values: jax.Array, *, gamma: float, gae_lambda: float) -> jax.Array:
+    """Generalised advantage estimates float32 [T] of an episode that a time limit ends (Schulman et al. 2016, equation
+    16): rewards [T], values [T + 1]."""
+    chex.assert_rank([rewards, values], 1)
     chex.assert_equal_shape([rewards, values[1:]])
-    deltas = rewards + args.gamma * values[1:] - values[:-1]
+    deltas = rewards + gamma * values[1:] - values[:-1]
 
     def backward(advantage, delta):
-        advantage = delta + args.gamma * args.gae_lambda * advantage
+        advantage = delta + gamma * gae_lambda * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.zeros_like(deltas[0]), deltas, reverse=True)[1]
+    return jax.lax.scan(backward, jnp.float32(0), deltas, reverse=True)[1]
 
 
 class Batch(NamedTuple):
+    """Decisions to learn from."""
+
     obs: jax.Array  # [B, D]
     actions: jax.Array  # [B, A]
-    log_probs: jax.Array  # [B]
+    log_probs: jax.Array  # [B], of the policy that acted
     values: jax.Array  # [B]
     advantages: jax.Array  # [B]
     returns: jax.Array  # [B]
@@ -477,55 +412,51 @@ def log_prob(mean: jax.Array, log_std: jax.Array, actions: jax.Array) -> jax.Arr
     return (-0.5 * x**2 - log_std - 0.5 * np.log(2 * np.pi)).sum(axis=-1)
 
 
-def value_loss(args: Args, values: jax.Array, old: jax.Array, returns: jax.Array) -> jax.Array:
-    """Half the squared error of values kept near the old ones [B]. PPO takes the larger of this and the plain error;
-    the study's HN-PPO does not, so a value that has moved far enough moves no further."""
-    clipped = (old + jnp.clip(values - old, -args.clip_coef, args.clip_coef) - returns) ** 2
-    if args.method == "hnppo":
-        return 0.5 * clipped.mean()
-    return 0.5 * jnp.maximum((values - returns) ** 2, clipped).mean()
+def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """The parts of PPO's loss (Schulman et al. 2017, equations 7 and 9) for each sample, float32 [B].
 
-
-def loss(args: Args, learner: dict, batch: Batch):
-    """PPO's loss (Schulman et al. 2017, equation 9): float32 [] and its parts."""
-    params = networks(args, learner)
-    mean, log_std = make_actor(args).apply(params["actor"], batch.obs)
-    values = make_critic(args).apply(params["critic"], batch.obs)
-    chex.assert_equal_shape([values, batch.values, batch.returns, batch.advantages, batch.log_probs])
-    log_ratio = log_prob(mean, log_std, batch.actions) - batch.log_probs
+    The value loss is half the squared error of a value kept near the old one. PPO takes the larger of this and the
+    plain error; the study's HN-PPO does not, so a value that has moved far enough moves no further.
+    """
+    chex.assert_equal_shape([log_probs, values, batch.log_probs, batch.values, batch.advantages, batch.returns])
+    log_ratio = log_probs - batch.log_probs
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    parts = {
-        "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages).mean(),
-        "value_loss": value_loss(args, values, batch.values, batch.returns),
-        "entropy": (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(),
-        "approx_kl": (ratio - 1 - log_ratio).mean(),
-        "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).mean(),
+    near = batch.values + jnp.clip(values - batch.values, -args.clip_coef, args.clip_coef)
+    value_loss = (near - batch.returns) ** 2
+    if args.method != "hnppo":
+        value_loss = jnp.maximum((values - batch.returns) ** 2, value_loss)
+    return {
+        "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
+        "value_loss": 0.5 * value_loss,
+        "approx_kl": ratio - 1 - log_ratio,
+        "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
-    return parts["policy_loss"] + args.vf_coef * parts["value_loss"] - args.ent_coef * parts["entropy"], parts
 
 
-# THE HYPERNETWORK'S PENALTY
+def loss(args: Args, agent: Agent, learner: dict, batch: Batch) -> dict[str, jax.Array]:
+    """PPO's loss and its parts for each sample, float32 [B]: `devices.gradient` says why, and takes the mean."""
+    params = agent.networks(learner)
+    mean, log_std = agent.actor.apply(params["actor"], batch.obs)
+    values = agent.critic.apply(params["critic"], batch.obs)
+    parts = ppo_parts(args, log_prob(mean, log_std, batch.actions), values, batch)
+    parts["entropy"] = jnp.full_like(values, (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum())
+    total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - args.ent_coef * parts["entropy"]
+    return parts | {"loss": total}
 
 
-def penalty(args: Args, hyper: dict, embeddings: jax.Array, targets: jax.Array, task: jax.Array) -> jax.Array:
-    """How far the weights generated for the `task` tasks before are from what they were: the squared distance, mean
-    over these tasks (von Oswald et al. 2020, equation 2). Embeddings [SLOTS, E], targets [SLOTS, size]."""
-    distance = ((make_hyper(args).apply(hyper, embeddings) - targets) ** 2).sum(axis=-1)
-    earlier = jnp.arange(SLOTS) < task
-    return (earlier * distance).sum() / jnp.maximum(task, 1)
+def penalty(agent: Agent, hyper: dict, state: TrainState) -> jax.Array:
+    """How far the weights generated for the tasks before this one are from what they were: the squared distance, mean
+    over these tasks (von Oswald et al. 2020, equation 2)."""
+    distance = ((agent.hyper.apply(hyper, state.embeddings) - state.targets) ** 2).sum(axis=-1)
+    earlier = jnp.arange(SLOTS) < state.task
+    return (earlier * distance).sum() / jnp.maximum(state.task, 1)
 
 
-def descend(args: Args, learner: dict, direction: dict) -> dict:
-    """A step against Adam's direction, each part of a learner by its learning rate."""
-    hyper = ("hyper", "embedding")
-    rates = {name: args.hyper_learning_rate if name in hyper else args.learning_rate for name in learner}
-    return {k: jax.tree.map(lambda p, d, rate=rates[k]: p - rate * d, learner[k], direction[k]) for k in learner}
-
-
-def gradients(args: Args, state: TrainState, learner: dict, opt_state, batch: Batch, remember: bool):
+def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remember: bool) -> tuple[dict, dict]:
     """The gradient of a minibatch: PPO's, clipped, and the penalty's, which looks one step ahead and is not clipped."""
-    (_, parts), grads = jax.value_and_grad(partial(loss, args), has_aux=True)(learner, batch)
+    weight = jnp.ones(len(batch.obs))
+    grads, parts, _ = devices.gradient(partial(loss, args, agent), state.learner, batch, weight, whole=True)
     # A barrier keeps XLA from computing a gradient of millions of weights again in each of its uses: twice as fast.
     grads = jax.lax.optimization_barrier(grads)
     norm = optax.tree.norm(grads)
@@ -535,158 +466,144 @@ def gradients(args: Args, state: TrainState, learner: dict, opt_state, batch: Ba
         grads = jax.tree.map(lambda g: scale * g, grads)
     if remember:
         # Where Adam would go with this gradient alone: the penalty there says what the step is about to spoil.
-        direction, _ = make_optimizer(args).update(grads, opt_state)
-        ahead = jax.lax.optimization_barrier(descend(args, learner, direction)["hyper"])
-        value, spoils = jax.value_and_grad(partial(penalty, args))(ahead, state.embeddings, state.targets, state.task)
+        step, _ = make_optimizer(args).update(grads, state.opt_state)
+        ahead = jax.lax.optimization_barrier(optax.apply_updates(state.learner, step)["hyper"])
+        parts["penalty"], spoils = jax.value_and_grad(partial(penalty, agent))(ahead, state)
         grads = grads | {"hyper": jax.tree.map(lambda g, s: g + args.beta * s, grads["hyper"], spoils)}
         grads = jax.lax.optimization_barrier(grads)
-        parts["penalty"] = value
     return grads, parts
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def update(args: Args, remember: bool, state: TrainState, rollout: Rollout):
-    """One update of PPO; `remember` adds the penalty. Returns the next state and metrics float32 []."""
-    chex.assert_shape(rollout.rewards, (DECISIONS, args.num_envs))
-    params = networks(args, state.learner)
-    mean, log_std = make_actor(args).apply(params["actor"], rollout.obs[:-1])
-    values = make_critic(args).apply(params["critic"], rollout.obs)
+def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tuple[TrainState, Batch, dict]:
+    """Rewards and advantages: returns the state with its filter moved on, a Batch and metrics float32 []."""
+    params = agent.networks(state.learner)
+    mean, log_std = agent.actor.apply(params["actor"], rollout.obs[:-1])
+    values = agent.critic.apply(params["critic"], rollout.obs)
     last = jnp.zeros(rollout.rewards.shape, bool).at[-1].set(True)
     return_filter, rewards = shaping.normalize(
         state.return_filter, rollout.rewards, last, jnp.ones_like(last), args.gamma
     )
-    advantages = gae(args, rewards, values)
+    advantages = jax.vmap(partial(gae, gamma=args.gamma, gae_lambda=args.gae_lambda), 1, 1)(rewards, values)
     returns = advantages + values[:-1]
-    explained = 1 - advantages.var() / jnp.maximum(returns.var(), 1e-8)
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-5)
-    log_probs = log_prob(mean, log_std, rollout.actions)
-    batch = Batch(rollout.obs[:-1], rollout.actions, log_probs, values[:-1], advantages, returns)
+    metrics = {
+        "losses/explained_variance": 1 - advantages.var() / jnp.maximum(returns.var(), 1e-8),
+        "losses/action_std": jnp.exp(log_std).mean(),
+    }
+    batch = Batch(
+        obs=rollout.obs[:-1],
+        actions=rollout.actions,
+        log_probs=log_prob(mean, log_std, rollout.actions),
+        values=values[:-1],
+        advantages=(advantages - advantages.mean()) / (advantages.std() + 1e-5),
+        returns=returns,
+    )
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    return state._replace(return_filter=return_filter), batch, metrics
+
+
+def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remember: bool) -> tuple[TrainState, dict]:
+    """Epochs of minibatches; returns the next state and the last epoch's mean metrics."""
     tx = make_optimizer(args)
 
-    def minibatch(carry, index):
-        learner, opt_state, skipped, in_a_row, longest = carry
-        grads, parts = gradients(args, state, learner, opt_state, jax.tree.map(lambda x: x[index], batch), remember)
+    def take(grads, learner, opt_state):
+        step, opt_state = tx.update(grads, opt_state)
+        return optax.apply_updates(learner, step), opt_state
+
+    def minibatch(state, index):
+        grads, parts = gradients(args, agent, state, jax.tree.map(lambda x: x[index], batch), remember=remember)
         good = jnp.isfinite(parts["grad_norm"] + optax.tree.norm(grads))  # one that is not would make everything so
+        learner, opt_state = jax.lax.cond(good, take, lambda grads, *same: same, grads, state.learner, state.opt_state)
+        in_a_row = jnp.where(good, 0, state.skipped_in_a_row + 1)
+        state = state._replace(
+            learner=learner, opt_state=opt_state, skipped=state.skipped + ~good, skipped_in_a_row=in_a_row
+        )
+        return state, (jax.tree.map(lambda x: jnp.where(good, x, jnp.nan), parts), in_a_row)
 
-        def take(learner, opt_state):
-            direction, opt_state = tx.update(grads, opt_state)
-            return descend(args, learner, direction), opt_state
-
-        learner, opt_state = jax.lax.cond(good, take, lambda *same: same, learner, opt_state)
-        in_a_row = jnp.where(good, 0, in_a_row + 1)
-        carry = learner, opt_state, skipped + ~good, in_a_row, jnp.maximum(longest, in_a_row)
-        return carry, jax.tree.map(lambda x: jnp.where(good, x, jnp.nan), parts)
-
-    def epoch(carry, key):
+    def epoch(state, key):
         order = jax.random.permutation(key, len(batch.obs)).reshape(args.num_minibatches, -1)
-        carry, parts = jax.lax.scan(minibatch, carry, order)
-        return carry, jax.tree.map(lambda x: jnp.nan_to_num(jnp.nanmean(x)), parts)  # of the steps that were taken
+        state, (parts, in_a_row) = jax.lax.scan(minibatch, state, order)
+        parts = jax.tree.map(lambda x: jnp.nan_to_num(jnp.nanmean(x)), parts)  # of the steps that were taken
+        return state, (parts, in_a_row.max())
 
     key, *keys = jax.random.split(state.key, 1 + args.update_epochs)
-    carry = state.learner, state.opt_state, state.skipped, state.skipped_in_a_row, jnp.int32(0)
-    (learner, opt_state, skipped, in_a_row, longest), parts = jax.lax.scan(epoch, carry, jnp.stack(keys))
-    state = state._replace(
-        learner=learner,
-        opt_state=opt_state,
-        key=key,
-        updates=state.updates + 1,
-        global_step=state.global_step + rollout.rewards.size,
-        skipped=skipped,
-        skipped_in_a_row=in_a_row,
-        return_filter=return_filter,
-    )
-    metrics = {f"losses/{name}": value[-1] for name, value in parts.items()} | {
-        "losses/explained_variance": explained,
-        "losses/action_std": jnp.exp(log_std).mean(),
-        "charts/skipped_steps": skipped,
-        "charts/skipped_in_a_row": longest,
-    }
-    return state, metrics
+    state, (parts, in_a_row) = jax.lax.scan(epoch, state._replace(key=key), jnp.stack(keys))
+    metrics = {f"losses/{name}": value[-1] for name, value in parts.items()}
+    return state, metrics | {"charts/skipped_steps": state.skipped, "charts/skipped_in_a_row": in_a_row.max()}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def update(args: Args, agent: Agent, remember: bool, state: TrainState, rollout: Rollout) -> tuple[TrainState, dict]:
+    """One update of PPO; `remember` adds the penalty. Returns the next state and metrics float32 []."""
+    chex.assert_shape(rollout.rewards, (DECISIONS, args.num_envs))
+    state, batch, metrics = prepare(args, agent, state, rollout)
+    state, more = optimize(args, agent, state, batch, remember=remember)
+    state = state._replace(updates=state.updates + 1, global_step=state.global_step + rollout.rewards.size)
+    return state, metrics | more
 
 
 # EVALUATION
 
 
-def policy_for(args: Args, state: TrainState, i: int) -> dict:
-    """The policy for the i-th task: the hypernetwork's from its own embedding or, where it has none yet, from the
-    newest one; without a hypernetwork the network as it is now."""
-    learner = state.learner
-    if args.method == "hnppo" and i < int(state.finished):
-        learner = learner | {"embedding": state.embeddings[i]}
-    return policy_of(args, learner)
+def make_policy(agent: Agent, actor: dict) -> Callable:
+    """A policy as `doors.play` calls it: mean actions."""
 
+    def policy(obs, t):
+        return act(agent, actor, obs)
 
-def evaluate_actions(args: Args, choose: Callable, task: str, episodes: int, seed: int, film: list | None):
-    """`play` before doors of its own, the same ones for a seed: returns [episodes] and success bool [episodes]."""
-    with closing(make_doors(args, task, episodes, seed, episodes)) as doors:
-        rollout, success = play(doors, choose, seed, film)
-    return rollout.rewards.sum(axis=0), success
-
-
-def evaluate_policy(args: Args, actor: dict, task: str, episodes: int, seed: int = EVAL_SEED, film: list | None = None):
-    """The same with a policy's mean actions."""
-    return evaluate_actions(args, lambda obs, t: mean_action(args, actor, obs), task, episodes, seed, film)
+    return policy
 
 
 @partial(jax.jit, static_argnums=0)
 def keep_best(args: Args, state: TrainState, success: jax.Array) -> TrainState:
     """Takes in an evaluation's success rate; of equally good parameters the latest are kept."""
-    better = success >= state.best_success
-    best = jax.tree.map(partial(jnp.where, better), state.learner, state.best)
-    held = jnp.where(success >= args.stop_at_success, state.held + 1, 0)
-    return state._replace(best=best, best_success=jnp.maximum(success, state.best_success), held=held)
+    best = jax.tree.map(partial(jnp.where, success >= state.best.success), state.learner, state.best.learner)
+    held = jnp.where(success >= args.stop_at_success, state.best.held + 1, 0)
+    return state._replace(best=Best(best, jnp.maximum(success, state.best.success), held))
 
 
-def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, video: bool):
+def evaluate_task(args: Args, agent: Agent, state: TrainState, task: str) -> tuple[TrainState, dict]:
+    """Evaluates the task that is learnt; returns the state, the task's best parameters in it, and metrics."""
+    policy = make_policy(agent, policy_for(agent, state, state.task))
+    returns, success = doors.evaluate(args, policy, task, episodes=args.eval_episodes, seed=SELECT_SEED)
+    state = keep_best(args, state, success.mean())
+    return state, {"eval/success_rate": success.mean(), "eval/mean_return": returns.mean()}
+
+
+def evaluate(
+    args: Args, run_dir: str, *, episodes: int, seed: int, levels: str, random: bool, video: bool
+) -> runs.Evaluation:
     """For evaluate.py: plays the newest checkpoint of a run, or random actions, on each of its tasks.
 
-    A network that learnt its task from scratch plays that task; otherwise see `policy_for`. Returns the step, a title,
-    a row for each task, a summary of them and frames of one door of each, if asked.
+    A network that learnt its task from scratch plays that task; otherwise see `policy_for`.
     """
-    state, rows, film = load(args, run_dir)["state"], [], []
-    rng, names, finished = np.random.default_rng(seed), task_names(args), int(state.finished)
-    for i, name in enumerate(names):
-        where = name, episodes, EVAL_SEED + seed, film if video else None
-        if random:
-            drawn = lambda obs, t: rng.uniform(-1, 1, (len(obs), sizes(args)[1]))  # noqa: E731
-            returns, success = evaluate_actions(args, drawn, *where)
-        else:
-            own = args.method == "ppo" and i < finished
-            actor = generated(args)[1](state.targets[i])["actor"] if own else policy_for(args, state, i)
-            returns, success = evaluate_policy(args, actor, *where)
-        rows.append({"task": name, "success_rate": float(success.mean()), "mean_return": float(returns.mean())})
-        rows[-1] |= {"episodes": episodes, "learnt": "yes" if i < finished else "no"}
-    summary = {row["task"]: row["success_rate"] for row in rows} | {"tasks_learnt": finished}
-    title = f"{args.method}, doors opened" + (" by random actions" if random else "")
-    return int(state.global_step), title, rows, summary, np.stack(film) if film else None
+    check(levels == "test", f"--levels {levels}: has no effect on {SCRIPT}.py, whose doors are always new ones")
+    agent = Agent(args)
+    state, rows, film = load(args, agent, run_dir)["state"], [], []
+    rng, finished = np.random.default_rng(seed), int(state.finished)
+
+    def random_policy(obs, t):
+        return rng.uniform(-1, 1, (len(obs), agent.actor.actions))
+
+    for i, task in enumerate(doors.task_names(args)):
+        own = args.method == "ppo" and i < finished
+        actor = agent.unpack(state.targets[i])["actor"] if own else policy_for(agent, state, i)
+        policy = random_policy if random else make_policy(agent, actor)
+        returns, success = doors.evaluate(
+            args, policy, task, episodes=episodes, seed=EVAL_SEED + seed, film=film if video else None
+        )
+        row = {"task": task, "success_rate": float(success.mean()), "mean_return": float(returns.mean())}
+        rows.append(row | {"episodes": episodes, "learnt": "yes" if i < finished else "no"})
+    return runs.Evaluation(
+        step=int(state.global_step),
+        name="random_episodes" if random else "episodes",
+        title=f"{args.method}, doors opened" + (" by random actions" if random else ""),
+        rows=rows,
+        summary={row["task"]: row["success_rate"] for row in rows} | {"tasks_learnt": finished},
+        film=np.stack(film) if video else None,
+    )
 
 
 # MAIN
-
-
-def learn(args: Args, state: TrainState, doors: doorgym.DoorVectorEnv, watch: runs.Stopwatch):
-    """Plays and learns once; returns the next state and metrics."""
-    seed = envs.derive_seed(args.seed, 1 + int(state.task), 1 + int(state.updates))
-    key, actor = jax.random.PRNGKey(seed), policy_of(args, state.learner)
-
-    def choose(obs, t):
-        with watch("inference"):
-            return jax.device_get(act(args, actor, obs, key, t))
-
-    with watch("rollout"):
-        rollout, success = play(doors, choose, seed)
-    with watch("update"):
-        remember = args.method == "hnppo" and args.beta > 0 and int(state.task) > 0
-        state, metrics = update(args, remember, state, rollout)
-        metrics = jax.device_get(metrics)
-    charts = {
-        "charts/success_rate": success.mean(),
-        "charts/episodic_return": rollout.rewards.sum(axis=0).mean(),
-        "charts/task": state.task,
-        "charts/task_updates": state.updates,
-    }
-    return state, metrics | charts
 
 
 def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict) -> None:
@@ -699,76 +616,95 @@ def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict) -> None:
         )
 
 
-def main(args: Args) -> runs.Run:
-    """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
-    check_args(args)
-    names, saved = task_names(args), None
-    if args.resume:
-        old = runs.saved_args(Args, args.resume, "--resume", SCRIPT)
-        runs.check_same(args, old, FIXED)
-        saved = load(args, args.resume)
-        begun = task_names(old)[: int(saved["state"].task) + 1]
-        check(names[: len(begun)] == begun, f"--tasks {args.tasks!r}: this run has begun {', '.join(begun)}")
-
-    with runs.Run(args, SCRIPT) as run:
-        watch, doors = runs.Stopwatch(), None
-        state = saved["state"] if saved else initial_state(args)
-        if saved:
-            run.restore(saved["run"])
-        while not run.stop and int(state.finished) < len(names):
-            if state.finished > state.task:
-                state = begin_task(args, state)
-            name = names[int(state.task)]
-            if doors is None or doors.task.name != name:
-                if doors:
-                    doors.close()
-                doors = make_doors(args, name, args.num_envs, envs.derive_seed(args.seed, 9), args.num_worlds)
-            state, metrics = learn(args, state, doors, watch)
-            step, updates = int(state.global_step), int(state.updates)
+def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> TrainState:
+    """Learns a task to its end, or until a signal comes."""
+    watch = runs.Stopwatch()
+    task = doors.task_names(args)[int(state.task)]
+    remember = args.method == "hnppo" and args.beta > 0 and int(state.task) > 0
+    batch = DECISIONS * args.num_envs
+    seed = envs.derive_seed(args.seed, 9)
+    with closing(doors.make_doors(args, task, args.num_envs, seed=seed, num_worlds=args.num_worlds)) as env:
+        while not run.stop and state.finished == state.task:
+            rollout, success = collect(args, agent, env, state, watch)
+            with watch("update"):
+                state, metrics = update(args, agent, remember, state, rollout)
+                metrics = jax.device_get(metrics)
+            step, decisions = int(state.global_step), batch * int(state.updates)
             check_skipped(args, run, step, metrics)
             run.check_finite(step, metrics)
-            over = updates * args.num_envs * DECISIONS >= args.task_timesteps
-            if over or updates % args.eval_every == 0:
+            metrics |= {
+                "charts/success_rate": success.mean(),
+                "charts/episodic_return": rollout.rewards.sum(axis=0).mean(),
+                "charts/task": state.task,
+                "charts/task_updates": state.updates,
+            }
+            over = decisions >= args.task_timesteps
+            if over or runs.crossed(args.eval_every, decisions - batch, decisions):
                 with watch("evaluation"):
-                    actor = policy_of(args, state.learner)
-                    returns, success = evaluate_policy(args, actor, name, args.eval_episodes, SELECT_SEED)
-                state = keep_best(args, state, success.mean())
-                metrics |= {"eval/success_rate": success.mean(), "eval/mean_return": returns.mean()}
+                    state, more = evaluate_task(args, agent, state, task)
+                metrics |= more
             run.log(step, metrics | watch.fractions() | {"charts/SPS": run.steps_per_second(step)})
-            if over or state.held == 3:
-                state = finish(args, run, state, names)
-            if run.stop or state.finished > state.task or updates % args.checkpoint_every == 0:
+            if over or state.best.held == 3:
+                state = finish_task(args, agent, run, state)
+            if run.stop or state.finished > state.task or run.checkpoint_due(step):
                 run.save(step, {"state": state})
-        if doors:
-            doors.close()
-    return run
-
-
-def finish(args: Args, run: runs.Run, state: TrainState, names: tuple[str, ...]) -> TrainState:
-    """Ends a task: every task is evaluated, and the matrix so far is logged, printed, saved and drawn."""
-    i, state = int(state.task), end_task(args, state)
-    policies = [policy_for(args, state, j) for j in range(len(names))]
-    both = zip(policies, names, strict=True)
-    row = np.array([evaluate_policy(args, actor, name, args.eval_episodes)[1].mean() for actor, name in both])
-    state = state._replace(matrix=state.matrix.at[i, : len(row)].set(row))
-    step, matrix = int(state.global_step), np.asarray(state.matrix)[: i + 1, : len(names)]
-    summary = continual.metrics(matrix[:, : i + 1])
-    run.log(
-        step,
-        {f"eval/{name}/success_rate": x for name, x in zip(names, row, strict=True)}
-        | {f"eval/{name}": x for name, x in summary.items()},
-    )
-    title = f"{args.method}, {names[i]} learnt in {int(state.updates)} updates, seed {args.seed}"
-    continual.show(title, matrix, names, summary)
-    continual.write_csv(run.path / "matrix.csv", matrix, names)
-    run.save_picture(step, "matrix", continual.draw(matrix, names, f"{args.method}, seed {args.seed}"))
     return state
 
 
-def load(args: Args, run_dir: str) -> dict:
+def finish_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> TrainState:
+    """Ends a task: evaluates every task, and reports the matrix so far."""
+    names, i = doors.task_names(args), int(state.task)
+    state = end_task(args, agent, state)
+    row = np.full(SLOTS, np.nan)
+    for j, name in enumerate(names):
+        policy = make_policy(agent, policy_for(agent, state, j))
+        row[j] = doors.evaluate(args, policy, name, episodes=args.eval_episodes, seed=EVAL_SEED)[1].mean()
+    state = state._replace(matrix=state.matrix.at[i].set(row))
+    continual.report(
+        run,
+        int(state.global_step),
+        np.asarray(state.matrix)[: i + 1, : len(names)],
+        names,
+        title=f"{args.method}, seed {args.seed}",
+        note=f"{names[i]} learnt in {int(state.updates)} updates",
+    )
+    return state
+
+
+def initial(args: Args, agent: Agent) -> dict:
+    """All that a resume needs; `learn_task` saves the same."""
+    return {"state": initial_state(args, agent)}
+
+
+def load(args: Args, agent: Agent, run_dir: str) -> dict:
     """The newest checkpoint of a run."""
-    _, saved = runs.load_checkpoint(run_dir)
-    return saved | {"state": runs.restore_tree(jax.eval_shape(partial(initial_state, args)), saved["state"], run_dir)}
+    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
+
+
+def check_begun(args: Args, state: TrainState) -> None:
+    """Raises UsageError if a task that the resumed run has begun is not in its place."""
+    names = doors.task_names(args)
+    begun = doors.task_names(runs.saved_args(Args, args.resume, "--resume", SCRIPT))[: int(state.task) + 1]
+    check(names[: len(begun)] == begun, f"--tasks {args.tasks!r}: this run has begun {', '.join(begun)}")
+
+
+def main(args: Args) -> runs.Run:
+    """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
+    runs.check_args(args, SCRIPT)
+    agent = Agent(args)
+    saved = load(args, agent, args.resume) if args.resume else None
+    if saved:
+        check_begun(args, saved["state"])
+
+    with runs.Run(args, SCRIPT) as run:
+        state = (saved or initial(args, agent))["state"]
+        if saved:
+            run.restore(int(state.global_step), saved["run"])
+        while not run.stop and state.finished < len(doors.task_names(args)):
+            if state.finished > state.task:
+                state = begin_task(args, agent, state)
+            state = learn_task(args, agent, run, state)
+    return run
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ Espeholt et al. 2018 (arXiv 1802.01561), with the settings of a 2020 Procgen com
 of 200 steps, three passes over each batch, and the same network on the same frames as ppo_procgen.py. Try:
 
     python impala_procgen.py --env-id bigfish --gap-stack
-    python impala_procgen.py --env-id coinrun --num-actors 4 --num-envs 256 --num-steps 32 --num-sgd-iter 1
+    python impala_procgen.py --env-id coinrun --num-actors 4 --num-envs 256 --num-steps 32 --update-epochs 1
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -20,70 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from common import augment, compute, envs, networks, runs, shaping
-from common.actors import ActorError, Actors
+from common import augment, devices, envs, networks, runs, shaping
+from common.actors import Fleet
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args:
-    # The games
-    env_id: str = "bigfish"
-    """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""
-    distribution_mode: Literal["easy", "hard"] = "easy"
-    """difficulty of the levels"""
-    num_levels: int = 0
-    """how many levels to train on; 0 for all of them"""
-    start_level: int = 0
-    """the first training level, where num_levels is not 0"""
-    sticky_actions: float = 0.0
-    """probability that the game repeats the action before, whatever the policy chose"""
-    frame_stack: int = 4
-    """how many frames back the policy sees, the newest included; 1 for no stack"""
-    gap_stack: bool = True
-    """of these frames, keep the oldest and the newest only"""
-    reward_shaping: bool = False
-    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r instead of r"""
-    reward_clip: float = 0.0
-    """clip rewards to [-c, c], after shaping; 0 for no clipping"""
-    normalize_rewards: bool = False
-    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
+class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, runs.RunArgs):
+    LIMITS: ClassVar = {
+        "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 65536), "max_lag": (0, 64),
+        "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
+        "replay_size": (1, 2**20), "rho_bar": (0, None), "c_bar": (0, None), "pg_rho_bar": (0, None),
+        "vtrace_lambda": (0, 1), "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
+        "l2": (0, None),
+    }  # fmt: skip
+    FIXED: ClassVar = ("num_actors",)  # each has games of its own
 
-    # The network
-    encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see README)"""
-    channels: str = ""
-    """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
-    width: int = 2
-    """multiplies the encoder's own channels (impala: 16, 32, 32; nature: 32, 64, 64; mobilenet: 8, 12, 16, 32)"""
-    blocks: int = 2
-    """residual blocks in a stage (impala, mobilenet)"""
-    downsample: Literal["auto", "maxpool", "stride"] = "auto"
-    """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
-    separable: int = 0
-    """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
-    norm: Literal["auto", "none", "group"] = "auto"
-    """GroupNorm after each convolution, or none; auto is none but in mobilenet"""
-    conv_bias: Literal["auto", "yes", "no"] = "auto"
-    """whether convolutions have a bias; auto is yes in impala and nature"""
-    init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
-    """initial weights of convolutions and dense layer"""
-    activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
-    """the encoder's nonlinearity"""
-    pool: Literal["avg", "max", "flatten"] = "avg"
-    """before the dense layer: average or maximum over all positions, or keep them"""
-    hidden: int = 256
-    """units of the dense layer, and of the core"""
-    dropout: float = 0.0
-    """share of the dense layer's outputs that the learner drops"""
-    core: Literal["none", "lstm", "gru"] = "none"
-    """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
-
-    # The algorithm
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
     num_actors: int = 2
@@ -97,7 +51,7 @@ class Args:
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag updates old, so that the same seed gives the same metrics (bit for
     bit on a CPU); without it the threads' timing decides how old"""
-    num_sgd_iter: int = 3
+    update_epochs: int = 3
     """passes over a batch"""
     num_minibatches: int = 2
     """minibatches in a pass, each of whole unrolls"""
@@ -125,95 +79,47 @@ class Args:
     """clip the gradient (of the mean over a minibatch) to this global norm; 0 for no clipping"""
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """Adam, as the competition entry, or RMSProp, as the paper (decay 0.99)"""
-    optimizer_eps: float = 1e-8
-    """the optimiser's epsilon"""
+    adam_eps: float = 1e-8
+    """epsilon of Adam, or of RMSProp"""
     l2: float = 0.0
     """coefficient of the squared norm of the convolutions' kernels in the loss"""
-    augment: str = ""
-    """random transforms of the learner's frames, such as translate,flip (a wrong name lists them)"""
-    augment_prob: float = 0.5
-    """probability of each of these transforms, for each sample"""
-    augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from the augmented frames, which the ratio then compares too; drac: only regularise by them"""
-    drac_coef: float = 0.1
-    """coefficient of that regulariser"""
+    normalize_rewards: bool = False
+    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 
-    # The run
-    seed: int = 1
-    """of everything; see --deterministic"""
-    run_dir: str = "runs"
-    """where run directories go"""
-    resume: str = ""
-    """a run directory to continue; its arguments are taken over, and flags given here override them"""
-    checkpoint_every: int = 1_000_000
-    """environment steps between checkpoints; at each, the games start anew (unfinished episodes are truncated)"""
-    keep_checkpoints: int = 3
-    """how many of the newest checkpoints to keep"""
-    eval_every: int = 1_000_000
-    """environment steps between evaluations; 0 for one at the end only"""
-    eval_episodes: int = 128
-    """episodes of an evaluation on each set of levels; 0 for no evaluation"""
-    capture_video: bool = False
-    """write a video of one episode at each evaluation"""
-    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases; auto is online if logged in, else offline"""
-    wandb_project: str = "procgen"
-    """W&B project"""
-    wandb_entity: str = ""
-    """W&B team or user; empty for your default"""
-
-
-# Closed ranges of the numbers among the flags; None: no bound.
-LIMITS = {
-    "num_levels": (0, envs.MAX_SEED), "start_level": (0, envs.MAX_SEED), "sticky_actions": (0, 0.99),
-    "frame_stack": (1, 64), "reward_clip": (0, None), "dropout": (0, 0.99),
-    "total_timesteps": (1, 2**31 - 2**24), "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 65536),
-    "max_lag": (0, 64), "num_sgd_iter": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
-    "replay_size": (1, 2**20), "rho_bar": (0, None), "c_bar": (0, None), "pg_rho_bar": (0, None),
-    "vtrace_lambda": (0, 1), "vf_coef": (0, None), "max_grad_norm": (0, None), "optimizer_eps": (1e-30, None),
-    "l2": (0, None), "augment_prob": (0, 1), "drac_coef": (0, None), "seed": (0, envs.MAX_SEED),
-    "checkpoint_every": (1, None), "keep_checkpoints": (1, None), "eval_every": (0, None), "eval_episodes": (0, 10**6),
-}  # fmt: skip
-# What a run cannot change when it is resumed: its games have been played.
-FIXED = ("env_id", "distribution_mode", "num_levels", "start_level", "seed", "num_actors")
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        check(
+            self.num_envs % self.num_actors == 0,
+            f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}",
+        )
+        replayed = num_replayed(self)
+        batch = self.num_envs + replayed
+        check(
+            batch % self.num_minibatches == 0,
+            f"--num-minibatches {self.num_minibatches}: must divide a batch's unrolls, {batch}"
+            + (f" ({self.num_envs} new and {replayed} replayed)" if self.replay_fraction else ""),
+        )
+        if self.replay_fraction:
+            least, most = 1 / (self.num_envs + 1), 2**24 // self.num_steps
+            check(replayed > 0, f"--replay-fraction {self.replay_fraction}: give 0, or at least {least:.2g}")
+            check(
+                self.num_envs <= self.replay_size <= most,
+                f"--replay-size {self.replay_size}: must be from {self.num_envs}, one unroll of each game, to {most}",
+            )
+        check(
+            batch * self.num_steps <= 2**24,
+            f"--num-envs {self.num_envs}: a batch of {batch * self.num_steps} steps is too large, at most {2**24}",
+        )
+        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
+        runs.check_schedule("--ent-coef", self.ent_coef, 0, None)
+        runs.check_schedule("--gamma", self.gamma, 0, 1)
 
 
 def num_replayed(args: Args) -> int:
-    """How many of a batch's sequences come from the replay buffer."""
+    """How many of a batch's unrolls come from the replay buffer."""
     return round(args.num_envs * args.replay_fraction / (1 - args.replay_fraction))
-
-
-def check_args(args: Args) -> None:
-    """Raises UsageError, one sentence, if a flag's value makes no sense."""
-    runs.check_limits(args, LIMITS)
-    envs.check_flags(args)
-    networks.check_flags(args)
-    augment.check_flags(args)
-    check(
-        args.num_envs % args.num_actors == 0,
-        f"--num-actors {args.num_actors}: must divide the number of games, {args.num_envs}",
-    )
-    batch = args.num_envs + num_replayed(args)
-    check(
-        batch % args.num_minibatches == 0,
-        f"--num-minibatches {args.num_minibatches}: must divide a batch's unrolls, {batch}"
-        + (f" ({args.num_envs} new and {batch - args.num_envs} replayed)" if args.replay_fraction else ""),
-    )
-    if args.replay_fraction:
-        least = 1 / (args.num_envs + 1)
-        check(batch > args.num_envs, f"--replay-fraction {args.replay_fraction}: give 0, or at least {least:.2g}")
-        check(
-            args.num_envs <= args.replay_size <= 2**24 // args.num_steps,
-            f"--replay-size {args.replay_size}: must be from {args.num_envs}, one unroll of each game, to "
-            f"{2**24 // args.num_steps}",
-        )
-    check(
-        batch * args.num_steps <= 2**24,
-        f"--num-envs {args.num_envs}: a batch of {batch * args.num_steps} steps is too large, at most {2**24}",
-    )
-    runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
-    runs.check_schedule("--ent-coef", args.ent_coef, 0, None)
-    runs.check_schedule("--gamma", args.gamma, 0, 1)
 
 
 # NETWORK
@@ -250,10 +156,6 @@ def make_agent(args: Args) -> Agent:
     return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
 
 
-def initial_core(args: Args, size: int) -> networks.Core:
-    return networks.initial_core(args.core, args.hidden, size)
-
-
 # TRAINING STATE
 
 
@@ -267,31 +169,36 @@ class TrainState(NamedTuple):
     updates: jax.Array  # int32 []: the parameters' version
 
 
-class Sequences(NamedTuple):
-    """Unrolls as the learner sees them, one game each; H older frames come first."""
+class Batch(NamedTuple):
+    """Steps to learn from: of unrolls of N games [T, N]; in a minibatch B of them, [B, T]."""
 
-    frames: jax.Array  # uint8 [B, H + T + 1, 64, 64, 3]
-    age: jax.Array  # int32 [B, T + 1]: steps since the episode's first frame
-    actions: jax.Array  # int32 [B, T]
-    logits: jax.Array  # float32 [B, T, 15], of the policy that acted
-    rewards: jax.Array  # float32 [B, T]
-    terminated: jax.Array  # bool [B, T]
-    done: jax.Array  # bool [B, T]: EnvPool resets here, this step is no transition
-    core: networks.Core  # before the first step
+    actions: jax.Array
+    logits: jax.Array  # [..., 15], of the policy that acted
+    rewards: jax.Array
+    terminated: jax.Array
+    done: jax.Array  # EnvPool resets here, this step is no transition
+
+
+class Unrolls(NamedTuple):
+    """Unrolls of N games as the learner sees them; games are axis 1 of all its arrays."""
+
+    frames: envs.Frames  # of T + 1 steps
+    core: networks.Core  # [1, N, hidden], before the first step
+    batch: Batch
 
 
 class Memory(NamedTuple):
     """What the learner remembers of the games, on its first device."""
 
     reward_filter: shaping.ReturnFilter
-    replay: Sequences | None  # B = replay_size
-    written: jax.Array  # int32 []: sequences ever put into the replay buffer
+    replay: Unrolls | None  # N = replay_size
+    written: jax.Array  # int32 []: unrolls ever put into the replay buffer
 
 
 class Carry(NamedTuple):
     """What an actor needs besides its games to go on with n of them."""
 
-    history: jax.Array  # uint8 [n, H, 64, 64, 3]: the frames before the newest
+    history: jax.Array  # uint8 [H, n, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [n]: what the games played last
     core: networks.Core
 
@@ -300,52 +207,64 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
     clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     if args.optimizer == "rmsprop":
-        return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.optimizer_eps, bias_correction=True))
-    return optax.chain(clip, optax.scale_by_adam(eps=args.optimizer_eps))
+        return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
+    return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
-    frames = jnp.zeros((1, 64, 64, channels), jnp.uint8)
-    params = agent.init(init_key, frames, jnp.ones(1, bool), initial_core(args, 1))
-    return TrainState(params, make_optimizer(args).init(params), key, jnp.int32(0), jnp.int32(0))
+    frames = jnp.zeros((1, 64, 64, 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))), jnp.uint8)
+    params = agent.init(init_key, frames, jnp.ones(1, bool), networks.initial_core(args.core, args.hidden, 1))
+    return TrainState(
+        params=params,
+        opt_state=make_optimizer(args).init(params),
+        key=key,
+        global_step=jnp.int32(0),
+        updates=jnp.int32(0),
+    )
 
 
 @partial(jax.jit, static_argnums=0)
 def initial_memory(args: Args) -> Memory:
-    replay, size, steps = None, args.replay_size, args.num_steps
-    if args.replay_fraction:
-        replay = Sequences(
-            frames=jnp.zeros((size, envs.history_length(args) + steps + 1, *envs.FRAME_SHAPE), jnp.uint8),
-            age=jnp.zeros((size, steps + 1), jnp.int32),
-            actions=jnp.zeros((size, steps), jnp.int32),
-            logits=jnp.zeros((size, steps, envs.NUM_ACTIONS)),
-            rewards=jnp.zeros((size, steps)),
-            terminated=jnp.zeros((size, steps), bool),
-            done=jnp.zeros((size, steps), bool),
-            core=initial_core(args, size),
-        )
+    replay = empty_unrolls(args, args.replay_size) if args.replay_fraction else None
     return Memory(shaping.new_filter(args.num_envs), replay, jnp.int32(0))
+
+
+def empty_unrolls(args: Args, size: int) -> Unrolls:
+    shape, offsets = (args.num_steps, size), envs.stack_offsets(args.frame_stack, args.gap_stack)
+    return Unrolls(
+        frames=envs.Frames.after(envs.empty_history(size, offsets), args.num_steps + 1, offsets),
+        core=jax.tree.map(lambda x: x[None], networks.initial_core(args.core, args.hidden, size)),
+        batch=Batch(
+            actions=jnp.zeros(shape, jnp.int32),
+            logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
+            rewards=jnp.zeros(shape),
+            terminated=jnp.zeros(shape, bool),
+            done=jnp.zeros(shape, bool),
+        ),
+    )
 
 
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
     size = args.num_envs // args.num_actors
-    history = jnp.zeros((size, envs.history_length(args), *envs.FRAME_SHAPE), jnp.uint8)
-    return Carry(history, jnp.zeros(size, jnp.int32), initial_core(args, size))
+    return Carry(
+        history=envs.empty_history(size, envs.stack_offsets(args.frame_stack, args.gap_stack)),
+        last_action=jnp.zeros(size, jnp.int32),
+        core=networks.initial_core(args.core, args.hidden, size),
+    )
 
 
 # ROLLOUT
 
 
 class Rollout(NamedTuple):
-    """What stays on an actor's device while it plays T steps of n games, game by game; H older frames come first."""
+    """What stays on an actor's device while it plays T steps of n games."""
 
-    frames: jax.Array  # uint8 [n, H + T + 1, 64, 64, 3]: column H + t is what step t acts on
-    actions: jax.Array  # int32 [n, T]
-    logits: jax.Array  # float32 [n, T, 15]
+    frames: envs.Frames  # of T + 1 steps
+    actions: jax.Array  # int32 [T, n]
+    logits: jax.Array  # float32 [T, n, 15]
     last_action: jax.Array  # int32 [n]
     first_core: networks.Core
     core: networks.Core
@@ -358,17 +277,17 @@ class Unroll(NamedTuple):
 
     rollout: Rollout
     steps: envs.Steps
-    games: int  # steps that the games had played by its end, since they were last started
 
 
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
-    size, past = len(carry.last_action), envs.history_length(args)
-    frames = jnp.zeros((size, past + args.num_steps + 1, *envs.FRAME_SHAPE), jnp.uint8)
+    """An actor's i-th rollout, before its first step."""
+    shape = (args.num_steps, args.num_envs // args.num_actors)
+    offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
     return Rollout(
-        frames=frames.at[:, :past].set(carry.history),
-        actions=jnp.zeros((size, args.num_steps), jnp.int32),
-        logits=jnp.zeros((size, args.num_steps, envs.NUM_ACTIONS)),
+        frames=envs.Frames.after(carry.history, args.num_steps + 1, offsets),
+        actions=jnp.zeros(shape, jnp.int32),
+        logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         last_action=carry.last_action,
         first_core=carry.core,
         core=carry.core,
@@ -377,41 +296,20 @@ def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
     )
 
 
-def put_frames(args: Args, rollout: Rollout, obs: jax.Array) -> jax.Array:
-    """The rollout's frames with obs uint8 [n, 3, 64, 64], of its step t, added."""
-    return rollout.frames.at[:, envs.history_length(args) + rollout.t].set(obs.transpose(0, 2, 3, 1))
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def end_rollout(args: Args, rollout: Rollout, obs: jax.Array) -> tuple[Rollout, Carry]:
-    """Adds the frames after the last step."""
-    history = rollout.frames[:, args.num_steps : args.num_steps + envs.history_length(args)]
-    return rollout._replace(frames=put_frames(args, rollout, obs)), Carry(history, rollout.last_action, rollout.core)
-
-
-def stack(args: Args, frames: jax.Array, age: jax.Array, times: jax.Array) -> jax.Array:
-    """Stacks uint8 [B, S, 64, 64, C] of the frames [B, H + T + 1, 64, 64, 3] of B games, at steps `times` [S] with
-    ages [B, S]."""
-    offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
-    game = lambda frames, age: envs.stack_frames(frames[:, None], age, envs.history_length(args) + times, 0, offsets)  # noqa: E731
-    return jax.vmap(game)(frames, age)
-
-
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
-    t, frames = rollout.t, put_frames(args, rollout, obs)
-    stacked = stack(args, frames, age[:, None], t[None])[:, 0]
-    features = compute.in_chunks(partial(agent.apply, params, method="encode"), stacked)
+    t = rollout.t
+    frames = rollout.frames.put(t, obs, age)
+    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames.stack(t))
     logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, rollout.core, method="decode")
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
     actions = jax.random.categorical(choose_key, logits[:, 0])
-    stick = jax.random.bernoulli(stick_key, args.sticky_actions, actions.shape) & (age > 0)
-    played = jnp.where(stick, rollout.last_action, actions)
+    played = envs.stick(stick_key, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,
-        actions=rollout.actions.at[:, t].set(actions),
-        logits=rollout.logits.at[:, t].set(logits[:, 0]),
+        actions=rollout.actions.at[t].set(actions),
+        logits=rollout.logits.at[t].set(logits[:, 0]),
         last_action=played,
         core=core,
         t=t + 1,
@@ -419,8 +317,20 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     return rollout, played
 
 
-def collect(args: Args, agent: Agent, games: Sequence[envs.Games], actor: int, i: int, params, carry, watch, check):
-    """Plays an actor's i-th unroll, as `common.actors.Actors` asks for it: returns an Unroll and the next Carry."""
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
+    """Adds the frames uint8 [n, 3, 64, 64] after the last step, and their ages int32 [n]."""
+    rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
+    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.last_action, rollout.core)
+
+
+def collect(
+    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check
+):
+    """Plays an actor's i-th unroll, in its thread, as `actors.Fleet` asks for it.
+
+    Returns an Unroll and the next Carry.
+    """
     rollout = begin_rollout(args, carry, envs.derive_seed(args.seed, actor), i)
 
     def choose_actions(obs, age):
@@ -428,185 +338,212 @@ def collect(args: Args, agent: Agent, games: Sequence[envs.Games], actor: int, i
         rollout, actions = act(args, agent, params, rollout, obs, age)
         return actions
 
-    steps = games[actor].play(choose_actions, args.num_steps, watch, check)
-    rollout, carry = end_rollout(args, rollout, games[actor].obs)
-    return Unroll(rollout, steps, games[actor].steps), carry
+    steps = games.play(choose_actions, args.num_steps, watch, check)
+    rollout, carry = end_rollout(args, rollout, games.obs, games.age)
+    return Unroll(rollout, steps), carry
 
 
 # ALGORITHM
 
 
-def vtrace(args: Args, log_ratio, rewards, values, terminated, done, next_value, next_target, gamma):
-    """V-trace of S steps of one sequence (Espeholt et al. 2018, equation 1 and section 4.2).
+def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda):
+    """V-trace of one sequence (Espeholt et al. 2018, equation 1 and section 4.2).
 
     Args:
-      log_ratio: [S], log of the learner's over the actor's probability of the action.
-      rewards, terminated: [S], of the transition from step t to t + 1.
-      values: [S], the learner's.
-      done: [S], whether step t is no transition. Its ratio counts as 0: so its target is its value, which stands for
+      log_ratio: [T], log of the learner's over the actor's probability of the action.
+      rewards, terminated: [T], of the transition from step t to t + 1.
+      values: [T + 1], the learner's.
+      done: [T], whether step t is no transition. Its ratio counts as 0: so its target is its value, which stands for
         the rest of a truncated episode, and nothing of the next episode comes through.
-      next_value, next_target: [], of the step after these; equal at a sequence's end.
+      gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda: [].
 
-    Returns targets of the values and advantages of the policy gradient, float32 [S].
+    Returns targets of the values and advantages of the policy gradient, float32 [T].
     """
     chex.assert_rank([log_ratio, rewards, values, terminated, done], 1)
-    chex.assert_equal_shape([log_ratio, rewards, values, terminated, done])
+    chex.assert_equal_shape([log_ratio, rewards, values[1:], terminated, done])
     ratio = jnp.where(done, 0.0, jnp.exp(log_ratio))
     discounts = gamma * (1.0 - terminated)
-    next_values = jnp.append(values[1:], next_value)
-    deltas = jnp.minimum(args.rho_bar, ratio) * (rewards + discounts * next_values - values)
-    decays = discounts * args.vtrace_lambda * jnp.minimum(args.c_bar, ratio)
+    deltas = jnp.minimum(rho_bar, ratio) * (rewards + discounts * values[1:] - values[:-1])
+    decays = discounts * vtrace_lambda * jnp.minimum(c_bar, ratio)
 
     def backward(correction, step):  # the paper's remark 1: v_s - V(x_s), from that of the step after
         delta, decay = step
         correction = delta + decay * correction
         return correction, correction
 
-    targets = values + jax.lax.scan(backward, next_target - next_value, (deltas, decays), reverse=True)[1]
-    next_targets = jnp.append(targets[1:], next_target)
-    advantages = jnp.minimum(args.pg_rho_bar, ratio) * (rewards + discounts * next_targets - values)
+    targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), (deltas, decays), reverse=True)[1]
+    next_targets = jnp.append(targets[1:], values[-1])
+    advantages = jnp.minimum(pg_rho_bar, ratio) * (rewards + discounts * next_targets - values[:-1])
     return targets, advantages
 
 
-def loss(args: Args, agent: Agent, gamma, ent_coef, params: dict, data, start, size, after):
-    """IMPALA's loss (Espeholt et al. 2018, section 4.2) of the `size` steps from `start` on.
+class Inputs(NamedTuple):
+    """What the network sees of a minibatch of B unrolls."""
+
+    frames: jax.Array  # uint8 [B, T + 1, 64, 64, C]; the last is the one after the last step
+    first: jax.Array  # bool [B, T + 1]: whether a frame is its episode's first
+    core: networks.Core  # before the first step, [B, hidden]
+    keys: jax.Array | None  # uint32 [B, T, 2], for augmentation and dropout
+
+
+def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> dict[str, jax.Array]:
+    """The parts of IMPALA's loss (Espeholt et al. 2018, section 4.2) for each step, float32 [B, T].
 
     Args:
-      data: Sequences [B, ...], a weight [B, T], 0 for what is no transition, and keys [B, 2] for augmentation and
-        dropout, or None.
-      after: value and target [B] of the step that follows.
-
-    Returns the loss float32 [], its parts (sums by weight), and value and target of the first step.
+      log_probs: float32 [B, T, 15], of the policy that learns.
+      values: float32 [B, T + 1].
+      batch: [B, T].
     """
-    part = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)  # noqa: E731
-    (batch, weight, keys), age = data, part(data[0].age)
-    weight, times = part(weight), start + jnp.arange(size)
-    actions, old_logits, rewards = part(batch.actions), part(batch.logits), part(batch.rewards)
-    terminated, done = part(batch.terminated), part(batch.done)
-
-    one = other = None
-    if keys is not None:
-        keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(times))(keys).reshape(-1, 2)
-        one, other = jax.vmap(jax.random.split, out_axes=1)(keys)
-    frames = stack(args, batch.frames, age, times)
-    frames = frames.reshape(-1, *frames.shape[2:])
-
-    def forward(frames):
-        encode = lambda x: agent.apply(params, *x, method="encode")  # noqa: E731
-        features = compute.in_chunks(encode, (frames, other)).reshape(*age.shape, -1)
-        return agent.apply(params, features, age == 0, batch.core, method="decode")[:2]
-
-    if args.augment:
-        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, one, frames)
-    logits, values = forward(augmented if args.augment and args.augment_mode == "rad" else frames)
-    chex.assert_equal_shape([logits, old_logits])
-    chex.assert_equal_shape([values, actions, rewards, done, weight])
-    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
+    chex.assert_equal_shape([log_probs, batch.logits])
+    chex.assert_equal_shape([values[:, 1:], batch.actions, batch.rewards, batch.terminated, batch.done])
+    old_log_probs = jax.nn.log_softmax(batch.logits)
     log_prob, old_log_prob = (
-        jnp.take_along_axis(x, actions[..., None], axis=-1)[..., 0] for x in (log_probs, old_log_probs)
+        jnp.take_along_axis(x, batch.actions[..., None], axis=-1)[..., 0] for x in (log_probs, old_log_probs)
     )
-    log_ratio = log_prob - old_log_prob
+    ratio = jnp.exp(log_prob - old_log_prob)
+    bars = {"rho_bar": args.rho_bar, "c_bar": args.c_bar, "pg_rho_bar": args.pg_rho_bar}
+    correct = jax.vmap(partial(vtrace, gamma=gamma, vtrace_lambda=args.vtrace_lambda, **bars))
     targets, advantages = jax.lax.stop_gradient(
-        jax.vmap(partial(vtrace, args), in_axes=(0, 0, 0, 0, 0, 0, 0, None))(
-            log_ratio, rewards, values, terminated, done, *after, gamma
-        )
+        correct(log_prob - old_log_prob, batch.rewards, values, batch.terminated, batch.done)
     )
-    parts = {
+    return {
         "policy_loss": -advantages * log_prob,
-        "value_loss": 0.5 * (values - targets) ** 2,
+        "value_loss": 0.5 * (values[:, :-1] - targets) ** 2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
         "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
-        "rho": jnp.minimum(args.rho_bar, jnp.exp(log_ratio)),
-        "rho_clipfrac": (jnp.exp(log_ratio) > args.rho_bar).astype(jnp.float32),
+        "rho": jnp.minimum(args.rho_bar, ratio),
+        "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
         "target": targets,
         "target_square": targets**2,
     }
-    if args.augment and args.augment_mode == "drac":
-        new_logits, new_values = forward(augmented)
-        parts["drac_loss"] = augment.drac_loss(logits, values[..., None], new_logits, new_values[..., None])
-    parts = {name: (weight * part).sum() for name, part in parts.items()}
+
+
+def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For T steps with these frames in place of the inputs': log-probabilities float32 [B, T, 15], and values
+    [B, T + 1], of which the last, of the inputs' last frame, is a constant."""
+    batch, steps = frames.shape[:2]
+    frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (frames, inputs.keys))
+    features = devices.in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
+    features = features.reshape(batch, steps, -1)
+    logits, values, core = agent.apply(params, features, inputs.first[:, :-1], inputs.core, method="decode")
+    last_value = agent.apply(params, inputs.frames[:, -1], inputs.first[:, -1], core)[1]
+    values = jnp.concatenate([values, jax.lax.stop_gradient(last_value)], axis=1)
+    return jax.nn.log_softmax(logits), values
+
+
+def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, gamma, ent_coef):
+    """IMPALA's loss, with DrAC's regulariser if asked.
+
+    Returns its parts for each step, float32 [B, T]: `devices.gradient` says why, and takes the mean over steps.
+    """
+    inputs, batch = minibatch
+    frames = inputs.frames[:, :-1]
+    if inputs.keys is not None:
+        augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(inputs.keys), 2, 0)
+        inputs = inputs._replace(keys=dropout_keys)
+    if args.augment:
+        transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
+        augmented = jax.vmap(transform)(augment_keys, frames)
+        frames = augmented if args.augment_mode == "rad" else frames
+    log_probs, values = forward(agent, params, inputs, frames)
+    parts = impala_parts(args, log_probs, values, batch, gamma=gamma)
     total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
-    total += args.drac_coef * parts.get("drac_loss", 0)
-    return total, (parts | {"loss": total}, (values[:, 0], targets[:, 0]))
+    if args.augment and args.augment_mode == "drac":
+        new_log_probs, new_values = forward(agent, params, inputs, augmented)
+        parts["drac_loss"] = augment.drac_loss(log_probs, values[:, :-1], new_log_probs, new_values[:, :-1])
+        total += args.drac_coef * parts["drac_loss"]
+    return parts | {"loss": total}
 
 
-def last_value(args: Args, agent: Agent, params: dict, batch: Sequences) -> jax.Array:
-    """Values float32 [B] of the frame after the last step."""
-    first = args.num_steps if args.core == "none" else 0  # a core has to see all that came before
-    times = jnp.arange(first, args.num_steps + 1)
-    age = batch.age[:, first:]
-    stacked = stack(args, batch.frames, age, times)
-    features = compute.apply(partial(agent.apply, method="encode"), params, stacked.reshape(-1, *stacked.shape[2:]))
-    return agent.apply(params, features.reshape(*age.shape, -1), age == 0, batch.core, method="decode")[1][:, -1]
+def join(parts: Sequence):
+    """Trees of arrays [T, n, ...] of several games each, as one."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: envs.Steps, step: int, i: int):
-    """Makes the i-th update's batch of the actors' rollouts [n, T] and all their steps [T, N], at environment step
-    `step`: returns the memory and Sequences [B, ...], the new ones first, then those replayed."""
+    """Makes the i-th update's batch of the actors' rollouts [T, n] and all their steps [T, N], at environment step
+    `step`: returns the memory and Unrolls, the new ones first, then those replayed."""
     gamma = runs.parse_schedule(args.gamma)(step)
-    reward_filter, reward = shaping.prepare_rewards(args, memory.reward_filter, steps, gamma)
-
-    def join(*arrays):  # as long rows, which XLA copies twice as fast on a CPU
-        return jnp.concatenate([x.reshape(len(x), -1) for x in arrays]).reshape(-1, *arrays[0].shape[1:])
-
-    arrays = ((r.frames, r.actions, r.logits, r.first_core) for r in rollouts)
-    frames, actions, logits, core = jax.tree.map(join, *arrays)
-    new = Sequences(frames, steps.age.T, actions, logits, reward.T, steps.terminated.T, steps.done.T, core)
+    reward_filter, rewards = shaping.prepare_rewards(args, memory.reward_filter, steps, gamma)
+    frames, actions, logits = join([(r.frames, r.actions, r.logits) for r in rollouts])
+    core = join([jax.tree.map(lambda x: x[None], r.first_core) for r in rollouts])
+    new = Unrolls(frames, core, Batch(actions, logits, rewards, steps.terminated, steps.done))
     if not args.replay_fraction:
         return memory._replace(reward_filter=reward_filter), new
     key = jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, args.num_actors)), i)
-    filled = jnp.minimum(memory.written, args.replay_size)  # in the first update, nothing: it draws from the new ones
-    drawn = jax.random.randint(key, num_replayed(args), 0, jnp.where(filled == 0, args.num_envs, filled))
-    draw = lambda x, buffer: jnp.where(filled == 0, x[drawn], buffer[drawn])  # noqa: E731
-    batch = jax.tree.map(lambda x, buffer: join(x, draw(x, buffer)), new, memory.replay)
-    rows = (memory.written + jnp.arange(args.num_envs)) % args.replay_size
-    replay = jax.tree.map(lambda buffer, x: buffer.at[rows].set(x), memory.replay, new)
+    filled = jnp.minimum(memory.written, args.replay_size)
+    empty = filled == 0  # in the first update, which draws from the new ones
+    drawn = jax.random.randint(key, num_replayed(args), 0, jnp.where(empty, args.num_envs, filled))
+    old = jax.tree.map(lambda x, held: jnp.where(empty, x[:, drawn], held[:, drawn]), new, memory.replay)
+    places = (memory.written + jnp.arange(args.num_envs)) % args.replay_size
+    replay = jax.tree.map(lambda held, x: held.at[:, places].set(x), memory.replay, new)
     written = memory.written + args.num_envs
     # Counted modulo the size once it is full, so that it never overflows.
     written = jnp.where(written < 2 * args.replay_size, written, written - args.replay_size)
-    return Memory(reward_filter, replay, written), batch
+    return Memory(reward_filter, replay, written), join([new, old])
+
+
+def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array) -> tuple[Inputs, Batch]:
+    """The unrolls of games int32 [B], batch axis first."""
+    steps = jnp.arange(args.num_steps + 1)
+    time, env = steps[None, :-1], games[:, None]
+
+    def keys_of(game):
+        return jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, game)))(steps[:-1])
+
+    inputs = Inputs(
+        frames=unrolls.frames.stack(steps[None], env),
+        first=unrolls.frames.first[steps[None], env],
+        core=jax.tree.map(lambda x: x[0, games], unrolls.core),
+        keys=jax.vmap(keys_of)(games) if args.augment or args.dropout else None,
+    )
+    return inputs, jax.tree.map(lambda x: x[time, env], unrolls.batch)
+
+
+def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, rates, key):
+    """Epochs of minibatches, V-trace anew in each; returns parameters, the optimiser's state and the last epoch's mean
+    metrics. Rates: learning rate, entropy coefficient and discount, float32 []."""
+    tx = make_optimizer(args)
+    learning_rate, ent_coef, gamma = rates
+    objective = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
+
+    def minibatch(learner, key, games):
+        params, opt_state = learner
+        inputs, batch = minibatch_of(args, unrolls, games, key)
+        grads, parts, _ = devices.gradient(objective, params, (inputs, batch), ~batch.done)
+        grads = networks.add_l2(grads, params, args.l2)
+        direction, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
+
+    def epoch(learner, key):
+        shuffle_key, sample_key = jax.random.split(key)
+        games = unrolls.batch.done.shape[1]
+        order = jax.random.permutation(shuffle_key, games).reshape(args.num_minibatches, -1)
+        learner, parts = jax.lax.scan(lambda learner, games: minibatch(learner, sample_key, games), learner, order)
+        return learner, jax.tree.map(jnp.mean, parts)
+
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state), parts = jax.lax.scan(epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def update(args: Args, agent: Agent, state: TrainState, batch: Sequences) -> tuple[TrainState, dict]:
-    """Passes of minibatches over Sequences [B, ...], V-trace anew in each: returns the next state and metrics [].
+def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tuple[TrainState, dict]:
+    """One IMPALA update: returns the next state and metrics, float32 [].
 
-    The losses are means of the last pass, over replayed unrolls too: rho and approx_kl are of all that the policy has
-    moved since an unroll was played, in this batch's own steps as well.
+    The losses are means of the last epoch, over replayed unrolls too: rho and approx_kl are of all that the policy has
+    moved since an unroll was played, in this update's own steps as well.
     """
     learning_rate, ent_coef, gamma = (
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     key, shuffle_key = jax.random.split(state.key)
-    tx = make_optimizer(args)
-
-    def minibatch(learner, key, index):
-        params, opt_state = learner
-        part = jax.tree.map(lambda x: x[index], batch)
-        weight = ~part.done / jnp.maximum((~part.done).sum(), 1)
-        objective, value = partial(loss, args, agent, gamma, ent_coef), last_value(args, agent, params, part)
-        keys = jax.vmap(partial(jax.random.fold_in, key))(index) if args.augment or args.dropout else None
-        (_, parts), grads = compute.value_and_grad_backwards(
-            objective, params, (part, weight, keys), (value, value), args.num_steps, whole=args.core != "none"
-        )
-        if args.l2:  # the gradient of l2 x the squared norm of each convolution's kernel
-            grads = jax.tree.map(lambda g, w: g + 2 * args.l2 * w if w.ndim == 4 else g, grads, params)
-        direction, opt_state = tx.update(grads, opt_state)
-        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
-
-    def one_pass(learner, key):
-        shuffle_key, sample_key = jax.random.split(key)
-        order = jax.random.permutation(shuffle_key, len(batch.age)).reshape(args.num_minibatches, -1)
-        learner, parts = jax.lax.scan(lambda learner, index: minibatch(learner, sample_key, index), learner, order)
-        return learner, jax.tree.map(jnp.mean, parts)
-
-    keys = jax.random.split(shuffle_key, args.num_sgd_iter)
-    (params, opt_state), parts = jax.lax.scan(one_pass, (state.params, state.opt_state), keys)
-    parts = jax.tree.map(lambda x: x[-1], parts)
+    params, opt_state, parts = optimize(
+        args, agent, state, unrolls, rates=(learning_rate, ent_coef, gamma), key=shuffle_key
+    )
     spread = parts.pop("target_square") - parts.pop("target") ** 2
-    new_transitions = (~batch.done[: args.num_envs]).sum()
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - 2 * parts["value_loss"] / jnp.maximum(spread, 1e-8),
         "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
@@ -614,16 +551,23 @@ def update(args: Args, agent: Agent, state: TrainState, batch: Sequences) -> tup
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
     }
-    return TrainState(params, opt_state, key, state.global_step + new_transitions, state.updates + 1), metrics
+    state = state._replace(
+        params=params,
+        opt_state=opt_state,
+        key=key,
+        global_step=state.global_step + (~unrolls.batch.done[:, : args.num_envs]).sum(),
+        updates=state.updates + 1,
+    )
+    return state, metrics
 
 
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
     """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; its memory is the core."""
-    features = compute.apply(partial(agent.apply, method="encode"), params, frames)
+    features = devices.apply(partial(agent.apply, method="encode"), params, frames)
     logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, core, method="decode")
     return jax.random.categorical(key, logits[:, 0]), core
 
@@ -632,132 +576,94 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
 
     def policy(frames, age, key, core):
-        return choose(agent, params, frames, age, key, initial_core(args, len(frames)) if core is None else core)
+        core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
+        return choose(agent, params, frames, age, key, core)
 
     return policy
 
 
-def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
-    """For evaluate.py: the step of a run's newest checkpoint, and its policy."""
+def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
+    """For evaluate.py: plays the newest checkpoint of a run (see `envs.evaluate_checkpoint`)."""
     agent = make_agent(args)
-    template = jax.eval_shape(partial(initial_state, args, agent))
-    state = compute.replicate(runs.restore_tree(template, runs.load_checkpoint(run_dir)[1]["state"], run_dir))
-    return int(state.global_step), make_policy(args, agent, state.params)
+    state = devices.replicate(load(args, agent, run_dir)["state"])
+    return envs.evaluate_checkpoint(args, int(state.global_step), make_policy(args, agent, state.params), **how)
 
 
 # MAIN
 
 
 def initial(args: Args, agent: Agent) -> dict:
-    """All that a resume needs besides the games; `main` saves the same."""
-    state, actors = initial_state(args, agent), range(args.num_actors)
-    carries = {str(actor): initial_carry(args) for actor in actors}
-    return {"state": state, "memory": initial_memory(args), "carries": carries, "published": {"0": state.params}}
+    """All that a resume needs besides the actors and their games; `main` saves the same."""
+    return {"state": initial_state(args, agent), "memory": initial_memory(args)}
 
 
 def load(args: Args, agent: Agent, run_dir: str) -> dict:
     """The newest checkpoint of a run."""
-    _, saved = runs.load_checkpoint(run_dir)
-    template = jax.eval_shape(partial(initial, args, agent))
-    template["published"] = dict.fromkeys(saved["published"], template["published"]["0"])
-    return saved | {name: runs.restore_tree(part, saved[name], run_dir) for name, part in template.items()}
+    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
+
+
+def make_fleet(args: Args, agent: Agent) -> Fleet:
+    make = partial(envs.make_levels, args, args.num_envs // args.num_actors)
+    seeds = [envs.derive_seed(args.seed, 0, 0, actor) for actor in range(args.num_actors)]
+    return Fleet(
+        partial(collect, args, agent),
+        [envs.Games(make, seed, args.restart_every) for seed in seeds],
+        initial_carry(args),
+        max_lag=args.max_lag,
+        lockstep=args.deterministic,
+    )
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
-    check_args(args)
-    agent, saved, devices = make_agent(args), None, jax.devices()
-    if args.resume:
-        runs.check_same(args, runs.saved_args(Args, args.resume, "--resume", SCRIPT), FIXED)
-        saved = load(args, agent, args.resume)
+    runs.check_args(args, SCRIPT)
+    agent = make_agent(args)
+    saved = load(args, agent, args.resume) if args.resume else None
 
-    with runs.Run(args, SCRIPT) as run:
-        make, everyone = partial(envs.make_levels, args, args.num_envs // args.num_actors), range(args.num_actors)
-        games = [envs.Games(make, envs.derive_seed(args.seed, 0, 0, actor)) for actor in everyone]
+    with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        if saved:
-            for actor in everyone:
-                games[actor].restore(saved["games"][str(actor)])
-            episodes.restore(saved["episodes"])
-            run.restore(saved["run"])
         start_from = saved or initial(args, agent)
-        # The learner has the first device (and on a CPU, all of them); the actors begin at the last.
-        homes = [devices[-1 - actor % len(devices)] for actor in everyone]
-        state, memory = compute.replicate(start_from["state"]), jax.device_put(start_from["memory"], devices[0])
-        carries = [start_from["carries"][str(actor)] for actor in everyone]
-        step, played = int(state.global_step), [mine.steps for mine in games]
-        if step >= args.total_timesteps:
-            run.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
+        state = devices.replicate(start_from["state"])
+        memory = jax.device_put(start_from["memory"], jax.devices()[0])
+        step = int(state.global_step)
+        if saved:
+            run.restore(step, saved["run"])
+            episodes.restore(saved["episodes"])
+            fleet.restore(saved["fleet"], state.params, run)
 
-        with Actors(partial(collect, args, agent, games), homes, args.max_lag, args.deterministic) as actors:
+        def save():
+            run.save(step, {"state": state, "memory": memory, "fleet": fleet.save(), "episodes": episodes.save()})
 
-            def start():
-                actors.start(int(state.updates), [jax.device_put(carries[actor], homes[actor]) for actor in everyone])
-
-            def save():
-                """Stops the actors; what they have played and the learner has not taken is dropped."""
-                actors.stop()
-                logs = {str(actor): games[actor].save(played[actor]) for actor in everyone}
-                tree = {"state": state, "memory": memory, "games": logs, "episodes": episodes.save()}
-                tree["carries"] = {str(actor): carries[actor] for actor in everyone}
-                tree["published"] = {str(version): params for version, params in actors.published().items()}
-                run.save(step, tree)
-
-            for version, params in start_from["published"].items():
-                actors.publish(int(version), params)
-            start()
-            while not run.stop:
-                finished = step >= args.total_timesteps
-                if args.eval_episodes and run.evaluation_due(args.eval_every, step, finished):
-                    results = envs.evaluate_run(args, run, make_policy(args, agent, state.params), step)
-                    if results:
-                        run.log_evaluation(step, results)
-                if finished or run.stop:
-                    break
-                charts = {"charts/queue_size": actors.queue_size}
-                try:
-                    with watch("waiting"):
-                        items = actors.take(lambda: run.stop)
-                except ActorError:
-                    save()
-                    run.say(f"an actor failed; {run.path} has a checkpoint of step {step}, to continue with --resume")
-                    raise
-                if items is None:
-                    break
-                unrolls, carries = [item.unroll for item in items], [item.carry for item in items]
-                played, version = [unroll.games for unroll in unrolls], int(state.updates)
-                charts["charts/policy_lag"] = version - np.mean([item.version for item in items])
-                with watch("transfer"):
-                    steps = envs.join_steps([unroll.steps for unroll in unrolls])
-                    rollouts = jax.device_put([unroll.rollout for unroll in unrolls], devices[0])
-                    memory, batch = remember(args, memory, rollouts, steps, step, version)
-                    batch = jax.block_until_ready(compute.replicate(batch))
-                with watch("update"):
-                    state, metrics = update(args, agent, state, batch)
-                    metrics = jax.device_get(metrics)
-                actors.publish(version + 1, state.params)
-                before, step = step, int(state.global_step)
-                run.check_finite(step, metrics)
-                episodes.add(steps)
-                for part in ("inference", "game", "blocked"):
-                    charts[f"time/actor_{part}"] = np.mean([item.shares[f"time/{part}"] for item in items])
-                charts["charts/return_std"] = np.sqrt(memory.reward_filter.var)
-                charts |= episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions()
-                run.log(step, metrics | charts)
-                if runs.crossed(args.checkpoint_every, before, step):
-                    actors.stop()
-                    # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
-                    for actor in everyone:
-                        games[actor].restart(envs.derive_seed(args.seed, step, 0, actor))
-                    played = [0] * len(games)
-                    episodes.restart()
-                    memory = memory._replace(reward_filter=shaping.restart(memory.reward_filter))
-                    save()
-                    start()
-            save()
-            actors.check()  # one that failed after the last batch
-        for mine in games:
-            mine.close()
+        fleet.start(int(state.updates), state.params)
+        while True:
+            envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params))
+            if run.over(step):
+                break
+            with watch("waiting"):
+                items = fleet.take(run, save)
+            if items is None:
+                break
+            i = int(state.updates)
+            with watch("transfer"):
+                steps = envs.join_steps([item.unroll.steps for item in items])
+                rollouts = jax.device_put([item.unroll.rollout for item in items], jax.devices()[0])
+                memory, unrolls = remember(args, memory, rollouts, steps, step, i)
+                unrolls = jax.block_until_ready(devices.replicate(unrolls))
+            with watch("update"):
+                state, metrics = update(args, agent, state, unrolls)
+                metrics = jax.device_get(metrics)
+            fleet.publish(i + 1, state.params)
+            step = int(state.global_step)
+            run.check_finite(step, metrics)
+            episodes.add(steps)
+            metrics |= fleet.metrics(i, items) | episodes.metrics() | watch.fractions()
+            metrics["charts/return_std"] = np.sqrt(memory.reward_filter.var)
+            metrics["charts/SPS"] = run.steps_per_second(step)
+            run.log(step, metrics)
+            if run.checkpoint_due(step):
+                save()
+        save()
+        fleet.check()  # one that failed after the last unrolls were taken
     return run
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -19,69 +19,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from common import augment, compute, envs, networks, runs, shaping
+from common import augment, bonus, devices, envs, networks, runs, shaping
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args:
-    # The games
-    env_id: str = "bigfish"
-    """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""
-    distribution_mode: Literal["easy", "hard"] = "easy"
-    """difficulty of the levels"""
-    num_levels: int = 0
-    """how many levels to train on; 0 for all of them"""
-    start_level: int = 0
-    """the first training level, where num_levels is not 0"""
-    sticky_actions: float = 0.0
-    """probability that the game repeats the action before, whatever the policy chose"""
-    frame_stack: int = 4
-    """how many frames back the policy sees, the newest included; 1 for no stack"""
-    gap_stack: bool = True
-    """of these frames, keep the oldest and the newest only"""
-    reward_shaping: bool = False
-    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r instead of r"""
-    reward_clip: float = 0.0
-    """clip rewards to [-c, c], after shaping; 0 for no clipping"""
-    normalize_rewards: bool = False
-    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
+class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs, runs.RunArgs):
+    LIMITS: ClassVar = {
+        "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "update_epochs": (1, 1000),
+        "gae_lambda": (0, 1), "clip_coef": (0, None), "kl_coef": (0, 1000), "kl_target": (1e-8, None),
+        "vf_coef": (0, None), "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
+        "l2": (0, None),
+    }  # fmt: skip
+    FIXED: ClassVar = ("kl_coef",)  # it has adapted
 
-    # The network
-    encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see README)"""
-    channels: str = ""
-    """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
-    width: int = 2
-    """multiplies the encoder's own channels (impala: 16, 32, 32; nature: 32, 64, 64; mobilenet: 8, 12, 16, 32)"""
-    blocks: int = 2
-    """residual blocks in a stage (impala, mobilenet)"""
-    downsample: Literal["auto", "maxpool", "stride"] = "auto"
-    """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
-    separable: int = 0
-    """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
-    norm: Literal["auto", "none", "group"] = "auto"
-    """GroupNorm after each convolution, or none; auto is none but in mobilenet"""
-    conv_bias: Literal["auto", "yes", "no"] = "auto"
-    """whether convolutions have a bias; auto is yes in impala and nature"""
-    init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
-    """initial weights of convolutions and dense layer"""
-    activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
-    """the encoder's nonlinearity"""
-    pool: Literal["avg", "max", "flatten"] = "avg"
-    """before the dense layer: average or maximum over all positions, or keep them"""
-    hidden: int = 256
-    """units of the dense layer, and of the core"""
-    dropout: float = 0.0
-    """share of the dense layer's outputs that the learner drops"""
-    core: Literal["none", "lstm", "gru"] = "none"
-    """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
-
-    # The algorithm
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
     num_envs: int = 64
@@ -104,8 +57,6 @@ class Args:
     """initial coefficient of the adaptive KL penalty; 0 for none"""
     kl_target: float = 0.01
     """the KL divergence (nats) that the penalty's coefficient is adapted to"""
-    target_kl: float = 0.0
-    """skip the remaining epochs once an epoch's mean KL divergence (nats) is above this; 0 for never"""
     vf_coef: float = 1.0
     """coefficient of the value loss, half the mean squared error (RLlib's 0.5, which has no half, is 1.0 here)"""
     vf_clip: float = 30.0
@@ -118,79 +69,23 @@ class Args:
     """Adam's epsilon"""
     l2: float = 0.0
     """coefficient of the squared norm of the convolutions' kernels in the loss"""
-    augment: str = ""
-    """random transforms of the learner's frames, such as translate,flip (a wrong name lists them)"""
-    augment_prob: float = 0.5
-    """probability of each of these transforms, for each sample"""
-    augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from the augmented frames, which the ratio then compares too; drac: only regularise by them"""
-    drac_coef: float = 0.1
-    """coefficient of that regulariser"""
-    rnd_coef: float = 0.0
-    """coefficient of RND's bonus for new frames, added to rewards that are shaped and normalised already; 0 for none"""
-    rnd_normalize: bool = False
-    """divide the bonus by the running standard deviation of its return and clip it to +-10; else clip it to [0, 2]"""
-    rnd_episodic: bool = True
-    """the bonus's return ends with the episode; else it goes on, and has a value head of its own"""
+    normalize_rewards: bool = False
+    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
 
-    # The run
-    seed: int = 1
-    """of everything: the same seed gives the same metrics"""
-    run_dir: str = "runs"
-    """where run directories go"""
-    resume: str = ""
-    """a run directory to continue; its arguments are taken over, and flags given here override them"""
-    checkpoint_every: int = 1_000_000
-    """environment steps between checkpoints; at each, the games start anew (unfinished episodes are truncated)"""
-    keep_checkpoints: int = 3
-    """how many of the newest checkpoints to keep"""
-    eval_every: int = 1_000_000
-    """environment steps between evaluations; 0 for one at the end only"""
-    eval_episodes: int = 128
-    """episodes of an evaluation on each set of levels; 0 for no evaluation"""
-    capture_video: bool = False
-    """write a video of one episode at each evaluation"""
-    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases; auto is online if logged in, else offline"""
-    wandb_project: str = "procgen"
-    """W&B project"""
-    wandb_entity: str = ""
-    """W&B team or user; empty for your default"""
-
-
-# Closed ranges of the numbers among the flags; None: no bound.
-LIMITS = {
-    "num_levels": (0, envs.MAX_SEED), "start_level": (0, envs.MAX_SEED), "sticky_actions": (0, 0.99),
-    "frame_stack": (1, 64), "reward_clip": (0, None), "dropout": (0, 0.99),
-    "total_timesteps": (1, 2**31 - 2**24), "num_envs": (1, 65536), "num_steps": (1, 65536),
-    "num_minibatches": (1, None), "update_epochs": (1, 1000), "gae_lambda": (0, 1), "clip_coef": (0, None),
-    "kl_coef": (0, 1000), "kl_target": (1e-8, None), "target_kl": (0, None), "vf_coef": (0, None),
-    "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "l2": (0, None),
-    "augment_prob": (0, 1), "drac_coef": (0, None), "rnd_coef": (0, None),
-    "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None), "keep_checkpoints": (1, None),
-    "eval_every": (0, None), "eval_episodes": (0, 10**6),
-}  # fmt: skip
-# What a run cannot change when it is resumed: its games have been played, its coefficient has adapted.
-FIXED = ("env_id", "distribution_mode", "num_levels", "start_level", "seed", "kl_coef")
-
-
-def check_args(args: Args) -> None:
-    """Raises UsageError, one sentence, if a flag's value makes no sense."""
-    runs.check_limits(args, LIMITS)
-    envs.check_flags(args)
-    networks.check_flags(args)
-    augment.check_flags(args)
-    runs.check_needs(args, args.rnd_coef, "--rnd-coef", ("rnd_normalize", "rnd_episodic"))
-    batch = args.num_envs * args.num_steps
-    if args.core == "none":
-        what, parts = f"the batch, num_envs x num_steps = {batch}", batch
-    else:
-        what, parts = f"the number of games, {args.num_envs} (a core learns from whole rollouts)", args.num_envs
-    check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {what}")
-    check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
-    runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
-    runs.check_schedule("--ent-coef", args.ent_coef, 0, None)
-    runs.check_schedule("--gamma", args.gamma, 0, 1)
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        batch = self.num_envs * self.num_steps
+        if self.core == "none":
+            what, parts = f"the batch, num_envs x num_steps = {batch}", batch
+        else:
+            what, parts = f"the number of games, {self.num_envs} (a core learns from whole rollouts)", self.num_envs
+        check(parts % self.num_minibatches == 0, f"--num-minibatches {self.num_minibatches}: must divide {what}")
+        check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
+        runs.check_schedule("--ent-coef", self.ent_coef, 0, None)
+        runs.check_schedule("--gamma", self.gamma, 0, 1)
 
 
 # NETWORK
@@ -202,12 +97,11 @@ class Agent(nn.Module):
     encoder: nn.Module
     core: networks.Recurrent
     dropout: float
-    num_values: int
 
     def setup(self):
         # A small first policy layer makes the first policy nearly uniform.
         self.policy = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
-        self.value = nn.Dense(self.num_values, kernel_init=nn.initializers.orthogonal(1.0))
+        self.value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
@@ -215,9 +109,9 @@ class Agent(nn.Module):
 
     def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
         """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the core before them
-        -> logits float32 [B, S, 15], values float32 [B, S, V] and the core after them."""
+        -> logits float32 [B, S, 15], values float32 [B, S] and the core after them."""
         x, core = self.core(x, first, core)
-        return self.policy(x), self.value(x), core
+        return self.policy(x), self.value(x)[..., 0], core
 
     def __call__(self, frames: jax.Array, first: jax.Array, core: networks.Core):
         """All of it, for frames [B, 64, 64, C] of one step."""
@@ -225,48 +119,38 @@ class Agent(nn.Module):
 
 
 def make_agent(args: Args) -> Agent:
-    core = networks.Recurrent(args.core, args.hidden)
-    return Agent(networks.make_encoder(args), core, args.dropout, num_values=1 if args.rnd_episodic else 2)
+    return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
 
 
-def look(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, core: networks.Core):
-    """Logits [N, 15], values [N, V] and the next core for stacked frames [N, 64, 64, C] of one step."""
-    features = compute.apply(partial(agent.apply, method="encode"), params, frames)
-    logits, values, core = agent.apply(params, features[:, None], age[:, None] == 0, core, method="decode")
+def policy_and_value(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core):
+    """Logits [N, 15], values [N] and the next core for stacked frames [N, 64, 64, C] of one step."""
+    features = devices.apply(partial(agent.apply, method="encode"), params, frames)
+    logits, values, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
     return logits[:, 0], values[:, 0], core
-
-
-# RANDOM NETWORK DISTILLATION (Burda et al. 2018, section 2.2)
-
-
-def rnd_network(args: Args, hidden: int) -> nn.Module:
-    """Small, as the competition entry's: the target has no dense layer before its last, the predictor one."""
-    spec = networks.Spec(width=1, hidden=hidden, dtype=args.dtype)
-    return nn.Sequential([networks.make_encoder(spec), nn.Dense(256)])
-
-
-def novelty(args: Args, params: dict, frames: jax.Array) -> jax.Array:
-    """How badly the predictor knows the target's features of stacked frames [B, 64, 64, C]: mean squares [B]."""
-    target = rnd_network(args, 0).apply({"params": jax.lax.stop_gradient(params["target"])}, frames)
-    return ((rnd_network(args, 256).apply({"params": params["predictor"]}, frames) - target) ** 2).mean(axis=-1)
 
 
 # TRAINING STATE
 
 
 class TrainState(NamedTuple):
-    """All that a resume needs, besides the games."""
+    """The learner."""
 
-    params: dict
+    params: dict  # of the agent, and of the bonus's predictor where there is one
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
+    updates: jax.Array  # int32 []
     kl_coef: jax.Array  # float32 []
     reward_filter: shaping.ReturnFilter
-    bonus_filter: shaping.ReturnFilter
-    core: networks.Core
+    bonus: bonus.Bonus | None
+
+
+class Carry(NamedTuple):
+    """What is needed besides the games to go on with them."""
+
     history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
     last_action: jax.Array  # int32 [N]: what the games played last
+    core: networks.Core
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -278,23 +162,29 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
-    frames = jnp.zeros((1, 64, 64, channels), jnp.uint8)
-    params = agent.init(init_key, frames, jnp.ones(1, bool), networks.initial_core(args.core, args.hidden, 1))
+    frames = jnp.zeros((1, 64, 64, 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))), jnp.uint8)
+    core = networks.initial_core(args.core, args.hidden, 1)
+    params, extra = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), core)}, None
     if args.rnd_coef:
-        for i, (name, hidden) in enumerate({"target": 0, "predictor": 256}.items()):
-            params[name] = rnd_network(args, hidden).init(jax.random.fold_in(init_key, i), frames)["params"]
+        params["predictor"], extra = bonus.init(args, init_key, frames)
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
         key=key,
         global_step=jnp.int32(0),
+        updates=jnp.int32(0),
         kl_coef=jnp.float32(args.kl_coef),
         reward_filter=shaping.new_filter(args.num_envs),
-        bonus_filter=shaping.new_filter(args.num_envs),
-        core=networks.initial_core(args.core, args.hidden, args.num_envs),
-        history=jnp.zeros((envs.history_length(args), args.num_envs, *envs.FRAME_SHAPE), jnp.uint8),
+        bonus=extra,
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def initial_carry(args: Args) -> Carry:
+    return Carry(
+        history=envs.empty_history(args.num_envs, envs.stack_offsets(args.frame_stack, args.gap_stack)),
         last_action=jnp.zeros(args.num_envs, jnp.int32),
+        core=networks.initial_core(args.core, args.hidden, args.num_envs),
     )
 
 
@@ -302,49 +192,45 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 
 class Rollout(NamedTuple):
-    """What stays on the device while T steps are played; H rows of older frames come first."""
+    """What stays on the device while T steps are played."""
 
-    frames: jax.Array  # uint8 [H + T + 1, N, 64, 64, 3]: row H + t is what step t acts on
+    frames: envs.Frames  # of T + 1 steps
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
-    values: jax.Array  # float32 [T, N, V]: V = 2 where the bonus has a value of its own
+    values: jax.Array  # float32 [T, N]
     last_action: jax.Array  # int32 [N]
+    first_core: networks.Core
     core: networks.Core
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def begin_rollout(args: Args, agent: Agent, state: TrainState) -> Rollout:
-    rows, shape = envs.history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
-    frames = jnp.zeros((rows, args.num_envs, *envs.FRAME_SHAPE), jnp.uint8)
+@partial(jax.jit, static_argnums=0)
+def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
+    """The run's i-th rollout, before its first step."""
+    shape, offsets = (args.num_steps, args.num_envs), envs.stack_offsets(args.frame_stack, args.gap_stack)
     return Rollout(
-        frames=frames.at[: envs.history_length(args)].set(state.history),
+        frames=envs.Frames.after(carry.history, args.num_steps + 1, offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
-        values=jnp.zeros((*shape, agent.num_values)),
-        last_action=state.last_action,
-        core=state.core,
-        key=jax.random.split(state.key, 3)[0],
+        values=jnp.zeros(shape),
+        last_action=carry.last_action,
+        first_core=carry.core,
+        core=carry.core,
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
     )
-
-
-def stack(args: Args, frames: jax.Array, age: jax.Array, time: jax.Array, env: jax.Array) -> jax.Array:
-    return envs.stack_frames(frames, age, time, env, envs.stack_offsets(args.frame_stack, args.gap_stack))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
-    t, row = rollout.t, envs.history_length(args) + rollout.t
-    frames = envs.put_frames(rollout.frames, row, obs)
-    stacked = stack(args, frames, age, row, jnp.arange(args.num_envs))
-    logits, values, core = look(agent, params, stacked, age, rollout.core)
+    t = rollout.t
+    frames = rollout.frames.put(t, obs, age)
+    logits, values, core = policy_and_value(agent, params, frames.stack(t), age == 0, rollout.core)
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
     actions = jax.random.categorical(choose_key, logits)
-    stick = jax.random.bernoulli(stick_key, args.sticky_actions, actions.shape) & (age > 0)
-    played = jnp.where(stick, rollout.last_action, actions)
+    played = envs.stick(stick_key, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
@@ -358,34 +244,36 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def end_rollout(args: Args, rollout: Rollout, obs: jax.Array) -> Rollout:
-    """Adds the frames uint8 [N, 3, 64, 64] after the last step."""
-    return rollout._replace(frames=envs.put_frames(rollout.frames, envs.history_length(args) + args.num_steps, obs))
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
+    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their ages int32 [N]."""
+    rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
+    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.last_action, rollout.core)
 
 
-def collect(args: Args, agent: Agent, state: TrainState, games: envs.Games, watch: runs.Stopwatch):
-    """Plays num_steps steps of each game; returns Rollout and envs.Steps."""
-    rollout = begin_rollout(args, agent, state)
+def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
+    """Plays the i-th rollout, num_steps steps of each game; returns Rollout, envs.Steps and the next Carry."""
+    rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):
         nonlocal rollout
-        rollout, actions = act(args, agent, state.params, rollout, obs, age)
+        rollout, actions = act(args, agent, params, rollout, obs, age)
         return actions
 
     steps = games.play(choose_actions, args.num_steps, watch)
-    return end_rollout(args, rollout, games.obs), steps
+    rollout, carry = end_rollout(args, rollout, games.obs, games.age)
+    return rollout, steps, carry
 
 
 # ALGORITHM
 
 
-def gae(rewards, values, terminated, truncated, gamma, gae_lambda) -> jax.Array:
+def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Array:
     """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16).
 
     Args:
       rewards, terminated, truncated: [T], of the transition from step t to t + 1.
       values: [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
-      gamma, gae_lambda: [T], or [] if they are the same at each step.
+      gamma, gae_lambda: [].
 
     Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
     """
@@ -408,10 +296,9 @@ class Batch(NamedTuple):
 
     actions: jax.Array
     logits: jax.Array  # [..., 15], of the policy that acted
-    values: jax.Array  # [..., V]
+    values: jax.Array
     advantages: jax.Array
-    returns: jax.Array  # [..., V]
-    weight: jax.Array  # 0 for what is no transition; sums to 1 over a minibatch
+    returns: jax.Array
 
 
 class Inputs(NamedTuple):
@@ -424,56 +311,68 @@ class Inputs(NamedTuple):
     keys: jax.Array | None  # uint32 [B, S, 2], for augmentation and dropout
 
 
-def loss(args: Args, agent: Agent, kl_coef, ent_coef, params: dict, data: tuple[Inputs, Batch]):
-    """PPO's loss (Schulman et al. 2017, equations 7 to 9), with DrAC's regulariser and RND's prediction error if asked.
+def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """The parts of PPO's loss (Schulman et al. 2017, equations 7 to 9) for each sample, float32 [B, S].
 
-    Returns the loss float32 [] and its parts: sums over the batch, by weight.
+    Args:
+      log_probs: float32 [B, S, 15], of the policy that learns.
+      values: float32 [B, S].
+      batch: [B, S].
     """
-    inputs, batch = data
-    flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-    one, other = (None, None) if inputs.keys is None else jax.vmap(jax.random.split, out_axes=1)(flat(inputs.keys))
-
-    def forward(frames):
-        encode = lambda x: agent.apply(params, *x, method="encode")  # noqa: E731
-        features = compute.in_chunks(encode, (frames, other)).reshape(*batch.actions.shape, -1)
-        return agent.apply(params, features, inputs.first, inputs.core, method="decode")[:2]
-
-    frames = flat(inputs.frames)
-    if args.augment:
-        augmented = augment.augment(augment.parse(args.augment), args.augment_prob, one, frames)
-    logits, values = forward(augmented if args.augment and args.augment_mode == "rad" else frames)
-    chex.assert_equal_shape([logits, batch.logits])
-    chex.assert_equal_shape([values, batch.values, batch.returns])
-    chex.assert_equal_shape([values[..., 0], batch.actions, batch.advantages, batch.weight])
-    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
+    chex.assert_equal_shape([log_probs, batch.logits])
+    chex.assert_equal_shape([values, batch.values, batch.returns, batch.actions, batch.advantages])
+    old_log_probs = jax.nn.log_softmax(batch.logits)
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[..., None], axis=-1)[..., 0]
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    policy_loss = -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages)
-
     value_loss = (values - batch.returns) ** 2
     if args.vf_clip:
         near = batch.values + jnp.clip(values - batch.values, -args.vf_clip, args.vf_clip)
         value_loss = jnp.maximum(value_loss, (near - batch.returns) ** 2)
-
-    parts = {
-        "policy_loss": policy_loss,
-        "value_loss": 0.5 * value_loss.sum(axis=-1),
+    return {
+        "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
+        "value_loss": 0.5 * value_loss,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
         "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
-    if args.augment and args.augment_mode == "drac":
-        parts["drac_loss"] = augment.drac_loss(logits, values, *forward(augmented))
-    if args.rnd_coef:
-        error = compute.in_chunks(partial(novelty, args, params), flat(inputs.next_frames))
-        parts["rnd_loss"] = error.reshape(batch.weight.shape)
-    parts = {name: (batch.weight * part).sum() for name, part in parts.items()}
+
+
+def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The learner's log-probabilities float32 [B, S, 15] and values [B, S] for `frames` in place of the inputs'."""
+    frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (frames, inputs.keys))
+    features = devices.in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
+    features = features.reshape(*inputs.first.shape, -1)
+    logits, values, _ = agent.apply(params, features, inputs.first, inputs.core, method="decode")
+    return jax.nn.log_softmax(logits), values
+
+
+def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, kl_coef, ent_coef, target=None):
+    """PPO's loss, with DrAC's regulariser and the prediction error of the bonus's `target` if asked.
+
+    Returns its parts for each sample, float32 [B, S]: `devices.gradient` says why, and takes the mean over samples.
+    """
+    inputs, batch = minibatch
+    frames = inputs.frames
+    if inputs.keys is not None:
+        augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(inputs.keys), 2, 0)
+        inputs = inputs._replace(keys=dropout_keys)
+    if args.augment:
+        transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
+        augmented = jax.vmap(transform)(augment_keys, frames)
+        frames = augmented if args.augment_mode == "rad" else frames
+    log_probs, values = forward(agent, params["agent"], inputs, frames)
+    parts = ppo_parts(args, log_probs, values, batch)
     total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
     if args.kl_coef:
         total += kl_coef * parts["approx_kl"]
-    total += args.drac_coef * parts.get("drac_loss", 0) + parts.get("rnd_loss", 0)
-    return total, parts | {"loss": total}
+    if args.augment and args.augment_mode == "drac":
+        parts["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
+        total += args.drac_coef * parts["drac_loss"]
+    if args.rnd_coef:
+        parts["rnd_loss"] = bonus.error(args, target, params["predictor"], inputs.next_frames)
+        total += parts["rnd_loss"]
+    return parts | {"loss": total}
 
 
 def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array:
@@ -485,58 +384,60 @@ def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array
     return jnp.clip(kl_coef * factor, 1e-6, 1e6)
 
 
-def bonuses(args: Args, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
-    """RND's bonus of each transition, for the frame it leads to: the filter and float32 [T, N]."""
-
-    def after(t):
-        stacked = stack(
-            args, rollout.frames, steps.age[t + 1], envs.history_length(args) + t + 1, jnp.arange(args.num_envs)
-        )
-        return compute.apply(partial(novelty, args), state.params, stacked)
-
-    bonus = jax.lax.map(after, jnp.arange(args.num_steps)) * ~steps.done
-    if not args.rnd_normalize:
-        return state.bonus_filter, jnp.clip(bonus, 0, 2)
-    return shaping.normalize(state.bonus_filter, bonus, steps.ended & args.rnd_episodic, ~steps.done, gamma)
-
-
 def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
-    """Rewards and advantages: returns a Batch [T, N], the two filters and the mean bonus."""
-    mask, (terminated, truncated) = ~steps.done, (jnp.asarray(steps.terminated), jnp.asarray(steps.truncated))
-    reward_filter, reward = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
-    bonus_filter, bonus = bonuses(args, state, rollout, steps, gamma) if args.rnd_coef else (state.bonus_filter, 0.0)
-    last_row = envs.history_length(args) + args.num_steps
-    last_stack = stack(args, rollout.frames, steps.age[-1], last_row, jnp.arange(args.num_envs))
-    last_value = look(agent, state.params, last_stack, steps.age[-1], rollout.core)[1]
-    values = jnp.concatenate([rollout.values, last_value[None]])
-    shared = agent.num_values == 1
-    advantages = jax.vmap(gae, (1, 1, 1, 1, None, None), 1)(
-        reward + args.rnd_coef * bonus if shared else reward, values[..., 0], terminated, truncated, gamma,
-        args.gae_lambda,
-    )[..., None]  # fmt: skip
-    if not shared:  # what the bonus brings goes on after an episode's end, over EnvPool's junk step as if it were not
-        never, through = jnp.zeros_like(mask), jnp.where(mask, values[:-1, :, 1], values[1:, :, 1])
-        intrinsic = jax.vmap(gae, 1, 1)(
-            args.rnd_coef * bonus, jnp.concatenate([through, values[-1:, :, 1]]), never, never,
-            jnp.where(mask, gamma, 1), jnp.where(mask, args.gae_lambda, 1),
-        )  # fmt: skip
-        advantages = jnp.concatenate([advantages, intrinsic[..., None]], axis=-1)
-    total = advantages.sum(axis=-1)
-    mean, var = shaping.masked_moments(total, mask)
+    """Rewards and advantages: returns the state with its filters moved on, a Batch [T, N] and metrics float32 []."""
+    mask = ~steps.done
+    reward_filter, rewards = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
+    state, metrics = state._replace(reward_filter=reward_filter), {"charts/return_std": jnp.sqrt(reward_filter.var)}
+    if args.rnd_coef:
+        moved, extra = bonus.of_transitions(
+            args, state.bonus, state.params["predictor"], frames=rollout.frames, steps=steps, gamma=gamma
+        )
+        state, rewards = state._replace(bonus=moved), rewards + args.rnd_coef * extra
+        metrics["charts/rnd_bonus"] = shaping.masked_moments(extra, mask)[0]
+    stacked, first = rollout.frames.stack(args.num_steps), rollout.frames.first[-1]
+    last_value = policy_and_value(agent, state.params["agent"], stacked, first, rollout.core)[1]
+    advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
+        rewards,
+        jnp.concatenate([rollout.values, last_value[None]]),
+        jnp.asarray(steps.terminated),
+        jnp.asarray(steps.truncated),
+    )
+    returns = advantages + rollout.values
+    mean, var = shaping.masked_moments(advantages, mask)
+    _, spread = shaping.masked_moments(returns, mask)
+    metrics["losses/explained_variance"] = 1 - var / jnp.maximum(spread, 1e-8)
     batch = Batch(
         actions=rollout.actions,
         logits=rollout.logits,
         values=rollout.values,
-        advantages=(total - mean) / jnp.sqrt(var + 1e-8),
-        returns=advantages + rollout.values,
-        weight=mask.astype(jnp.float32),
+        advantages=(advantages - mean) / jnp.sqrt(var + 1e-8),
+        returns=returns,
     )
-    return batch, (reward_filter, bonus_filter), shaping.masked_moments(bonus * mask, mask)[0]
+    return state, batch, metrics
 
 
-def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Batch, learning_rate, ent_coef, key):
-    """Epochs of minibatches; returns parameters, Adam's state, the last epoch's mean metrics and the epochs done."""
-    tx, first_row, recurrent = make_optimizer(args), envs.history_length(args), args.core != "none"
+def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, rates, key):
+    """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
+
+    Args:
+      batch, weight: [T, N]; the weight is 0 for what is no transition.
+      rates: learning rate and entropy coefficient, float32 [].
+    """
+    tx, recurrent = make_optimizer(args), args.core != "none"
+    learning_rate, ent_coef = rates
+    target = state.bonus.target if args.rnd_coef else None
+    objective = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, target=target)
+
+    def inputs_of(time, env, games, key):
+        keys = jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(time * args.num_envs + env)
+        return Inputs(
+            frames=rollout.frames.stack(time, env),
+            next_frames=rollout.frames.stack(time + 1, env) if args.rnd_coef else None,
+            first=rollout.frames.first[time, env],
+            core=jax.tree.map(lambda x: x[games], rollout.first_core),
+            keys=keys if args.augment or args.dropout else None,
+        )
 
     def minibatch(learner, key, index):
         params, opt_state = learner
@@ -544,45 +445,24 @@ def optimize(args: Args, agent: Agent, state: TrainState, frames, age, batch: Ba
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
+        inputs = inputs_of(time, env, index, key)
         part = jax.tree.map(lambda x: x[time, env], batch)
-        part = part._replace(weight=part.weight / jnp.maximum(part.weight.sum(), 1))
-        keys = jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(time * args.num_envs + env)
-        inputs = Inputs(
-            frames=stack(args, frames, age[time, env], first_row + time, env),
-            next_frames=stack(args, frames, age[time + 1, env], first_row + time + 1, env) if args.rnd_coef else None,
-            first=age[time, env] == 0,
-            core=jax.tree.map(lambda x: x[index], state.core),
-            keys=keys if args.augment or args.dropout else None,
-        )
-        objective = partial(loss, args, agent, state.kl_coef, ent_coef)
-        few = 1 if recurrent else compute.CHUNK
-        (_, parts), grads = compute.value_and_grad(objective, params, (inputs, part), few)
-        if args.l2:  # the gradient of l2 x the squared norm of each convolution's kernel
-            decay = lambda g, w: g + 2 * args.l2 * w if w.ndim == 4 else g  # noqa: E731
-            grads = grads | {"params": jax.tree.map(decay, grads["params"], params["params"])}
+        grads, parts, _ = devices.gradient(objective, params, (inputs, part), weight[time, env])
+        grads = grads | {"agent": networks.add_l2(grads["agent"], params["agent"], args.l2)}
         direction, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
 
-    def epoch(carry, key):
-        def run():
-            shuffle_key, sample_key = jax.random.split(key)
-            order = jax.random.permutation(shuffle_key, count).reshape(args.num_minibatches, -1)
-            learner, parts = jax.lax.scan(lambda learner, index: minibatch(learner, sample_key, index), carry[0], order)
-            return learner, jax.tree.map(jnp.mean, parts)
+    def epoch(learner, key):
+        shuffle_key, sample_key = jax.random.split(key)
+        samples = args.num_envs if recurrent else weight.size
+        order = jax.random.permutation(shuffle_key, samples).reshape(args.num_minibatches, -1)
+        learner, parts = jax.lax.scan(lambda learner, index: minibatch(learner, sample_key, index), learner, order)
+        return learner, jax.tree.map(jnp.mean, parts)
 
-        if not args.target_kl:
-            return run(), True
-        stop = carry[1]["approx_kl"] > args.target_kl
-        return jax.lax.cond(stop, lambda: carry, run), ~stop
-
-    count = args.num_envs if recurrent else batch.weight.size
-    learner, some = (state.params, state.opt_state), jnp.zeros(count // args.num_minibatches, jnp.int32)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(minibatch, learner, key, some)[1])
-    ((params, opt_state), parts), ran = jax.lax.scan(
-        epoch, (learner, nothing), jax.random.split(key, args.update_epochs)
-    )
-    return params, opt_state, parts, ran.sum()
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state), parts = jax.lax.scan(epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -591,38 +471,28 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
     learning_rate, ent_coef, gamma = (
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
-    _, key, shuffle_key = jax.random.split(state.key, 3)
-    batch, (reward_filter, bonus_filter), bonus = prepare(args, agent, state, rollout, steps, gamma)
-    params, opt_state, parts, epochs = optimize(
-        args, agent, state, rollout.frames, steps.age, batch, learning_rate, ent_coef, shuffle_key
+    key, shuffle_key = jax.random.split(state.key)
+    weight = ~steps.done
+    state, batch, metrics = prepare(args, agent, state, rollout, steps, gamma)
+    params, opt_state, parts = optimize(
+        args, agent, state, rollout, batch, weight=weight, rates=(learning_rate, ent_coef), key=shuffle_key
     )
-    new_state = TrainState(
-        params=params,
-        opt_state=opt_state,
-        key=key,
-        global_step=state.global_step + (~steps.done).sum(),
-        kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
-        reward_filter=reward_filter,
-        bonus_filter=bonus_filter,
-        core=rollout.core,
-        history=rollout.frames[args.num_steps : args.num_steps + envs.history_length(args)],
-        last_action=rollout.last_action,
-    )
-    _, unexplained = shaping.masked_moments((batch.returns - batch.values)[..., 0], batch.weight)
-    _, spread = shaping.masked_moments(batch.returns[..., 0], batch.weight)
-    metrics = {f"losses/{name}": value for name, value in parts.items()} | {
-        "losses/explained_variance": 1 - unexplained / jnp.maximum(spread, 1e-8),
+    metrics |= {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/kl_coef": state.kl_coef,
         "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
-        "losses/epochs": epochs,
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
-        "charts/return_std": jnp.sqrt(reward_filter.var),
     }
-    if args.rnd_coef:
-        metrics |= {"charts/rnd_bonus": bonus}
-    return new_state, metrics
+    state = state._replace(
+        params=params,
+        opt_state=opt_state,
+        key=key,
+        global_step=state.global_step + weight.sum(),
+        updates=state.updates + 1,
+        kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
+    )
+    return state, metrics
 
 
 # EVALUATION
@@ -631,7 +501,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 @partial(jax.jit, static_argnums=0)
 def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
     """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; its memory is the core."""
-    logits, _, core = look(agent, params, frames, age, core)
+    logits, _, core = policy_and_value(agent, params, frames, age == 0, core)
     return jax.random.categorical(key, logits), core
 
 
@@ -645,68 +515,63 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     return policy
 
 
-def load_policy(args: Args, run_dir: str) -> tuple[int, Callable]:
-    """For evaluate.py: the step of a run's newest checkpoint, and its policy."""
-    state, _ = load_state(args, run_dir)
-    return int(state.global_step), make_policy(args, make_agent(args), state.params)
+def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
+    """For evaluate.py: plays the newest checkpoint of a run (see `envs.evaluate_checkpoint`)."""
+    agent = make_agent(args)
+    state = devices.replicate(load(args, agent, run_dir)["state"])
+    return envs.evaluate_checkpoint(
+        args, int(state.global_step), make_policy(args, agent, state.params["agent"]), **how
+    )
 
 
 # MAIN
 
 
-def load_state(args: Args, run_dir: str) -> tuple[TrainState, dict]:
-    """The newest checkpoint of a run: its training state, and the rest of what `main` saved."""
-    _, saved = runs.load_checkpoint(run_dir)
-    template = jax.eval_shape(partial(initial_state, args, make_agent(args)))
-    return compute.replicate(runs.restore_tree(template, saved["state"], run_dir)), saved
+def initial(args: Args, agent: Agent) -> dict:
+    """All that a resume needs besides the games; `main` saves the same."""
+    return {"state": initial_state(args, agent), "carry": initial_carry(args)}
+
+
+def load(args: Args, agent: Agent, run_dir: str) -> dict:
+    """The newest checkpoint of a run."""
+    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
-    check_args(args)
-    agent, saved = make_agent(args), None
-    if args.resume:
-        runs.check_same(args, runs.saved_args(Args, args.resume, "--resume", SCRIPT), FIXED)
-        state, saved = load_state(args, args.resume)
+    runs.check_args(args, SCRIPT)
+    agent = make_agent(args)
+    saved = load(args, agent, args.resume) if args.resume else None
 
     with runs.Run(args, SCRIPT) as run:
-        games = envs.Games(partial(envs.make_levels, args, args.num_envs), envs.derive_seed(args.seed, 0))
+        seed = envs.derive_seed(args.seed, 0)
+        games = envs.Games(partial(envs.make_levels, args, args.num_envs), seed, args.restart_every)
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        if saved:
-            games.restore(saved["games"])
-            episodes.restore(saved["episodes"])
-            run.restore(saved["run"])
-        else:
-            state = compute.replicate(initial_state(args, agent))
+        start_from = devices.replicate({k: (saved or initial(args, agent))[k] for k in ("state", "carry")})
+        state, carry = start_from["state"], start_from["carry"]
         step = int(state.global_step)
-        if step >= args.total_timesteps:
-            run.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
+        if saved:
+            run.restore(step, saved["run"])
+            episodes.restore(saved["episodes"])
+            games.restore(saved["games"], run)
 
         def save():
-            run.save(step, {"state": state, "games": games.save(), "episodes": episodes.save()})
+            run.save(step, {"state": state, "carry": carry, "games": games.mark().save(), "episodes": episodes.save()})
 
-        while not run.stop:
-            finished = step >= args.total_timesteps
-            if args.eval_episodes and run.evaluation_due(args.eval_every, step, finished):
-                results = envs.evaluate_run(args, run, make_policy(args, agent, state.params), step)
-                if results:
-                    run.log_evaluation(step, results)
-            if finished or run.stop:
+        while True:
+            envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params["agent"]))
+            if run.over(step):
                 break
-            rollout, steps = collect(args, agent, state, games, watch)
+            params, i = state.params["agent"], int(state.updates)
+            rollout, steps, carry = collect(args, agent, games, params, carry, i=i, watch=watch)
             with watch("update"):
                 state, metrics = update(args, agent, state, rollout, steps)
                 metrics = jax.device_get(metrics)
-            before, step = step, int(state.global_step)
+            step = int(state.global_step)
             run.check_finite(step, metrics)
             episodes.add(steps)
             run.log(step, metrics | episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions())
-            if runs.crossed(args.checkpoint_every, before, step):
-                # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
-                games.restart(envs.derive_seed(args.seed, step))
-                episodes.restart()
-                filters = {name: shaping.restart(getattr(state, name)) for name in ("reward_filter", "bonus_filter")}
-                state = state._replace(**filters)
+            if run.checkpoint_due(step):
                 save()
         save()
         games.close()

@@ -21,38 +21,27 @@ import numpy as np
 import optax
 import tyro
 
-from common import atari, compute, envs, networks, runs, shaping
-from common.actors import ActorError, Actors
+from common import atari, devices, envs, networks, runs, shaping
+from common.actors import Fleet
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args:
-    env_id: ClassVar[str] = atari.ENV_ID
+class Args(atari.GameArgs, runs.RunArgs):
+    LIMITS: ClassVar = {
+        "hidden": (1, 65536), "predictor_depth": (0, 16), "num_envs": (1, 65536), "num_steps": (1, 65536),
+        "obs_norm_init_steps": (1, 10**6), "num_minibatches": (1, None), "update_epochs": (1, 1000), "gamma": (0, 1),
+        "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None),
+        "clip_coef": (0, None), "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1),
+        "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
+    }  # fmt: skip
+    FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
 
-    # The game
-    sticky_actions: float = 0.25
-    """probability that the emulator repeats the action before, at each of its frames"""
-    max_episode_steps: int = 4500
-    """steps of an episode, four frames each, after which it is truncated"""
-    frame_stack: int = 4
-    """how many frames back the policy sees, the newest included; RND sees the newest one only"""
+    checkpoint_every: int = 2_000_000
+    wandb_project: str = "montezuma"
 
-    # The networks
-    channels: str = "32,64,64"
-    """channels of the three convolutions, in policy, target and predictor"""
-    hidden: int = 512
-    """units of the dense layers (half as many in the policy's first) and of the GRU, and the target's features"""
-    gru: bool = False
-    """give the policy a memory; minibatches then are of whole rollouts"""
-    predictor_depth: int = 2
-    """dense layers that the predictor has besides the target's one; 0 for equal depth"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the policy's convolutions and first dense layer; auto is bfloat16 on an accelerator and float32 on a CPU"""
-
-    # The algorithm
     total_timesteps: int = 163_840_000
     """environment steps to train for"""
     num_envs: int = 128
@@ -95,84 +84,70 @@ class Args:
     """clip the gradient to this global norm; 0 for no clipping"""
     adam_eps: float = 1e-8
     """Adam's epsilon"""
-
-    # The run
-    seed: int = 1
-    """of everything: the same seed gives the same metrics"""
-    run_dir: str = "runs"
-    """where run directories go"""
-    resume: str = ""
-    """a run directory to continue; its arguments are taken over, and flags given here override them"""
-    checkpoint_every: int = 2_000_000
-    """environment steps between checkpoints; at each, the games start anew (unfinished episodes are truncated)"""
-    keep_checkpoints: int = 3
-    """how many of the newest checkpoints to keep"""
+    channels: str = "32,64,64"
+    """channels of the three convolutions, in policy, target and predictor"""
+    hidden: int = 512
+    """units of the dense layers (half as many in the policy's first) and of the core, and the target's features"""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """recurrent core of the policy; minibatches then are of whole rollouts"""
+    predictor_depth: int = 2
+    """dense layers that the predictor has besides the target's one; 0 for equal depth"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """the policy's convolutions and first dense layer; auto is bfloat16 on an accelerator and float32 on a CPU"""
     room_map: bool = False
     """draw the rooms visited so far, at each checkpoint: rooms.png in the run directory, and W&B"""
-    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases; auto is online if logged in, else offline"""
-    wandb_project: str = "montezuma"
-    """W&B project"""
-    wandb_entity: str = ""
-    """W&B team or user; empty for your default"""
 
-
-# Closed ranges of the numbers among the flags; None: no bound.
-LIMITS = {
-    "sticky_actions": (0, 0.99), "max_episode_steps": (2, 10**6), "frame_stack": (1, 64), "hidden": (1, 65536),
-    "predictor_depth": (0, 16), "total_timesteps": (1, 2**31 - 2**24), "num_envs": (1, 65536), "num_steps": (1, 65536),
-    "obs_norm_init_steps": (1, 10**6), "num_minibatches": (1, None), "update_epochs": (1, 1000), "gamma": (0, 1),
-    "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None), "clip_coef": (0, None),
-    "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1), "max_grad_norm": (0, None),
-    "adam_eps": (1e-30, None), "seed": (0, envs.MAX_SEED), "checkpoint_every": (1, None), "keep_checkpoints": (1, None),
-}  # fmt: skip
-# What a run cannot change when it is resumed: its games have been played.
-FIXED = ("sticky_actions", "max_episode_steps", "num_envs", "obs_norm_init_steps", "seed")
-
-
-def check_args(args: Args) -> None:
-    """Raises UsageError, one sentence, if a flag's value makes no sense."""
-    runs.check_limits(args, LIMITS)
-    check(args.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
-    networks.check_flags(encoder_spec(args))
-    check(args.ext_coef + args.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
-    runs.check_needs(args, args.async_, "--async", ("vtrace",))
-    batch = args.num_envs * args.num_steps
-    if args.gru:
-        what, parts = f"the number of games, {args.num_envs} (a GRU learns from whole rollouts)", args.num_envs
-    else:
-        what, parts = f"the batch, num_envs x num_steps = {batch}", batch
-    check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {what}")
-    check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
-    sample = batch // args.num_minibatches
-    check(
-        round(args.update_proportion * sample) >= 1,
-        f"--update-proportion {args.update_proportion}: leaves the predictor nothing of a minibatch of {sample}, "
-        f"give {1 / sample:.2g} or more",
-    )
-    runs.check_schedule("--learning-rate", args.learning_rate, 0, None)
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
+        encoder_args(self).check()
+        check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
+        runs.check_needs(self, self.async_, "--async", ("vtrace",))
+        batch = self.num_envs * self.num_steps
+        if self.core == "none":
+            what, parts = f"the batch, num_envs x num_steps = {batch}", batch
+        else:
+            what, parts = f"the number of games, {self.num_envs} (a core learns from whole rollouts)", self.num_envs
+        check(parts % self.num_minibatches == 0, f"--num-minibatches {self.num_minibatches}: must divide {what}")
+        check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+        sample = batch // self.num_minibatches
+        check(
+            round(self.update_proportion * sample) >= 1,
+            f"--update-proportion {self.update_proportion}: leaves the predictor nothing of a minibatch of {sample}, "
+            f"give {1 / sample:.2g} or more",
+        )
+        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
 
 
 # NETWORKS
 
 
-def encoder_spec(args: Args) -> networks.Spec:
-    return networks.Spec(
-        "nature", args.channels, init="orthogonal", pool="flatten", hidden=max(args.hidden // 2, 1), dtype=args.dtype
+def encoder_args(args: Args) -> networks.EncoderArgs:
+    """The policy's convolutions and its first dense layer."""
+    return networks.EncoderArgs(
+        encoder="nature",
+        channels=args.channels,
+        init="orthogonal",
+        pool="flatten",
+        hidden=max(args.hidden // 2, 1),
+        dtype=args.dtype,
     )
 
 
 class Agent(nn.Module):
-    """A policy and two values, of the game's reward and of the bonus, on the Nature CNN and perhaps a GRU."""
+    """A policy and two values, of the game's reward and of the bonus, on the Nature CNN and perhaps a core."""
 
     encoder: nn.Module
     core: networks.Recurrent
     hidden: int
 
     def setup(self):
-        self.trunk, self.actor, self.critic = (
-            nn.Dense(self.hidden, kernel_init=networks.INITS["orthogonal"]) for _ in range(3)
-        )
+        def dense():
+            return nn.Dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
+
+        self.trunk = dense()
+        self.actor = dense()
+        self.critic = dense()
         # A small first policy layer makes the first policy nearly uniform.
         self.policy = nn.Dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.values = nn.Dense(2, kernel_init=nn.initializers.orthogonal(0.01))
@@ -192,6 +167,22 @@ class Agent(nn.Module):
         return self.decode(self.encode(frames)[:, None], first[:, None], core)
 
 
+def make_agent(args: Args) -> Agent:
+    core = networks.Recurrent(args.core, args.hidden)
+    return Agent(networks.make_encoder(encoder_args(args)), core, args.hidden)
+
+
+def policy_and_value(
+    agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core, *, one_core: bool = False
+):
+    """Logits [N, 18], values [N, 2] and the next core for stacked frames [N, 84, 84, C] of one step; on one core of a
+    CPU if the learner has the others."""
+    encode = partial(agent.apply, method="encode")
+    features = devices.in_chunks(partial(encode, params), frames) if one_core else devices.apply(encode, params, frames)
+    logits, values, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
+    return logits[:, 0], values[:, 0], core
+
+
 class Features(nn.Module):
     """What RND's target makes of a frame and its predictor learns to: whitened frames float32 [B, 84, 84, 1] ->
     [B, hidden] (Burda et al. 2018, appendix A.4)."""
@@ -204,9 +195,8 @@ class Features(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         # In full float32 on every device: rounding would be a bonus that never falls.
         options = {"kernel_init": networks.INITS["orthogonal"], "precision": "highest"}
-        fast = {"conv_general_dilated": compute.conv_general_dilated}
         for features, size, stride in zip(self.channels.split(","), (8, 4, 3), (4, 2, 1), strict=True):
-            x = nn.leaky_relu(nn.Conv(int(features), (size, size), stride, "VALID", **options, **fast)(x), 0.2)
+            x = nn.leaky_relu(networks.conv(int(features), size, stride, "VALID", **options)(x), 0.2)
         x = x.reshape(len(x), -1)
         for _ in range(self.depth):
             x = nn.relu(nn.Dense(self.hidden, **options)(x))
@@ -219,24 +209,6 @@ def make_target(args: Args) -> Features:
 
 def make_predictor(args: Args) -> Features:
     return Features(args.channels, args.hidden, args.predictor_depth)
-
-
-def make_agent(args: Args) -> Agent:
-    core = networks.Recurrent("gru" if args.gru else "none", args.hidden)
-    return Agent(networks.make_encoder(encoder_spec(args)), core, args.hidden)
-
-
-def initial_core(args: Args, size: int) -> networks.Core:
-    return networks.initial_core("gru" if args.gru else "none", args.hidden, size)
-
-
-def look(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core, one_core: bool = False):
-    """Logits [N, 18], values [N, 2] and the next core for stacked frames [N, 84, 84, C] of one step; on one core of a
-    CPU if another program has the others."""
-    encode = partial(agent.apply, method="encode")
-    features = compute.in_chunks(partial(encode, params), frames) if one_core else compute.apply(encode, params, frames)
-    logits, values, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
-    return logits[:, 0], values[:, 0], core
 
 
 # TRAINING STATE
@@ -264,7 +236,7 @@ class TrainState(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What the actor needs besides its games to go on."""
+    """What the actor needs besides its games to go on with them."""
 
     history: jax.Array  # uint8 [H, N, 84, 84, 1]: the frames before the newest
     core: networks.Core
@@ -281,8 +253,9 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     key, agent_key, predictor_key, target_key = jax.random.split(jax.random.PRNGKey(args.seed), 4)
     frames = jnp.zeros((1, *atari.FRAME_SHAPE[:2], args.frame_stack), jnp.uint8)
     frame = jnp.zeros((1, *atari.FRAME_SHAPE))
+    core = networks.initial_core(args.core, args.hidden, 1)
     params = {
-        "agent": agent.init(agent_key, frames, jnp.ones(1, bool), initial_core(args, 1)),
+        "agent": agent.init(agent_key, frames, jnp.ones(1, bool), core),
         "predictor": make_predictor(args).init(predictor_key, frame),
     }
     return TrainState(
@@ -299,17 +272,20 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
-    history = jnp.zeros((envs.history_length(args), args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
-    return Carry(history, initial_core(args, args.num_envs))
+    offsets = envs.stack_offsets(args.frame_stack, gap_stack=False)
+    return Carry(
+        history=envs.empty_history(args.num_envs, offsets, atari.FRAME_SHAPE),
+        core=networks.initial_core(args.core, args.hidden, args.num_envs),
+    )
 
 
 # ROLLOUT
 
 
 class Rollout(NamedTuple):
-    """What stays on the device while T steps are played; H rows of older frames come first."""
+    """What stays on the device while T steps are played."""
 
-    frames: jax.Array  # uint8 [H + T + 1, N, 84, 84, 1]: row H + t is what step t acts on
+    frames: envs.Frames  # of T + 1 steps
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 18]
     values: jax.Array  # float32 [T + 1, N, 2]
@@ -317,6 +293,11 @@ class Rollout(NamedTuple):
     core: networks.Core
     key: jax.Array
     t: jax.Array  # int32 []
+
+    @property
+    def reached(self) -> jax.Array:
+        """The frames uint8 [T, N, 84, 84, 1] that its steps lead to."""
+        return self.frames.images[self.frames.past + 1 :]
 
 
 class Unroll(NamedTuple):
@@ -326,15 +307,14 @@ class Unroll(NamedTuple):
     steps: envs.Steps
     rooms: np.ndarray  # int64 [T, N]: where step t acts
     pictures: dict[int, np.ndarray]  # a frame uint8 [84, 84] of each of these rooms
-    games: int  # steps that the games had played by its end, since they were last started
 
 
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
-    rows, shape = envs.history_length(args) + args.num_steps + 1, (args.num_steps, args.num_envs)
-    frames = jnp.zeros((rows, args.num_envs, *atari.FRAME_SHAPE), jnp.uint8)
+    """The run's i-th rollout, before its first step."""
+    shape, offsets = (args.num_steps, args.num_envs), envs.stack_offsets(args.frame_stack, gap_stack=False)
     return Rollout(
-        frames=frames.at[: envs.history_length(args)].set(carry.history),
+        frames=envs.Frames.after(carry.history, args.num_steps + 1, offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, atari.NUM_ACTIONS)),
         values=jnp.zeros((args.num_steps + 1, args.num_envs, 2)),
@@ -345,35 +325,28 @@ def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
     )
 
 
-def stack(args: Args, frames: jax.Array, age: jax.Array, t: jax.Array, env: jax.Array) -> jax.Array:
-    """What the policy sees at steps t of a rollout, at these ages."""
-    offsets = envs.stack_offsets(args.frame_stack, False)
-    return envs.stack_frames(frames, age, envs.history_length(args) + t, env, offsets)
-
-
-def see(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
-    """Adds obs uint8 [N, 1, 84, 84] to the rollout, and its values; returns it, logits [N, 18] and the next core."""
-    frames = envs.put_frames(rollout.frames, envs.history_length(args) + rollout.t, obs)
-    stacked = stack(args, frames, age, rollout.t, jnp.arange(args.num_envs))
-    logits, values, core = look(agent, params, stacked, age == 0, rollout.core, one_core=args.async_)
-    return rollout._replace(frames=frames, values=rollout.values.at[rollout.t].set(values)), logits, core
-
-
-def reached(args: Args, rollout: Rollout) -> jax.Array:
-    """The frames uint8 [T, N, 84, 84, 1] that its steps lead to."""
-    return rollout.frames[envs.history_length(args) + 1 :]
+def observe(args: Args, agent: Agent, params: dict, rollout: Rollout, *, obs: jax.Array, age: jax.Array):
+    """Adds obs uint8 [N, 1, 84, 84], age int32 [N] and their values to the rollout; returns it, logits [N, 18] and the
+    next core."""
+    t = rollout.t
+    frames = rollout.frames.put(t, obs, age)
+    logits, values, core = policy_and_value(
+        agent, params, frames.stack(t), age == 0, rollout.core, one_core=args.async_
+    )
+    return rollout._replace(frames=frames, values=rollout.values.at[t].set(values)), logits, core
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [N, 1, 84, 84], age int32 [N]; returns the rollout and actions int32 [N]."""
-    rollout, logits, core = see(args, agent, params, rollout, obs, age)
-    actions = jax.random.categorical(jax.random.fold_in(rollout.key, rollout.t), logits)
+    t = rollout.t
+    rollout, logits, core = observe(args, agent, params, rollout, obs=obs, age=age)
+    actions = jax.random.categorical(jax.random.fold_in(rollout.key, t), logits)
     rollout = rollout._replace(
-        actions=rollout.actions.at[rollout.t].set(actions),
-        logits=rollout.logits.at[rollout.t].set(logits),
+        actions=rollout.actions.at[t].set(actions),
+        logits=rollout.logits.at[t].set(logits),
         core=core,
-        t=rollout.t + 1,
+        t=t + 1,
     )
     return rollout, actions
 
@@ -381,12 +354,14 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Adds the frames after the last step and their values; returns the rollout and the next Carry."""
-    rollout, _, _ = see(args, agent, params, rollout, obs, age)
-    return rollout, Carry(rollout.frames[args.num_steps : args.num_steps + envs.history_length(args)], rollout.core)
+    rollout, _, _ = observe(args, agent, params, rollout, obs=obs, age=age)
+    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.core)
 
 
-def collect(args: Args, agent: Agent, games: envs.Games, actor: int, i: int, params, carry, watch, check):
-    """Plays the i-th rollout, as `common.actors.Actors` asks for it: returns an Unroll and the next Carry."""
+def collect(
+    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check
+) -> tuple[Unroll, Carry]:
+    """Plays the i-th rollout, num_steps steps of each game, as `common.actors.Fleet` asks for it."""
     rollout, rooms, pictures = begin_rollout(args, carry, i), [], {}
 
     def choose_actions(obs, age):
@@ -399,7 +374,7 @@ def collect(args: Args, agent: Agent, games: envs.Games, actor: int, i: int, par
 
     steps = games.play(choose_actions, args.num_steps, watch, check)
     rollout, carry = end_rollout(args, agent, params, rollout, games.obs, games.age)
-    return Unroll(rollout, steps, np.stack(rooms), pictures, games.steps), carry
+    return Unroll(rollout, steps, np.stack(rooms), pictures), carry
 
 
 # RANDOM NETWORK DISTILLATION (Burda et al. 2018, sections 2.2 and 2.4)
@@ -429,31 +404,26 @@ def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
     """The bonus of each transition, for the frame that it leads to, divided by the running standard deviation of its
     return: the filter, and raw and divided bonus float32 [T, N], 0 where not `mask`."""
 
-    def of_frames(params, frames):
-        return novelty(args, state.frame_stats, *params, frames)
+    def of_frames(both, frames):
+        return novelty(args, state.frame_stats, *both, frames)
 
-    raw = mask * jax.lax.map(
-        partial(compute.apply, of_frames, (state.target, state.params["predictor"])),
-        reached(args, rollout),
-    )
+    both = state.target, state.params["predictor"]
+    raw = mask * jax.lax.map(partial(devices.apply, of_frames, both), rollout.reached)
     # The return runs on through an episode's end, and is not clipped.
-    bonus_filter, bonus = shaping.normalize(
-        state.bonus_filter, raw, jnp.zeros_like(mask), mask, args.int_gamma, clip=jnp.inf
-    )
+    ended = jnp.zeros_like(mask)
+    bonus_filter, bonus = shaping.normalize(state.bonus_filter, raw, ended, mask, args.int_gamma, clip=jnp.inf)
     return bonus_filter, raw, bonus
 
 
-def predictor_loss(args: Args, stats: FrameStatistics, target: dict, predictor: dict, data: tuple):
-    """Of frames uint8 [B, 84, 84, 1] and their weights [B]."""
-    frames, weight = data
-    total = (weight * novelty(args, stats, target, predictor, frames)).sum()
-    return total, {"rnd_loss": total}
+def predictor_loss(args: Args, stats: FrameStatistics, target: dict, predictor: dict, frames: jax.Array):
+    """The predictor's loss for each of the frames uint8 [B, 84, 84, 1], as `devices.gradient` wants it: [B]."""
+    return {"loss": novelty(args, stats, target, predictor, frames)}
 
 
 # PROXIMAL POLICY OPTIMISATION
 
 
-def gae(rewards, values, discount, decay, ratio) -> jax.Array:
+def gae(rewards, values, *, discount, decay, ratio) -> jax.Array:
     """Generalised advantage estimates (Schulman et al. 2016, equation 16), with V-trace's truncated importance weights
     (Espeholt et al. 2018, equation 1, both bars 1) where another policy has acted.
 
@@ -478,141 +448,130 @@ def gae(rewards, values, discount, decay, ratio) -> jax.Array:
     return jax.lax.scan(backward, jnp.zeros_like(deltas[0]), (deltas, rho * decay), reverse=True)[1]
 
 
-def advantages(args: Args, rewards, bonus, values, ratio, steps: envs.Steps) -> jax.Array:
+def advantages(args: Args, rewards, bonus, *, values, ratio, steps: envs.Steps) -> jax.Array:
     """Advantages float32 [T, N, 2]: of the game's rewards, which are episodic, and of the bonus, which is not.
-
-    At a time limit the last frame's value stands for the rest of the episode. The bonus's return goes on with the next
-    episode, over EnvPool's junk step as if it were not there.
 
     Args:
       rewards, bonus, ratio: [T, N].
       values: [T + 1, N, 2].
     """
-    both, real, values = lambda *x: jnp.stack(x, axis=-1), ~steps.done, jnp.asarray(values)
-    through = jnp.where(real, values[:-1, :, 1], values[1:, :, 1])
-    return gae(
-        both(rewards, bonus),
-        values.at[:-1, :, 1].set(through),
-        both(args.gamma * (1.0 - steps.terminated), jnp.where(real, args.int_gamma, 1.0)),
-        both(
-            args.gamma * args.gae_lambda * (1.0 - steps.ended), jnp.where(real, args.int_gamma * args.gae_lambda, 1.0)
-        ),
-        both(ratio, jnp.where(real, ratio, 1.0)),
+    # At a time limit the last frame's value stands for the rest of the episode.
+    of_game = gae(
+        rewards,
+        values[..., 0],
+        discount=args.gamma * (1.0 - steps.terminated),
+        decay=args.gamma * args.gae_lambda * (1.0 - steps.ended),
+        ratio=ratio,
     )
+    # The bonus's return goes on with the next episode, over EnvPool's junk step as if it were not there.
+    real = ~steps.done
+    through = jnp.where(real, values[:-1, :, 1], values[1:, :, 1])
+    of_bonus = gae(
+        bonus,
+        jnp.concatenate([through, values[-1:, :, 1]]),
+        discount=jnp.where(real, args.int_gamma, 1.0),
+        decay=jnp.where(real, args.int_gamma * args.gae_lambda, 1.0),
+        ratio=jnp.where(real, ratio, 1.0),
+    )
+    return jnp.stack([of_game, of_bonus], axis=-1)
 
 
-def look_again(args: Args, agent: Agent, params: dict, rollout: Rollout, age: jax.Array):
-    """What the learner's policy says of a rollout: logits float32 [T, N, 18] and values float32 [T + 1, N, 2]."""
+class Batch(NamedTuple):
+    """Transitions to learn from: over a rollout [T, N]; in a minibatch B sequences of S steps, [B, S] (S = 1 without a
+    recurrent core)."""
+
+    actions: jax.Array
+    logits: jax.Array  # [..., 18], of the policy that the ratio compares with
+    advantages: jax.Array
+    returns: jax.Array  # [..., 2]
+
+
+class Inputs(NamedTuple):
+    """What the policy sees of a minibatch."""
+
+    frames: jax.Array  # uint8 [B, S, 84, 84, C]
+    first: jax.Array  # bool [B, S]: whether a step is its episode's first
+    core: networks.Core  # before the first step, [B, hidden]
+
+
+def log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, actions: jax.Array) -> jax.Array:
+    """Of the probabilities [...] of the actions int32 [...] by two policies [..., 18]."""
+    return jnp.take_along_axis(log_probs - old_log_probs, actions[..., None], axis=-1)[..., 0]
+
+
+def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """The parts of PPO's loss (Schulman et al. 2017, equations 7 and 9) for each sample, float32 [B, S].
+
+    Args:
+      log_probs: float32 [B, S, 18], of the policy that learns.
+      values: float32 [B, S, 2].
+      batch: [B, S].
+    """
+    chex.assert_equal_shape([log_probs, batch.logits])
+    chex.assert_equal_shape([values, batch.returns])
+    chex.assert_equal_shape([values[..., 0], batch.actions, batch.advantages])
+    old_log_probs = jax.nn.log_softmax(batch.logits)
+    ratio = jnp.exp(log_ratio(log_probs, old_log_probs, batch.actions))
+    clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    return {
+        "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
+        "value_loss": 0.5 * ((values - batch.returns) ** 2).sum(axis=-1),
+        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
+    }
+
+
+def forward(agent: Agent, params: dict, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """The learner's log-probabilities float32 [B, S, 18] and values [B, S, 2]."""
+    frames = inputs.frames.reshape(-1, *inputs.frames.shape[2:])
+    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
+    features = features.reshape(*inputs.first.shape, -1)
+    logits, values, _ = agent.apply(params, features, inputs.first, inputs.core, method="decode")
+    return jax.nn.log_softmax(logits), values
+
+
+def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]) -> dict[str, jax.Array]:
+    """PPO's loss. Returns its parts for each sample, float32 [B, S], for `devices.gradient`."""
+    inputs, batch = minibatch
+    parts = ppo_parts(args, *forward(agent, params, inputs), batch)
+    total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - args.ent_coef * parts["entropy"]
+    return parts | {"loss": total}
+
+
+def recompute(args: Args, agent: Agent, params: dict, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+    """What a rollout's steps would have been with these parameters: logits float32 [T, N, 18], values [T + 1, N, 2]."""
 
     def step(core, t):
-        stacked = stack(args, rollout.frames, age[t], t, jnp.arange(args.num_envs))
-        logits, values, core = look(agent, params, stacked, age[t] == 0, core)
+        stacked, first = rollout.frames.stack(t), rollout.frames.first[t]
+        logits, values, core = policy_and_value(agent, params, stacked, first, core)
         return core, (logits, values)
 
     _, (logits, values) = jax.lax.scan(step, rollout.first_core, jnp.arange(args.num_steps + 1))
     return logits[:-1], values
 
 
-class Batch(NamedTuple):
-    """Transitions to learn from: over a rollout [T, N]; in a minibatch B sequences of S steps, [B, S] (S = 1 without a
-    GRU)."""
-
-    first: jax.Array  # whether a step is its episode's first
-    actions: jax.Array
-    log_probs: jax.Array  # [..., 18], of the policy that the ratio compares with
-    advantages: jax.Array
-    returns: jax.Array  # [..., 2]
-    weight: jax.Array  # 0 for what is no transition; sums to 1 over a minibatch
-
-
-def chosen(log_probs: jax.Array, actions: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
-
-
-def loss(args: Args, agent: Agent, params: dict, data: tuple[jax.Array, networks.Core, Batch]):
-    """PPO's loss (Schulman et al. 2017, equation 9) of frames uint8 [B, S, 84, 84, C], the core before the first step
-    [B, hidden] and a Batch [B, S]: float32 [] and its parts, sums by weight."""
-    frames, core, batch = data
-    encode = partial(agent.apply, params, method="encode")
-    features = compute.in_chunks(encode, frames.reshape(-1, *frames.shape[2:])).reshape(*batch.actions.shape, -1)
-    logits, values, _ = agent.apply(params, features, batch.first, core, method="decode")
-    log_probs = jax.nn.log_softmax(logits)
-    chex.assert_equal_shape([log_probs, batch.log_probs])
-    chex.assert_equal_shape([values, batch.returns])
-    chex.assert_equal_shape([values[..., 0], batch.actions, batch.advantages, batch.weight])
-    ratio = jnp.exp(chosen(log_probs - batch.log_probs, batch.actions))
-    clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    parts = {
-        "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
-        "value_loss": 0.5 * ((values - batch.returns) ** 2).sum(axis=-1),
-        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(batch.log_probs) * (batch.log_probs - log_probs)).sum(axis=-1),
-        "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
-    }
-    parts = {name: (batch.weight * part).sum() for name, part in parts.items()}
-    total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - args.ent_coef * parts["entropy"]
-    return total, parts
-
-
-def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, age, batch: Batch, learning_rate, key):
-    """Epochs of minibatches; returns the parameters, Adam's state and the last epoch's mean metrics."""
-    tx, after = make_optimizer(args), reached(args, rollout)
-
-    def minibatch(learner, key, index):
-        params, opt_state = learner
-        if args.gru:  # whole rollouts of some games
-            time, env = jnp.arange(args.num_steps)[None], index[:, None]
-        else:
-            time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
-        part, core = jax.tree.map(lambda x: x[time, env], batch), jax.tree.map(lambda x: x[index], rollout.first_core)
-        mean = lambda weight: weight / jnp.maximum(weight.sum(), 1)  # noqa: E731
-        frames = stack(args, rollout.frames, age[time, env], time, env)
-        data = (frames, core, part._replace(weight=mean(part.weight)))
-        few = 1 if args.gru else compute.CHUNK
-        (_, parts), gradient = compute.value_and_grad(partial(loss, args, agent), params["agent"], data, few)
-        # The predictor learns from the frames that gave the bonus, of a random part of the transitions.
-        count = part.weight.size
-        drawn = jax.random.choice(key, count, (round(args.update_proportion * count),), replace=False)
-        time, env = (jnp.broadcast_to(x, part.weight.shape).reshape(-1)[drawn] for x in (time, env))
-        error = partial(predictor_loss, args, state.frame_stats, state.target)
-        data = (after[time, env], mean(part.weight.reshape(-1)[drawn]))
-        (_, rnd_parts), rnd_gradient = compute.value_and_grad(error, params["predictor"], data)
-        grads = {"agent": gradient, "predictor": rnd_gradient}
-        direction, opt_state = tx.update(grads, opt_state)
-        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | rnd_parts | {"grad_norm": optax.tree.norm(grads)}
-
-    def epoch(learner, key):
-        shuffle_key, sample_key = jax.random.split(key)
-        count = args.num_envs if args.gru else batch.weight.size
-        order = jax.random.permutation(shuffle_key, count).reshape(args.num_minibatches, -1)
-        keys = jax.random.split(sample_key, args.num_minibatches)
-        learner, parts = jax.lax.scan(lambda learner, x: minibatch(learner, *x), learner, (keys, order))
-        return learner, jax.tree.map(jnp.mean, parts)
-
-    keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state), parts = jax.lax.scan(epoch, (state.params, state.opt_state), keys)
-    return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
-
-
 def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
-    """What an update learns from: a Batch [T, N], the filter, the bonuses [T, N], and metrics of them, float32 []."""
-    mask, values, ratio, metrics = ~steps.done, rollout.values, jnp.ones(steps.done.shape), {}
-    mean_of = lambda x: shaping.masked_moments(x, mask)[0]  # noqa: E731
-    log_probs = jax.nn.log_softmax(rollout.logits)
-    if args.vtrace:  # values and ratio are the learner's, who is one update ahead of the policy that acted
-        logits, values = look_again(args, agent, state.params["agent"], rollout, steps.age)
-        acted, log_probs = log_probs, jax.nn.log_softmax(logits)
-        ratio = jnp.exp(chosen(log_probs - acted, rollout.actions))
+    """Bonuses and advantages: returns the state with its filter moved on, a Batch [T, N], the bonuses float32 [T, N]
+    and metrics float32 []."""
+    mask = ~steps.done
+
+    def mean_of(x):
+        return shaping.masked_moments(x, mask)[0]
+
+    logits, values, ratio, metrics = rollout.logits, rollout.values, jnp.ones(mask.shape), {}
+    if args.vtrace:  # logits and values become the learner's, who is one update ahead of the policy that acted
+        logits, values = recompute(args, agent, state.params["agent"], rollout)
+        acted = jax.nn.log_softmax(rollout.logits)
+        ratio = jnp.exp(log_ratio(jax.nn.log_softmax(logits), acted, rollout.actions))
         metrics = {"losses/rho": mean_of(jnp.minimum(1.0, ratio)), "losses/rho_clipfrac": mean_of(ratio > 1)}
     bonus_filter, raw, bonus = bonuses(args, state, rollout, mask)
-    both = advantages(args, jnp.sign(steps.rewards), bonus, values, ratio, steps)
+    both = advantages(args, jnp.sign(steps.rewards), bonus, values=values, ratio=ratio, steps=steps)
     total = args.ext_coef * both[..., 0] + args.int_coef * both[..., 1]
     if args.norm_adv:
         mean, var = shaping.masked_moments(total, mask)
         total = (total - mean) / jnp.sqrt(var + 1e-8)
-    weight = mask.astype(jnp.float32)
-    batch = Batch(steps.age[:-1] == 0, rollout.actions, log_probs, total, both + values[:-1], weight)
+    batch = Batch(actions=rollout.actions, logits=logits, advantages=total, returns=both + values[:-1])
     metrics |= {
         "charts/intrinsic_reward": mean_of(bonus),
         "charts/intrinsic_reward_max": bonus.max(),
@@ -623,26 +582,80 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
         _, unexplained = shaping.masked_moments(both[..., i], mask)
         _, spread = shaping.masked_moments(batch.returns[..., i], mask)
         metrics[f"losses/{name}"] = 1 - unexplained / jnp.maximum(spread, 1e-8)
-    return batch, bonus_filter, bonus, metrics
+    return state._replace(bonus_filter=bonus_filter), batch, bonus, metrics
+
+
+def optimize(
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, learning_rate, key
+):
+    """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
+
+    Args:
+      batch, weight: [T, N]; the weight is 0 for what is no transition.
+    """
+    tx, recurrent = make_optimizer(args), args.core != "none"
+    of_policy = partial(loss, args, agent)
+    of_predictor = partial(predictor_loss, args, state.frame_stats, state.target)
+
+    def minibatch(learner, key, index):
+        params, opt_state = learner
+        if recurrent:  # whole rollouts of some games
+            time, env = jnp.arange(args.num_steps)[None], index[:, None]
+        else:
+            time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
+        inputs = Inputs(
+            frames=rollout.frames.stack(time, env),
+            first=rollout.frames.first[time, env],
+            core=jax.tree.map(lambda x: x[index], rollout.first_core),
+        )
+        part = jax.tree.map(lambda x: x[time, env], batch)
+        policy_grads, parts, _ = devices.gradient(of_policy, params["agent"], (inputs, part), weight[time, env])
+        # The predictor learns from the frames that gave the bonus, of a random part of the transitions.
+        shape = part.actions.shape
+        drawn = jax.random.choice(
+            key, part.actions.size, (round(args.update_proportion * part.actions.size),), replace=False
+        )
+        time, env = (jnp.broadcast_to(x, shape).reshape(-1)[drawn] for x in (time, env))
+        predictor_grads, error, _ = devices.gradient(
+            of_predictor, params["predictor"], rollout.reached[time, env], weight[time, env]
+        )
+        grads = {"agent": policy_grads, "predictor": predictor_grads}
+        direction, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        return (params, opt_state), parts | {"rnd_loss": error["loss"], "grad_norm": optax.tree.norm(grads)}
+
+    def epoch(learner, key):
+        shuffle_key, sample_key = jax.random.split(key)
+        samples = args.num_envs if recurrent else weight.size
+        order = jax.random.permutation(shuffle_key, samples).reshape(args.num_minibatches, -1)
+        keys = jax.random.split(sample_key, args.num_minibatches)
+        learner, parts = jax.lax.scan(lambda learner, x: minibatch(learner, *x), learner, (keys, order))
+        return learner, jax.tree.map(jnp.mean, parts)
+
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state), parts = jax.lax.scan(epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
     """One update (Burda et al. 2018, algorithm 1): the next state, metrics float32 [] and bonuses float32 [T, N]."""
-    batch, bonus_filter, bonus, metrics = prepare(args, agent, state, rollout, steps)
-    # The bonus was given by the old statistics, the predictor learns with the new ones.
-    seen = reached(args, rollout).reshape(-1, *atari.FRAME_SHAPE)
-    state = state._replace(frame_stats=add_frames(state.frame_stats, seen))
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     key, shuffle_key = jax.random.split(state.key)
-    params, opt_state, parts = optimize(args, agent, state, rollout, steps.age, batch, learning_rate, shuffle_key)
+    weight = ~steps.done
+    state, batch, bonus, metrics = prepare(args, agent, state, rollout, steps)
+    # The bonus was given by the old statistics, the predictor learns with the new ones.
+    seen = rollout.reached.reshape(-1, *atari.FRAME_SHAPE)
+    state = state._replace(frame_stats=add_frames(state.frame_stats, seen))
+    params, opt_state, parts = optimize(
+        args, agent, state, rollout, batch, weight=weight, learning_rate=learning_rate, key=shuffle_key
+    )
     state = state._replace(
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + (~steps.done).sum(),
+        global_step=state.global_step + weight.sum(),
         updates=state.updates + 1,
-        bonus_filter=bonus_filter,
     )
     metrics |= {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
@@ -658,7 +671,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 @partial(jax.jit, static_argnums=0)
 def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
     """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 84, 84, C]; its memory is the core."""
-    logits, _, core = look(agent, params, frames, age == 0, core)
+    logits, _, core = policy_and_value(agent, params, frames, age == 0, core)
     return jax.random.categorical(key, logits), core
 
 
@@ -666,147 +679,118 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
 
     def policy(frames, age, key, core):
-        return choose(agent, params, frames, age, key, initial_core(args, len(frames)) if core is None else core)
+        core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
+        return choose(agent, params, frames, age, key, core)
 
     return policy
 
 
-def evaluate(args: Args, run_dir: str, episodes: int, seed: int, random: bool, video: bool):
-    """For evaluate.py: plays the newest checkpoint of a run, or random actions, in the game as it was trained on.
-
-    Returns the step, a title, a row for each episode, a summary of them and the best one's frames, if asked.
-    """
+def evaluate(
+    args: Args, run_dir: str, *, episodes: int, seed: int, levels: str, random: bool, video: bool
+) -> runs.Evaluation:
+    """For evaluate.py: plays the newest checkpoint of a run, or random actions, in the game as it was trained on: a row
+    for each episode, a summary of them and the best one's frames, if asked."""
+    check(levels == "test", f"--levels {levels}: has no effect on {SCRIPT}.py's game")
     agent = make_agent(args)
-    state = load(args, agent, run_dir)["state"]
-    policy = atari.random_policy if random else make_policy(args, agent, compute.replicate(state.params["agent"]))
-    rows, summary, film = atari.evaluate(args, policy, episodes, seed, video)
-    update = int(state.updates)
-    return int(state.global_step), f"update {update:,}", rows, summary | {"update": update}, film
+    state = devices.replicate(load(args, agent, run_dir)["state"])
+    policy = atari.random_policy if random else make_policy(args, agent, state.params["agent"])
+    rows, summary, film = atari.evaluate(args, policy, episodes=episodes, seed=seed, record=video)
+    name, updates = "random_episodes" if random else "episodes", int(state.updates)
+    return runs.Evaluation(
+        int(state.global_step), name, f"update {updates:,}", rows, summary | {"update": updates}, film
+    )
 
 
 # MAIN
 
 
-def observe_random_play(args: Args, stats: FrameStatistics, stop: Callable) -> FrameStatistics:
-    """Starts the statistics from random steps (section 2.4); they stay as they are if `stop()` says yes."""
-    env, new = atari.make_montezuma(args, args.num_envs, envs.derive_seed(args.seed, 3)), stats
+def observe_random_play(args: Args, run: runs.Run, state: TrainState) -> TrainState:
+    """Starts the statistics of frames from random steps (section 2.4); they stay as they are if a signal comes."""
+    run.say(f"{args.obs_norm_init_steps * args.num_envs:,} random steps, to normalise RND's frames by")
+    env = atari.make_montezuma(args, args.num_envs, envs.derive_seed(args.seed, 3))
     rng = np.random.default_rng(envs.derive_seed(args.seed, 4))
+    stats = jax.device_get(state.frame_stats)
     env.reset()
     for _ in range(args.obs_norm_init_steps):
-        if stop():
+        if run.stop:
             break
         obs = env.step(rng.integers(0, atari.NUM_ACTIONS, args.num_envs))[0]
-        new = add_frames(new, obs.transpose(0, 2, 3, 1))
+        stats = add_frames(stats, obs.transpose(0, 2, 3, 1))
     env.close()
-    return stats if stop() else new
+    return state if run.stop else devices.replicate(state._replace(frame_stats=stats))
+
+
+def make_fleet(args: Args, agent: Agent) -> Fleet:
+    """One actor. With --async it plays beside the learner, on the last device; else they take turns everywhere."""
+    seed = envs.derive_seed(args.seed, 1)
+    games = envs.Games(partial(atari.make_montezuma, args, args.num_envs), seed, args.restart_every)
+    home = jax.devices()[-1] if args.async_ else devices.everywhere()
+    return Fleet(
+        partial(collect, args, agent),
+        [games],
+        initial_carry(args),
+        max_lag=int(args.async_),
+        lockstep=True,
+        homes=[home],
+    )
 
 
 def initial(args: Args, agent: Agent) -> dict:
-    """Learner, actor and the parameters that it has, as `main` saves them."""
-    state = initial_state(args, agent)
-    return {"state": state, "carry": initial_carry(args), "published": {"0": state.params["agent"]}}
+    """The learner's part of what a resume needs."""
+    return {"state": initial_state(args, agent)}
 
 
 def load(args: Args, agent: Agent, run_dir: str) -> dict:
     """The newest checkpoint of a run."""
-    _, saved = runs.load_checkpoint(run_dir)
-    template = jax.eval_shape(partial(initial, args, agent))
-    template["published"] = dict.fromkeys(saved["published"], template["published"]["0"])
-    return saved | {name: runs.restore_tree(part, saved[name], run_dir) for name, part in template.items()}
+    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
-    check_args(args)
-    agent, saved = make_agent(args), None
-    if args.resume:
-        runs.check_same(args, runs.saved_args(Args, args.resume, "--resume", SCRIPT), FIXED)
-        saved = load(args, agent, args.resume)
+    runs.check_args(args, SCRIPT)
+    agent = make_agent(args)
+    saved = load(args, agent, args.resume) if args.resume else None
 
-    with runs.Run(args, SCRIPT) as run:
-        games = envs.Games(partial(atari.make_montezuma, args, args.num_envs), envs.derive_seed(args.seed, 1))
-        episodes, intrinsic = envs.EpisodeStatistics(args.num_envs), envs.EpisodeStatistics(args.num_envs)
-        rooms, watch = atari.Rooms(args.num_envs), runs.Stopwatch()
-        books = {"episodes": episodes, "intrinsic": intrinsic, "rooms": rooms}
+    with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
+        statistics, watch = atari.Statistics(args.num_envs), runs.Stopwatch()
+        state = devices.replicate((saved or initial(args, agent))["state"])
+        step = int(state.global_step)
         if saved:
-            if "actions" in saved["games"]:
-                run.say(f"playing the {saved['games']['actions'].size:,} steps since the last checkpoint again")
-            games.restore(saved["games"])
-            for name, book in books.items():
-                book.restore(saved[name])
-            run.restore(saved["run"])
-        start_from = saved or initial(args, agent)
-        # Side by side, the learner has the first device (and on a CPU, all of them) and the actor the last.
-        home = jax.devices()[-1] if args.async_ else compute.everywhere()
-        state, carry = compute.replicate(start_from["state"]), start_from["carry"]
-        step, played = int(state.global_step), games.steps
-        if step >= args.total_timesteps:
-            run.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
+            run.restore(step, saved["run"])
+            statistics.restore(saved["statistics"])
+            fleet.restore(saved["fleet"], state.params["agent"], run)
         if state.frame_stats.count == 0:
-            run.say(f"{args.obs_norm_init_steps * args.num_envs:,} random steps, to normalise RND's frames by")
-            stats = observe_random_play(args, jax.device_get(state.frame_stats), lambda: run.stop)
-            state = compute.replicate(state._replace(frame_stats=stats))
+            state = observe_random_play(args, run, state)
 
-        with Actors(partial(collect, args, agent, games), [home], int(args.async_), lockstep=True) as actors:
+        def save():
+            run.save(step, {"state": state, "fleet": fleet.save(), "statistics": statistics.save()})
+            if args.room_map:
+                run.save_picture(step, "rooms", atari.draw_rooms(statistics.rooms.visits, statistics.rooms.pictures))
 
-            def start():
-                actors.start(int(state.updates), [jax.device_put(carry, home)])
-
-            def save():
-                """Stops the actor; what it has played and the learner has not taken is dropped."""
-                actors.stop()
-                published = {str(version): params for version, params in actors.published().items()}
-                tree = {"state": state, "carry": carry, "published": published, "games": games.save(played)}
-                run.save(step, tree | {name: book.save() for name, book in books.items()})
-                if args.room_map:
-                    run.save_picture(step, "rooms", atari.draw_rooms(rooms.visits, rooms.pictures))
-
-            for version, params in start_from["published"].items():
-                actors.publish(int(version), params)
-            if not run.stop and step < args.total_timesteps:
-                start()
-            while not run.stop and step < args.total_timesteps:
-                try:
-                    with watch("waiting"):
-                        items = actors.take(lambda: run.stop)
-                except ActorError:
-                    save()
-                    run.say(f"the actor failed; {run.path} has a checkpoint of step {step}, to continue with --resume")
-                    raise
-                if items is None:
-                    break
-                unroll, carry, version, shares = items[0]
-                played, updates = unroll.games, int(state.updates)
-                with watch("transfer"):
-                    rollout = jax.block_until_ready(compute.replicate(unroll.rollout))
-                with watch("update"):
-                    state, metrics, bonus = update(args, agent, state, rollout, unroll.steps)
-                    metrics, bonus = jax.device_get((metrics, bonus))
-                actors.publish(updates + 1, state.params["agent"])
-                before, step = step, int(state.global_step)
-                run.check_finite(step, metrics)
-                episodes.add(unroll.steps)
-                intrinsic.add(unroll.steps._replace(rewards=bonus))
-                rooms.add(unroll.rooms, unroll.steps.done, unroll.pictures)
-                charts = watch.fractions()
-                charts |= {"charts/policy_lag": updates - version, "charts/SPS": run.steps_per_second(step)}
-                charts |= {name.replace("/", "/actor_"): share for name, share in shares.items()}
-                if own := intrinsic.metrics():
-                    charts["charts/episodic_intrinsic_return"] = own["charts/episodic_return"]
-                run.log(step, metrics | episodes.metrics() | rooms.metrics() | charts)
-                if runs.crossed(args.checkpoint_every, before, step):
-                    actors.stop()
-                    # Games cannot be saved, so every run starts them anew here: a resumed run does the same.
-                    games.restart(envs.derive_seed(args.seed, 1, step))
-                    played = 0
-                    for book in books.values():
-                        book.restart()
-                    save()
-                    start()
-            save()
-            run.say(f"rooms visited: {', '.join(map(str, rooms.visited())) or 'none yet'}")
-            actors.check()  # one that failed after the last batch
-        games.close()
+        if not run.over(step):
+            fleet.start(int(state.updates), state.params["agent"])
+        while not run.over(step):
+            with watch("waiting"):
+                items = fleet.take(run, save)
+            if items is None:
+                break
+            unroll, updates = items[0].unroll, int(state.updates)
+            with watch("transfer"):
+                rollout = jax.block_until_ready(devices.replicate(unroll.rollout))
+            with watch("update"):
+                state, metrics, bonus = update(args, agent, state, rollout, unroll.steps)
+                metrics, bonus = jax.device_get((metrics, bonus))
+            fleet.publish(updates + 1, state.params["agent"])
+            step = int(state.global_step)
+            run.check_finite(step, metrics)
+            statistics.add(unroll.steps, bonus, unroll.rooms, unroll.pictures)
+            charts = statistics.metrics() | fleet.metrics(updates, items) | watch.fractions()
+            run.log(step, metrics | charts | {"charts/SPS": run.steps_per_second(step)})
+            if run.checkpoint_due(step):
+                save()
+        save()
+        run.say(f"rooms visited: {', '.join(map(str, statistics.rooms.visited())) or 'none yet'}")
+        fleet.check()  # one that failed after the last batch
     return run
 
 

@@ -23,10 +23,12 @@ import jax
 import jax.numpy as jnp
 import mujoco
 import numpy as np
+import optax
 
 import hnppo_doorgym as hn
 from benchmarks import records
 from common import runs
+from common.doors import DECISIONS, make_doors
 
 PUBLISHED = (
     "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "
@@ -89,7 +91,7 @@ def speed(task: str, args: Args) -> dict:
     threads = len(os.sched_getaffinity(0))
     doors = doorgym.make_vec(task, args.num_envs, 1, threads, action_repeat=4)
     # Towards the knob, so that there are contacts.
-    actions = np.random.default_rng(0).normal(0, 1, (hn.DECISIONS - 1, args.num_envs, 6))
+    actions = np.random.default_rng(0).normal(0, 1, (DECISIONS - 1, args.num_envs, 6))
     actions[..., 0] -= 0.5
     times = [(play(doors, actions), bare(doors, actions, threads)) for _ in range(args.rounds)]
     doors.close()
@@ -114,8 +116,8 @@ def adam_alone(args: hn.Args, learner: dict) -> float:
     def ten(carry):
         def step(carry, _):
             learner, opt_state = carry
-            direction, opt_state = tx.update(jax.tree.map(lambda p: 0.1 * p, learner), opt_state)
-            return (hn.descend(args, learner, direction), opt_state), None
+            move, opt_state = tx.update(jax.tree.map(lambda p: 0.1 * p, learner), opt_state)
+            return (optax.apply_updates(learner, move), opt_state), None
 
         return jax.lax.scan(step, carry, length=10)[0]
 
@@ -128,18 +130,23 @@ def adam_alone(args: hn.Args, learner: dict) -> float:
 def update_seconds(name: str, flags: str, updates: int) -> dict:
     """An update in a second task, so that the penalty is in it."""
     args = tyro.cli(hn.Args, args=shlex.split(f"{flags} --num-worlds 64"))
-    doors = hn.make_doors(args, "Pull-Right-Pull", args.num_envs, 1, args.num_worlds)
-    state = hn.begin_task(args, hn.end_task(args, hn.begin_task(args, hn.initial_state(args))))
+    agent = hn.Agent(args)
+    doors = make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=args.num_worlds)
+    state = hn.begin_task(args, agent, hn.initial_state(args, agent))
+    state = hn.begin_task(args, agent, hn.end_task(args, agent, state))
     adam = adam_alone(args, state.learner)
     times = []
     for _ in range(1 + updates):
         watch = runs.Stopwatch()
-        state, _ = hn.learn(args, state, doors, watch)
+        rollout, _ = hn.collect(args, agent, doors, state, watch)
+        with watch("update"):
+            state, metrics = hn.update(args, agent, args.method == "hnppo", state, rollout)
+            jax.device_get(metrics)
         times.append(watch.seconds)
     doors.close()
     rollout, update = (np.median([x[name] for x in times[1:]]) for name in ("rollout", "update"))
     steps = args.num_minibatches * args.update_epochs
-    decisions = args.num_envs * hn.DECISIONS
+    decisions = args.num_envs * DECISIONS
     return {
         "setting": name,
         "weights that learn": sum(x.size for x in jax.tree.leaves(state.learner)),

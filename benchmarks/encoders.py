@@ -18,36 +18,36 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import records
-from common import compute, networks, runs
-from common.networks import Spec
+from common import devices, networks, runs
+from common.networks import EncoderArgs
 
-IMPALA = Spec(width=1)
+IMPALA = EncoderArgs(width=1)
 BEST = "[32,2],[32,1],[64,2],[64,1]x4"
 NAMED = {
-    "Nature": Spec("nature", width=1, pool="flatten", hidden=512),
+    "Nature": EncoderArgs("nature", width=1, pool="flatten", hidden=512),
     "IMPALA, flattened": replace(IMPALA, pool="flatten"),
     "IMPALA": IMPALA,
     "IMPALA, max-pooled": replace(IMPALA, pool="max"),
     "IMPALA, strides": replace(IMPALA, downsample="stride"),
     "IMPALA, GroupNorm": replace(IMPALA, norm="group"),
-    "IMPALA 2x (default)": Spec(),
-    "IMPALA 2x, separable": Spec(separable=1),
-    "IMPALA 4x": Spec(width=4),
-    "XResNet": Spec(f"xresnet:{BEST}"),
-    "XResNet, se": Spec(f"xresnet:{BEST},se"),
-    "XResNet, sa2": Spec(f"xresnet:{BEST},sa2"),
-    "XResNet, max-pools": Spec(f"xresnet:{BEST}", downsample="maxpool"),
-    "XResNet, stem": Spec(f"xresnet:stem,{BEST}"),
-    "MobileNetV2": Spec("mobilenet"),
+    "IMPALA 2x (default)": EncoderArgs(),
+    "IMPALA 2x, separable": EncoderArgs(separable=1),
+    "IMPALA 4x": EncoderArgs(width=4),
+    "XResNet": EncoderArgs(f"xresnet:{BEST}"),
+    "XResNet, se": EncoderArgs(f"xresnet:{BEST},se"),
+    "XResNet, sa2": EncoderArgs(f"xresnet:{BEST},sa2"),
+    "XResNet, max-pools": EncoderArgs(f"xresnet:{BEST}", downsample="maxpool"),
+    "XResNet, stem": EncoderArgs(f"xresnet:stem,{BEST}"),
+    "MobileNetV2": EncoderArgs("mobilenet"),
 }
 
 
-def cost(spec: Spec, channels: int = 6) -> dict[str, float]:
+def cost(spec: EncoderArgs, channels: int = 6) -> dict[str, float]:
     """Parameters, and for one frame uint8 [64, 64, channels]: MFLOP of a forward pass (a multiply-add is two) and KiB
     that its gradient keeps of it, in plain Flax without rematerialisation."""
     frames = [jnp.zeros((n, 64, 64, channels), jnp.uint8) for n in (1, 2)]
     encoder = networks.make_encoder(spec)
-    with unittest.mock.patch.object(compute, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
+    with unittest.mock.patch.object(devices, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
         params = jax.eval_shape(encoder.init, jax.random.PRNGKey(0), frames[0])
         flops = jax.jit(encoder.apply).lower(params, frames[1]).cost_analysis()["flops"] / 2  # a GPU does not count
 
@@ -60,7 +60,7 @@ def cost(spec: Spec, channels: int = 6) -> dict[str, float]:
     return {"parameters": size, "MFLOP": flops / 1e6, "KiB kept": bytes_kept / 1024}
 
 
-def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
+def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
     """Median time of one frame: of a forward pass, of its gradient as `update` takes it (forward pass included), and on
     a CPU of the same in plain Flax."""
     frames = np.random.default_rng(0).integers(0, 256, (batch, 64, 64, channels), np.uint8)
@@ -68,19 +68,19 @@ def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) ->
     params = jax.device_get(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
 
     def loss(params, frames):
-        return (encoder.apply(params, frames) ** 2).sum(), {}
+        return {"loss": (encoder.apply(params, frames) ** 2).sum(axis=-1)}
 
     def both(params, frames):
-        return compute.value_and_grad(loss, params, frames)
+        return devices.gradient(loss, params, frames, jnp.ones(len(frames)))[0]
 
-    everywhere = compute.replicate(params)
+    everywhere = devices.replicate(params)
     programs = {
-        "forward": (jax.jit(lambda params, frames: compute.apply(encoder.apply, params, frames)), everywhere),
+        "forward": (jax.jit(lambda params, frames: devices.apply(encoder.apply, params, frames)), everywhere),
         "gradient": (jax.jit(both), everywhere),
     }
-    if compute.on_cpu():
+    if devices.on_cpu():
         plain = jax.jit(lambda params, frames: both(params, frames))
-        with unittest.mock.patch.object(compute, "on_cpu", return_value=False):
+        with unittest.mock.patch.object(devices, "on_cpu", return_value=False):
             plain(params, frames)  # compiled here
         programs["plain Flax"] = (plain, params)
     times = {name: [] for name in programs}
@@ -94,14 +94,14 @@ def seconds(spec: Spec, batch: int = 128, channels: int = 6, rounds: int = 5) ->
 
 @dataclass(frozen=True)
 class Args:
-    spec: tyro.conf.OmitArgPrefixes[Spec] = field(default_factory=Spec)
+    spec: tyro.conf.OmitArgPrefixes[EncoderArgs] = field(default_factory=EncoderArgs)
     csv: str = ""
     """also write the table to this file"""
 
 
 def main(args: Args) -> None:
     networks.check_flags(args.spec)
-    named = NAMED if args.spec == Spec() else {args.spec.encoder: args.spec}
+    named = NAMED if args.spec == EncoderArgs() else {args.spec.encoder: args.spec}
     rows = []
     table = Table(title=f"one frame of 64 x 64 x 6 on {jax.devices()[0].device_kind}", box=box.SIMPLE)
     for name, one in named.items():
@@ -112,7 +112,11 @@ def main(args: Args) -> None:
             for column in numbers:
                 table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
         table.add_row(*rows[-1].values())
-        changed = {f.name: getattr(one, f.name) for f in fields(Spec) if getattr(one, f.name) != getattr(Spec, f.name)}
+        changed = {
+            f.name: getattr(one, f.name)
+            for f in fields(EncoderArgs)
+            if getattr(one, f.name) != getattr(EncoderArgs, f.name)
+        }
         rows[-1]["flags"] = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in changed.items())
     Console().print(table)
     if args.csv:

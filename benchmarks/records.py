@@ -12,13 +12,13 @@ from pathlib import Path
 
 import jax
 
-from common import compute
+from common import devices
 
 ROOT = Path(__file__).parent.parent
 
 
 def machine() -> str:
-    if not compute.on_cpu():
+    if not devices.on_cpu():
         return f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import ppo_procgen as ppo
 from benchmarks import records
-from common import compute, envs, networks, runs
+from common import devices, envs, networks, runs
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def flops(args: ppo.Args) -> tuple[float, float]:
     def total(params):
         return sum(x.sum() for x in outputs(args, agent, params, frames))
 
-    with unittest.mock.patch.object(compute, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
+    with unittest.mock.patch.object(devices, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
         params = agent.init(
             jax.random.PRNGKey(0), frames, np.ones(16, bool), networks.initial_core(args.core, args.hidden, 16)
         )  # on the CPU: XLA counts there, on a GPU it does not
@@ -86,11 +86,11 @@ def matrix_rate(size: int = 4096) -> float:
 def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
     """One step's frames to the device and its actions back."""
     frames = np.zeros((args.num_envs, 3, 64, 64), np.uint8)
-    actions = compute.replicate(jnp.zeros(args.num_envs, jnp.int32))
+    actions = devices.replicate(jnp.zeros(args.num_envs, jnp.int32))
     seconds = []
     for i in range(repeats):
         start = time.perf_counter()
-        compute.replicate(frames + np.uint8(i)).block_until_ready()
+        devices.replicate(frames + np.uint8(i)).block_until_ready()
         np.asarray(actions + i)
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds))
@@ -102,12 +102,13 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
     frames = np.random.default_rng(0).integers(0, 256, (128, *envs.FRAME_SHAPE[:2], channels), np.uint8)
 
     def loss(params, frames):
-        return sum((x**2).sum() for x in outputs(args, agent, params, frames)), {}
+        logits, values = outputs(args, agent, params, frames)
+        return {"loss": (logits**2).sum(axis=(1, 2)) + (values**2).sum(axis=1)}
 
-    ours = jax.jit(lambda p, x: compute.value_and_grad(loss, p, x)[1])
-    plain = jax.jit(jax.grad(lambda p, x: loss(p, x)[0]))
+    ours = jax.jit(lambda p, x: devices.gradient(loss, p, x, jnp.ones(len(x)))[0])
+    plain = jax.jit(jax.grad(lambda p, x: loss(p, x)["loss"].mean()))
     ours(params, frames)
-    with unittest.mock.patch.object(compute, "on_cpu", return_value=False):
+    with unittest.mock.patch.object(devices, "on_cpu", return_value=False):
         local = jax.device_put(jax.device_get(params), jax.devices()[0])
         plain(local, frames)
     seconds = {ours: [], plain: []}
@@ -122,14 +123,15 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
 def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
     agent = ppo.make_agent(args)
-    state = compute.replicate(ppo.initial_state(args, agent))
-    games = envs.Games(lambda seed: envs.make_levels(args, args.num_envs, seed), 0)
+    state, carry = devices.replicate((ppo.initial_state(args, agent), ppo.initial_carry(args)))
+    games = envs.Games(lambda seed: envs.make_levels(args, args.num_envs, seed), 0, args.restart_every)
     watch = runs.Stopwatch()
     marks = []
     for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
         watch.fractions()
         start, before = time.perf_counter(), int(state.global_step)
-        rollout, steps = ppo.collect(args, agent, state, games, watch)
+        params, i = state.params["agent"], int(state.updates)
+        rollout, steps, carry = ppo.collect(args, agent, games, params, carry, i=i, watch=watch)
         with watch("update"):
             state, metrics = ppo.update(args, agent, state, rollout, steps)
             jax.device_get(metrics)
@@ -152,7 +154,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
         "MFLOP a step": flops_a_step / 1e6,
         "GFLOP/s": flops_a_step * done / seconds / 1e9,
         "matrix product GFLOP/s": matrix_rate(),
-        "gradient speed-up": gradient_speedup(args, agent, state.params) if compute.on_cpu() else 1.0,
+        "gradient speed-up": gradient_speedup(args, agent, state.params["agent"]) if devices.on_cpu() else 1.0,
         "peak host MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 

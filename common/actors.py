@@ -1,10 +1,13 @@
-"""Actor threads: each plays its own games and hands the learner one unroll after the other.
+"""A fleet of actor threads: each plays its own games and hands the learner one unroll after the other.
 
 An actor's i-th unroll is learnt from in update i, together with the i-th of every other actor, so what the learner
 sees does not depend on which thread was faster. Parameters have a version, the number of updates that made them.
 Unroll i is played with the newest parameters, and waits for version i - max_lag where the learner is not so far yet:
 that bounds the policy's lag and the queue, as no more than max_lag + 1 unrolls of an actor can wait. In
 lock-step it is played with exactly version i - max_lag.
+
+The learner's loop takes unrolls, updates, publishes and logs. A checkpoint does not disturb the actors: it is of the
+point in time after the unrolls that were taken last, of which each has what is needed to go on from there.
 """
 
 import threading
@@ -15,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from common.runs import Stopwatch
+from common import runs
+from common.envs import Games, Mark
 
 
 class ActorError(RuntimeError):
@@ -34,47 +38,68 @@ def _copy(tree):
 class Item(NamedTuple):
     """What an actor hands over."""
 
-    unroll: Any  # what `collect` returned
+    unroll: Any  # what `collect` returned; its `steps` are envs.Steps
     carry: Any  # what the actor needs to go on after it
+    games: Mark  # where its games were after it
     version: int  # of the parameters it was played with
     shares: dict[str, float]  # of the actor's time
 
 
-class Actors:
-    """The threads, from `start` to `stop`; both can be called again and again. `with` stops them at its end.
+class Fleet:
+    """The actors, their threads and their games. `with` ends them.
 
     Args:
-      collect: collect(actor, i, params, carry, watch, check) -> (unroll, carry), called in the actor's thread for its
-        i-th unroll. It calls check() at every step of the games, and times its parts with `watch`.
-      devices: where each actor's parameters lie: a device, or a sharding.
-      max_lag: see above.
-      lockstep: see above.
+      collect: collect(games, params, carry, actor=, i=, watch=, check=) -> (unroll, carry), called in an actor's thread
+        for its i-th unroll. It calls check() at every step of the games, and times its parts with `watch`.
+      games: of each actor.
+      carry: what an actor begins with.
+      homes: where each actor's parameters and carry lie: a device, or a sharding; the last devices first if not given.
+      max_lag, lockstep: see above.
     """
 
     def __init__(
-        self, collect: Callable, devices: Sequence[jax.Device | jax.sharding.Sharding], max_lag: int, lockstep: bool
+        self,
+        collect: Callable,
+        games: Sequence[Games],
+        carry: Any,
+        *,
+        max_lag: int,
+        lockstep: bool,
+        homes: Sequence[jax.Device | jax.sharding.Sharding] = (),
     ):
-        self._collect, self._devices, self._max_lag, self._lockstep = collect, devices, max_lag, lockstep
+        self._collect, self._games, self._max_lag, self._lockstep = collect, games, max_lag, lockstep
+        devices = jax.devices()  # the learner has the first, and on a CPU all of them
+        self._homes = homes or [devices[-1 - actor % len(devices)] for actor in range(len(games))]
+        self._carries = [carry] * len(games)
+        self._marks = [one.mark() for one in games]
         self._changed = threading.Condition()  # guards all that follows
-        self._ready = [deque() for _ in devices]
+        self._ready = [deque() for _ in games]
         self._published: dict[int, dict[jax.Device, Any]] = {}
         self._error: tuple[int, BaseException] | None = None
         self._stopping, self._threads = True, []
 
-    def __enter__(self) -> "Actors":
+    def __enter__(self) -> "Fleet":
         return self
 
     def __exit__(self, kind, *_) -> None:
         if kind is KeyboardInterrupt:  # asked twice: do not wait for the games, the threads end with the process
             self._stopping = True
-        else:
-            self.stop()
+            return
+        self.stop()
+        for one in self._games:
+            one.close()
 
-    def start(self, i: int, carries: Sequence[Any]) -> None:
-        """Starts a thread for each actor, from its i-th unroll and its carry on."""
+    def start(self, version: int, params: Any) -> None:
+        """Starts a thread for each actor, from its unroll number `version` on, with these parameters; after `restore`,
+        with those that were published then."""
+        if not self._published:
+            self.publish(version, params)
         self._stopping = False
-        for actor, carry in enumerate(carries):
-            thread = threading.Thread(target=self._run, args=(actor, i, carry), name=f"actor {actor}", daemon=True)
+        for actor, home in enumerate(self._homes):
+            carry = jax.device_put(self._carries[actor], home)
+            thread = threading.Thread(
+                target=self._run, args=(actor, version, carry), name=f"actor {actor}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -93,32 +118,67 @@ class Actors:
     def publish(self, version: int, params: Any) -> None:
         """Gives the actors new parameters: a copy on the device, since the learner donates its own."""
         copy = _copy(params)
-        copies = {device: jax.device_put(copy, device) for device in set(self._devices)}
+        copies = {home: jax.device_put(copy, home) for home in set(self._homes)}
         with self._changed:
             self._published[version] = copies
             for old in [v for v in self._published if v < version - (self._max_lag if self._lockstep else 0)]:
                 del self._published[old]
             self._changed.notify_all()
 
-    def published(self) -> dict[int, Any]:
-        """Parameters by version: the newest, and in lock-step the last max_lag + 1."""
-        return {version: copies[self._devices[0]] for version, copies in self._published.items()}
-
-    @property
-    def queue_size(self) -> float:
-        """Unrolls that wait, a mean over the actors; 0 where the learner is starved."""
-        return sum(map(len, self._ready)) / len(self._ready)
-
-    def take(self, stop: Callable[[], Any]) -> list[Item] | None:
-        """Waits for every actor's next unroll; None if `stop()` says yes before. Raises ActorError."""
+    def take(self, run: runs.Run, save: Callable[[], None]) -> list[Item] | None:
+        """Waits for every actor's next unroll; None if `run.stop` says so before. If an actor has failed, calls `save`
+        and raises ActorError."""
         with self._changed:
-            while True:
-                self.check()
-                if all(self._ready):
-                    return [queue.popleft() for queue in self._ready]
-                if stop():
-                    return None
+            self._waiting = sum(map(len, self._ready)) / len(self._ready)
+            while not (self._error or run.stop or all(self._ready)):
                 self._changed.wait(0.2)
+            items = [queue.popleft() for queue in self._ready] if all(self._ready) and not self._error else None
+        if self._error:
+            save()
+            run.say(f"an actor failed; the last checkpoint is in {run.path}, to continue with --resume")
+            self.check()
+        if items:
+            self._carries = [item.carry for item in items]
+            self._marks = [item.games for item in items]
+        return items
+
+    def metrics(self, version: int, items: Sequence[Item]) -> dict[str, float]:
+        """Charts of the unrolls that were taken: how many waited when the learner came (a mean over the actors; 0: it
+        is starved), by how many updates their parameters were older than its `version`, and the actors' time."""
+
+        def mean(numbers):
+            return sum(numbers) / len(items)
+
+        charts = {"charts/queue_size": self._waiting}
+        charts["charts/policy_lag"] = version - mean(item.version for item in items)
+        for part in ("inference", "game", "blocked"):
+            charts[f"time/actor_{part}"] = mean(item.shares[f"time/{part}"] for item in items)
+        return charts
+
+    def save(self) -> dict[str, Any]:
+        """For a checkpoint: the actors' carries and games after the unrolls taken last, and the parameters published:
+        the newest, and in lock-step the last max_lag + 1."""
+        with self._changed:
+            published = {str(version): copies[self._homes[0]] for version, copies in self._published.items()}
+        return {
+            "carries": {str(actor): carry for actor, carry in enumerate(self._carries)},
+            "games": {str(actor): mark.save() for actor, mark in enumerate(self._marks)},
+            "published": published,
+        }
+
+    def restore(self, saved: dict[str, Any], params: Any, run: runs.Run) -> None:
+        """Goes back to a checkpoint, before `start`; `params` have the shapes of those published."""
+        template = {
+            "carries": {str(actor): carry for actor, carry in enumerate(self._carries)},
+            "published": dict.fromkeys(saved["published"], params),
+        }
+        parts = {name: runs.restore_tree(some, saved[name], str(run.path)) for name, some in template.items()}
+        for actor, games in enumerate(self._games):
+            games.restore(saved["games"][str(actor)], run)
+            self._carries[actor] = parts["carries"][str(actor)]
+            self._marks[actor] = games.mark()
+        for version, params in parts["published"].items():
+            self.publish(int(version), params)
 
     def check(self) -> None:
         """Raises ActorError if an actor's thread has raised."""
@@ -127,15 +187,16 @@ class Actors:
             raise ActorError(f"actor {actor} failed") from error
 
     def _run(self, actor: int, i: int, carry: Any) -> None:
-        watch = Stopwatch()
+        watch, games = runs.Stopwatch(), self._games[actor]
         try:
             while True:
                 with watch("blocked"):
                     version, params = self._parameters(actor, i)
-                unroll, carry = self._collect(actor, i, params, carry, watch, self._check)
+                unroll, carry = self._collect(games, params, carry, actor=actor, i=i, watch=watch, check=self._check)
+                item = Item(unroll, carry, games.mark(), version, watch.fractions())
                 with self._changed:
                     self._check()
-                    self._ready[actor].append(Item(unroll, carry, version, watch.fractions()))
+                    self._ready[actor].append(item)
                     self._changed.notify_all()
                 i += 1
         except Stopped:
@@ -154,7 +215,7 @@ class Actors:
                 self._changed.wait()
             self._check()
             version = oldest if self._lockstep else max(self._published)
-            return version, self._published[version][self._devices[actor]]
+            return version, self._published[version][self._homes[actor]]
 
     def _check(self) -> None:
         if self._stopping:

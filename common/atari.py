@@ -1,7 +1,8 @@
 """Montezuma's Revenge on EnvPool: the game, the rooms of its pyramid, and episodes played for an evaluation."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +16,28 @@ FLOORS = (range(3), range(3, 8), range(8, 15), range(15, 24))  # the pyramid's r
 NUM_ROOMS = 24
 
 
+@dataclass(frozen=True)
+class GameArgs:
+    """The game, and what of it the policy sees."""
+
+    LIMITS: ClassVar = {
+        "sticky_actions": (0, 0.99), "max_episode_steps": (2, 10**6), "frame_stack": (1, 64),
+        "restart_every": (1, 10**6),
+    }  # fmt: skip
+    FIXED: ClassVar = ("sticky_actions", "max_episode_steps")
+
+    env_id: ClassVar[str] = ENV_ID
+
+    sticky_actions: float = 0.25
+    """probability that the emulator repeats the action before, at each of its frames"""
+    max_episode_steps: int = 4500
+    """steps of an episode, four frames each, after which it is truncated"""
+    frame_stack: int = 4
+    """how many frames back the policy sees, the newest included; RND sees the newest one only"""
+    restart_every: int = 65_536
+    """steps of each game after which, at a rollout's end, it starts anew; a resume plays the steps since then again"""
+
+
 def make_montezuma(args, num_envs: int, seed: int, **frames):
     """Makes `num_envs` copies of the game as one EnvPool (Gymnasium API, C++ threads).
 
@@ -23,7 +46,7 @@ def make_montezuma(args, num_envs: int, seed: int, **frames):
 
     Args:
       args: sticky_actions, and max_episode_steps in steps of the agent.
-      seed: 0 to envs.MAX_SEED; with the same actions it gives the same frames and rewards.
+      seed: 0 to runs.MAX_SEED; with the same actions it gives the same frames and rewards.
       frames: EnvPool's gray_scale, img_height and img_width, if not grey 84 x 84; they change no game.
 
     Returns an EnvPool: frames uint8 [N, 1, 84, 84], rewards float32 [N], 18 actions; info["ram"] is uint8 [N, 128].
@@ -53,7 +76,7 @@ def rooms_of(info: dict) -> np.ndarray:
     return info["ram"][:, 3].astype(np.int64)
 
 
-# THE ROOMS THAT TRAINING VISITS
+# WHAT TRAINING SEES OF IT
 
 
 class Rooms:
@@ -66,27 +89,24 @@ class Rooms:
         self._most = np.int64(0)  # rooms in one episode
         self._recent = np.full(100, np.nan)  # rooms in each of the last episodes, oldest first
 
-    def add(self, rooms: np.ndarray, done: np.ndarray, pictures: dict[int, np.ndarray]) -> None:
-        """Takes the rooms int [T, N] of the frames of T steps, whether each frame is its episode's last, bool [T, N],
-        and a frame uint8 [84, 84] of each room."""
+    def add(self, rooms: np.ndarray, steps: envs.Steps, pictures: dict[int, np.ndarray]) -> None:
+        """Takes the rooms int [T, N] of the frames of T steps, what else these steps say, and a frame uint8 [84, 84] of
+        each room."""
         self.visits += np.bincount(rooms.reshape(-1), minlength=NUM_ROOMS)
         for room, picture in pictures.items():
             self.pictures[room] = picture
-        for now, last in zip(rooms, done, strict=True):
+        for now, last in zip(rooms, steps.done, strict=True):
             self._episode[np.arange(len(now)), now] = True
             if last.any():
                 self._count(last)
                 self._episode[last] = False
         self._most = max(self._most, self._episode.sum(axis=1).max())
+        self._episode[steps.restarts] = False
 
     def _count(self, ended: np.ndarray) -> None:
         counts = self._episode[ended].sum(axis=1)
         self._most = max(self._most, counts.max())
         self._recent = np.concatenate([self._recent, counts])[-100:]
-
-    def restart(self) -> None:
-        """Forgets where the unfinished episodes have been."""
-        self._episode[:] = False
 
     def visited(self) -> list[int]:
         return np.flatnonzero(self.visits).tolist()
@@ -103,6 +123,35 @@ class Rooms:
     def restore(self, saved: dict[str, np.ndarray]) -> None:
         for name in vars(self):
             setattr(self, name, np.array(saved[name.strip("_")]))
+
+
+class Statistics:
+    """What a run says of its episodes: their returns in the game's rewards and in the bonus, and their rooms."""
+
+    def __init__(self, num_envs: int):
+        self.episodes = envs.EpisodeStatistics(num_envs)
+        self.intrinsic = envs.EpisodeStatistics(num_envs)
+        self.rooms = Rooms(num_envs)
+
+    def add(self, steps: envs.Steps, bonus: np.ndarray, rooms: np.ndarray, pictures: dict[int, np.ndarray]) -> None:
+        """Takes T steps, their bonuses float32 [T, N], and what `Rooms.add` wants of them."""
+        self.episodes.add(steps)
+        self.intrinsic.add(steps._replace(rewards=bonus))
+        self.rooms.add(rooms, steps, pictures)
+
+    def metrics(self) -> dict[str, float]:
+        charts = self.episodes.metrics() | self.rooms.metrics()
+        intrinsic = self.intrinsic.metrics()
+        if intrinsic:
+            charts["charts/episodic_intrinsic_return"] = intrinsic["charts/episodic_return"]
+        return charts
+
+    def save(self) -> dict[str, dict[str, np.ndarray]]:
+        return {name: part.save() for name, part in vars(self).items()}
+
+    def restore(self, saved: dict[str, dict[str, np.ndarray]]) -> None:
+        for name, part in vars(self).items():
+            part.restore(saved[name])
 
 
 def draw_rooms(visits: np.ndarray, pictures: np.ndarray) -> np.ndarray:
@@ -164,7 +213,7 @@ def random_policy(frames, age, key, memory):
     return jax.random.randint(key, len(frames), 0, NUM_ACTIONS), None
 
 
-def play(args, policy: Callable, episodes: int, seed: int, record: bool = False):
+def play(args, policy: Callable, *, episodes: int, seed: int, record: bool = False):
     """`envs.play_episodes` on Montezuma's Revenge (`args`: as above, and frame_stack), up to 32 games side by side.
 
     Returns `episodes` of Episode (rounded up to a multiple of the games) and, with `record`, the best one's frames in
@@ -173,7 +222,8 @@ def play(args, policy: Callable, episodes: int, seed: int, record: bool = False)
     num_envs = min(episodes, 32)
     env = make_montezuma(args, num_envs, seed)
     log = _Recorder(env)
-    scores, _ = envs.play_episodes(log, policy, envs.stack_offsets(args.frame_stack, False), episodes, seed)
+    offsets = envs.stack_offsets(args.frame_stack, gap_stack=False)
+    scores, _ = envs.play_episodes(log, policy, offsets, episodes=episodes, seed=seed)
     env.close()
     rooms, last = np.stack(log.rooms), np.stack(log.last)
     played = []
@@ -183,12 +233,12 @@ def play(args, policy: Callable, episodes: int, seed: int, record: bool = False)
         for score, start, end in zip(own, starts, ends, strict=True):
             played.append(Episode(float(score), np.unique(rooms[start : end + 1, n]).tolist(), n, start, int(end)))
     best = max(played, key=lambda episode: (episode.score, len(episode.rooms)))
-    return played, replay(args, num_envs, seed, log.actions, best) if record else None
+    return played, replay(args, num_envs, seed, actions=log.actions, episode=best) if record else None
 
 
-def evaluate(args, policy: Callable, episodes: int, seed: int, record: bool = False):
+def evaluate(args, policy: Callable, *, episodes: int, seed: int, record: bool = False):
     """Plays episodes: a row for each (score, steps, rooms), a summary with all their rooms, and the best one's film."""
-    played, film = play(args, policy, episodes, seed, record)
+    played, film = play(args, policy, episodes=episodes, seed=seed, record=record)
     rows = [
         {"episode": i, "score": episode.score, "steps": episode.last - episode.first, "rooms": episode.rooms}
         for i, episode in enumerate(played)
@@ -197,7 +247,7 @@ def evaluate(args, policy: Callable, episodes: int, seed: int, record: bool = Fa
     return rows, summary | {"rooms": sorted({room for episode in played for room in episode.rooms})}, film
 
 
-def replay(args, num_envs: int, seed: int, actions: Sequence[np.ndarray], episode: Episode) -> np.ndarray:
+def replay(args, num_envs: int, seed: int, *, actions: Sequence[np.ndarray], episode: Episode) -> np.ndarray:
     """Plays the same games again, which the same actions make the same, and returns one episode's frames in colour."""
     env = make_montezuma(args, num_envs, seed, gray_scale=False, img_height=210, img_width=160)
     obs, film = env.reset()[0], []

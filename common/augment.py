@@ -10,12 +10,13 @@ DrAC is Raileanu et al. 2020 (arXiv 2006.12862).
 
 import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from common import runs
-from common.runs import UsageError
+from common.runs import UsageError, check_needs
 
 GREY = (0.299, 0.587, 0.114)  # luma of red, green and blue (ITU-R BT.601)
 
@@ -131,11 +132,38 @@ TRANSFORMS: dict[str, Callable] = {
 # USE
 
 
-def check_flags(args) -> None:
-    """Raises UsageError, one sentence, if a script's flags for these transforms make no sense."""
-    parse(args.augment)
-    runs.check_needs(args, args.augment, "--augment", ("augment_prob", "augment_mode", "drac_coef"))
-    runs.check_needs(args, getattr(args, "augment_mode", "") == "drac", "--augment-mode drac", ("drac_coef",))
+@dataclass(frozen=True)
+class AugmentArgs:
+    """Random transforms of what the learner sees."""
+
+    LIMITS: ClassVar = {"augment_prob": (0, 1)}
+
+    augment: str = ""
+    """random transforms of the learner's frames, such as translate,flip (a wrong name lists them)"""
+    augment_prob: float = 0.5
+    """probability of each of these transforms, for each sample"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        parse(self.augment)
+        check_needs(self, self.augment, "--augment", ("augment_prob",))
+
+
+@dataclass(frozen=True)
+class DracArgs:
+    """What a policy's loss makes of them."""
+
+    LIMITS: ClassVar = {"drac_coef": (0, None)}
+
+    augment_mode: Literal["rad", "drac"] = "rad"
+    """rad: learn from the augmented frames, which the ratio then compares too; drac: only regularise by them"""
+    drac_coef: float = 0.1
+    """coefficient of that regulariser"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        check_needs(self, self.augment, "--augment", ("augment_mode", "drac_coef"))
+        check_needs(self, self.augment_mode == "drac", "--augment-mode drac", ("drac_coef",))
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -176,12 +204,12 @@ def drac_loss(logits: jax.Array, values: jax.Array, new_logits: jax.Array, new_v
 
     Args:
       logits, new_logits: float32 [..., A].
-      values, new_values: float32 [..., V].
+      values, new_values: float32 [...].
     """
     logits, values = jax.lax.stop_gradient((logits, values))
     log_probs, new_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(new_logits)
     kl = (jnp.exp(log_probs) * (log_probs - new_log_probs)).sum(axis=-1)
-    return kl + ((new_values - values) ** 2).sum(axis=-1)
+    return kl + (new_values - values) ** 2
 
 
 # HELPERS

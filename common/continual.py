@@ -7,6 +7,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from common.runs import Run
+
+
+def report(run: Run, step: int, matrix: np.ndarray, names: tuple[str, ...], *, title: str, note: str) -> None:
+    """Logs, prints and draws success rates [M, N] on N tasks after each of the first M; writes matrix.csv and .png.
+
+    Logs eval/<task>/success_rate of the newest row, and eval/{ACC,FWT,BWT,BWT+,REM} (see `metrics`).
+    """
+    summary = metrics(matrix[:, : len(matrix)])
+    rates = {f"eval/{name}/success_rate": rate for name, rate in zip(names, matrix[-1], strict=True)}
+    run.log(step, rates | {f"eval/{name}": value for name, value in summary.items()})
+    show(f"{title}: {note}", matrix, names, summary)
+    write_csv(run.path / "matrix.csv", matrix, names)
+    run.save_picture(step, "matrix", draw(matrix, names, title))
+
 
 def metrics(matrix: np.ndarray) -> dict[str, float]:
     """What success rates [N, N] on task j after task i say (Diaz-Rodriguez et al. 2018, section 3).

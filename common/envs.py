@@ -11,19 +11,20 @@ import difflib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from common.runs import Run, Stopwatch, UsageError, check, write_json
+from common.runs import MAX_SEED, Evaluation, Run, Stopwatch, UsageError, check, write_json
 
 NUM_ACTIONS = 15  # of every Procgen game
 FRAME_SHAPE = (64, 64, 3)  # as the networks see it; EnvPool's own frames are (3, 64, 64)
-MAX_SEED = 2**31 - 1  # EnvPool's seeds and Procgen's level numbers are non-negative int32
 
 # Score of a policy that sees nothing, and the best possible (or best known) score, for each game and mode:
 # openai/train-procgen, train_procgen/constants.py. Normalised score = (R - low) / (high - low).
@@ -68,28 +69,65 @@ RETURN_RANGES = {
 GAMES = tuple(RETURN_RANGES["easy"])
 
 
+@dataclass(frozen=True)
+class GameArgs:
+    """A Procgen game, what of it is seen and learnt from, and how the policy is evaluated."""
+
+    LIMITS: ClassVar = {
+        "num_levels": (0, MAX_SEED), "start_level": (0, MAX_SEED), "sticky_actions": (0, 0.99), "frame_stack": (1, 64),
+        "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
+    }  # fmt: skip
+    FIXED: ClassVar = ("env_id", "distribution_mode", "num_levels", "start_level")
+
+    env_id: str = "bigfish"
+    """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""
+    distribution_mode: Literal["easy", "hard"] = "easy"
+    """difficulty of the levels"""
+    num_levels: int = 0
+    """how many levels to train on; 0 for all of them"""
+    start_level: int = 0
+    """the first training level, where num_levels is not 0"""
+    sticky_actions: float = 0.0
+    """probability that the game repeats the action before, whatever the policy chose"""
+    frame_stack: int = 4
+    """how many frames back the policy sees, the newest included; 1 for no stack"""
+    gap_stack: bool = True
+    """of these frames, keep the oldest and the newest only"""
+    reward_shaping: bool = False
+    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r instead of r"""
+    reward_clip: float = 0.0
+    """clip rewards to [-c, c], after shaping; 0 for no clipping"""
+    restart_every: int = 16_384
+    """steps of each game after which, at a rollout's end, it starts anew; a resume plays the steps since then again"""
+    eval_every: int = 1_000_000
+    """environment steps between evaluations; 0 for one at the end only"""
+    eval_episodes: int = 128
+    """episodes of an evaluation on each set of levels; 0 for no evaluation"""
+    capture_video: bool = False
+    """write a video of one episode at each evaluation"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        check_game(self.env_id)
+        check(
+            self.start_level + self.num_levels < MAX_SEED,
+            f"--start-level {self.start_level}: no level is left above the {self.num_levels} training levels",
+        )
+        check(
+            self.num_levels > 0 or self.start_level == 0,
+            f"--start-level {self.start_level}: has no effect on unlimited levels, give --num-levels 1 or more",
+        )
+        check(
+            self.eval_episodes > 0 or not self.capture_video,
+            "--capture-video: films an evaluation, give --eval-episodes 1 or more",
+        )
+
+
 def check_game(env_id: str) -> None:
     """Raises UsageError, with the nearest name and the list, if `env_id` is not a Procgen game."""
     if env_id not in GAMES:
         nearest = difflib.get_close_matches(env_id.lower(), GAMES, n=1, cutoff=0)[0]
         raise UsageError(f"--env-id {env_id}: no such game, did you mean {nearest}? Valid: {', '.join(GAMES)}")
-
-
-def check_flags(args) -> None:
-    """Raises UsageError, one sentence, if a script's flags of the games and their evaluation make no sense."""
-    check_game(args.env_id)
-    check(
-        args.start_level + args.num_levels < MAX_SEED,
-        f"--start-level {args.start_level}: no level is left above the {args.num_levels} training levels",
-    )
-    check(
-        args.num_levels > 0 or args.start_level == 0,
-        f"--start-level {args.start_level}: has no effect on unlimited levels, give --num-levels 1 or more",
-    )
-    check(
-        args.eval_episodes > 0 or not args.capture_video,
-        "--capture-video: films an evaluation, give --eval-episodes 1 or more",
-    )
 
 
 def load_qt() -> None:
@@ -116,6 +154,7 @@ def make_procgen(
     env_id: str,
     num_envs: int,
     seed: int,
+    *,
     distribution_mode: str = "easy",
     num_levels: int = 0,
     start_level: int = 0,
@@ -151,7 +190,14 @@ def make_levels(args, num_envs: int, seed: int, levels: str = "train"):
     first, count = args.start_level, args.num_levels
     if levels == "test" and count:
         first, count = first + count, MAX_SEED - first - count
-    return make_procgen(args.env_id, num_envs, seed, args.distribution_mode, count, first)
+    return make_procgen(
+        args.env_id,
+        num_envs,
+        seed,
+        distribution_mode=args.distribution_mode,
+        num_levels=count,
+        start_level=first,
+    )
 
 
 def derive_seed(*numbers: int) -> int:
@@ -167,23 +213,44 @@ class Steps(NamedTuple):
     truncated: np.ndarray  # bool [T, N]: that transition was the last before the time limit
     done: np.ndarray  # bool [T, N]: EnvPool resets here, this step is no transition
     age: np.ndarray  # int32 [T + 1, N]: steps since the episode's first frame
+    restarts: np.ndarray  # bool [N]: the game starts anew after these steps, whatever became of its episode
 
     @property
     def ended(self) -> np.ndarray:
         """bool [T, N]: that transition was its episode's last."""
         return self.terminated | self.truncated
 
+    @property
+    def last(self) -> jax.Array:
+        """bool [T, N]: nothing follows that transition, as it was its episode's last or the game starts anew."""
+        return jnp.asarray(self.ended).at[-1].set(self.ended[-1] | self.restarts)
+
 
 def join_steps(parts: Sequence[Steps]) -> Steps:
     """The steps of several actors' games as one, in this order."""
-    return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=-1), *parts)
+
+
+class Mark(NamedTuple):
+    """A point in time of some games, which they can be brought back to."""
+
+    seed: int
+    actions: list[np.ndarray]  # uint8 [N] each; games add to this list, `steps` says how many are before this point
+    steps: int
+
+    def save(self) -> dict[str, np.ndarray]:
+        """Seed and actions uint8 [steps, N] (left out while there are none)."""
+        actions = self.actions[: self.steps]
+        return {"seed": np.int64(self.seed)} | ({"actions": np.stack(actions)} if actions else {})
 
 
 class Games:
     """An EnvPool whose point in time can be saved: by its seed and the actions played since.
 
     EnvPool cannot save a game's state, but its games are deterministic: a copy with the same seed that plays
-    the same actions arrives at the same frames. `restart` keeps that list of actions short.
+    the same actions arrives at the same frames. So that this list does not grow for ever, all games start anew, from a
+    seed derived from the last, when each has played `restart_every` steps or more at the end of a `play`. It happens
+    after as many steps of a game however many games there are, and wherever checkpoints fall.
 
     Attributes:
       obs: uint8 [N, C, H, W], the newest frames, and info, what EnvPool says besides.
@@ -191,13 +258,13 @@ class Games:
       done: bool [N], True where `obs` is the last frame of an episode: the next step is no transition.
     """
 
-    def __init__(self, make: Callable[[int], object], seed: int):
+    def __init__(self, make: Callable[[int], object], seed: int, restart_every: int):
         """`make(seed)` returns an EnvPool with Gymnasium's API."""
-        self._make = make
+        self._make, self._restart_every = make, restart_every
         self._env = None
-        self.restart(seed)
+        self._start(seed)
 
-    def restart(self, seed: int) -> None:
+    def _start(self, seed: int) -> None:
         """Drops all unfinished episodes and starts every game anew from `seed`."""
         if self._env is not None:
             self._env.close()
@@ -217,6 +284,8 @@ class Games:
 
     def play(self, act: Callable, num_steps: int, watch: Stopwatch, check: Callable = lambda: None) -> Steps:
         """Plays `num_steps` steps with actions int [N] = act(obs, age); calls check() before each."""
+        if len(self._actions) >= self._restart_every:
+            self._start(derive_seed(self._seed))
         shape = (num_steps, len(self.age))
         rewards, (terminated, truncated, done) = np.zeros(shape, np.float32), np.zeros((3, *shape), bool)
         age = np.zeros((num_steps + 1, shape[1]), np.int32)
@@ -228,32 +297,34 @@ class Games:
             with watch("game"):
                 rewards[t], terminated[t], truncated[t] = self.step(actions)
         age[-1] = self.age
-        return Steps(rewards, terminated, truncated, done, age)
+        restarts = np.full(shape[1], len(self._actions) >= self._restart_every)
+        return Steps(rewards, terminated, truncated, done, age, restarts)
 
-    @property
-    def steps(self) -> int:
-        """How many steps have been played since the last restart."""
-        return len(self._actions)
+    def mark(self) -> Mark:
+        """This point in time."""
+        return Mark(self._seed, self._actions, len(self._actions))
 
-    def save(self, steps: int | None = None) -> dict[str, np.ndarray]:
-        """Seed and actions uint8 [steps, N] since the last restart (left out while there are none).
-
-        With `steps`, the point in time after so many of them.
-        """
-        actions = self._actions[:steps]
-        return {"seed": np.int64(self._seed)} | ({"actions": np.stack(actions)} if actions else {})
-
-    def restore(self, saved: dict[str, np.ndarray]) -> None:
-        """Plays the games forward to the point in time that `save` was called at."""
-        self.restart(int(saved["seed"]))
-        for actions in saved.get("actions", ()):
-            self.step(actions.astype(np.int32))
+    def restore(self, saved: dict[str, np.ndarray], run: Run) -> None:
+        """Plays the games forward to the point in time that a Mark was saved of; says so if that takes long."""
+        self._start(int(saved["seed"]))
+        actions = saved.get("actions", np.zeros((0, len(self.age)), np.uint8))
+        progress = run.while_replaying("the games since they were last started", actions.size)
+        for i, some in enumerate(actions):
+            progress(i * len(some))
+            self.step(some.astype(np.int32))
 
     def close(self) -> None:
         self._env.close()
 
 
-# FRAME STACKS
+def stick(key: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, age: jax.Array) -> jax.Array:
+    """What sticky actions make the games play: with this probability, but on an episode's first frame, the action
+    before. All int32 [N]."""
+    again = jax.random.bernoulli(key, probability, actions.shape) & (age > 0)
+    return jnp.where(again, last_action, actions)
+
+
+# FRAMES
 
 
 def stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
@@ -262,30 +333,54 @@ def stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
     return (offsets[0], offsets[-1]) if gap_stack and frame_stack > 1 else offsets
 
 
-def history_length(args) -> int:
-    """How many older frames a rollout starts with, for the stacks of its first steps."""
-    return max(args.frame_stack - 1, 1)
+@struct.dataclass
+class Frames:
+    """Frames of T steps of N games, each stored once; older ones, for the stacks of the first steps, come before them.
 
-
-def put_frames(frames: jax.Array, row: jax.Array, obs: jax.Array) -> jax.Array:
-    """Writes EnvPool's frames uint8 [N, C, H, W] as row `row` of frames uint8 [rows, N, H, W, C]."""
-    return frames.at[row].set(obs.transpose(0, 2, 3, 1))
-
-
-def stack_frames(frames: jax.Array, age: jax.Array, time: jax.Array, env: jax.Array, offsets: Sequence[int]):
-    """Stacks of past frames, gathered from frames that are stored once.
-
-    A frame from before the episode's first is replaced by the first, as if a reset had filled the stack with it.
-
-    Args:
-      frames: uint8 [rows, N, H, W, C], one row a step.
-      age: int [B], steps since the first frame of the episode.
-      time, env: int [B], where in `frames` the newest frame of each stack is.
-      offsets: from `stack_offsets`.
-
-    Returns uint8 [B, H, W, C * len(offsets)], oldest frame first.
+    A stack has no frame from before its episode's first: that one stands for them, as if a reset had filled the stack.
     """
-    return jnp.concatenate([frames[time - jnp.minimum(age, back), env] for back in offsets], axis=-1)
+
+    images: jax.Array  # uint8 [past + T, N, H, W, C]: row past + t is what step t sees
+    ages: jax.Array  # int32 [T, N]: steps since the episode's first frame
+    offsets: tuple[int, ...] = struct.field(pytree_node=False)  # of `stack_offsets`
+
+    @classmethod
+    def after(cls, history: jax.Array, steps: int, offsets: Sequence[int]) -> "Frames":
+        """Room for so many steps after a history uint8 [past, N, H, W, C]."""
+        images = jnp.zeros((len(history) + steps, *history.shape[1:]), jnp.uint8)
+        ages = jnp.zeros((steps, history.shape[1]), jnp.int32)
+        return cls(images.at[: len(history)].set(history), ages, tuple(offsets))
+
+    @property
+    def past(self) -> int:
+        """How many rows come before step 0's."""
+        return len(self.images) - len(self.ages)
+
+    @property
+    def first(self) -> jax.Array:
+        """bool [T, N]: whether a frame is its episode's first."""
+        return self.ages == 0
+
+    def put(self, t: jax.Array, obs: jax.Array, age: jax.Array) -> "Frames":
+        """Writes EnvPool's frames uint8 [N, C, H, W] and their ages int32 [N] as those of step t."""
+        images = self.images.at[self.past + t].set(obs.transpose(0, 2, 3, 1))
+        return self.replace(images=images, ages=self.ages.at[t].set(age))
+
+    def stack(self, time: jax.Array, env: jax.Array | None = None) -> jax.Array:
+        """What is seen at steps `time` of games `env`, both int32 [...]: uint8 [..., H, W, C * len(offsets)], the
+        oldest frame first. Without `env`, all games [N] at one step."""
+        env = jnp.arange(self.ages.shape[1]) if env is None else env
+        row, age = self.past + time, self.ages[time, env]
+        return jnp.concatenate([self.images[row - jnp.minimum(age, back), env] for back in self.offsets], axis=-1)
+
+    def history(self, steps: int) -> jax.Array:
+        """The frames before those of step `steps`, uint8 [past, N, H, W, C], as `after` takes them."""
+        return self.images[steps : steps + self.past]
+
+
+def empty_history(num_envs: int, offsets: Sequence[int], shape: tuple[int, ...] = FRAME_SHAPE) -> jax.Array:
+    """The history before a first step: uint8 [past, N, H, W, C] of zeros, which no stack reaches back to."""
+    return jnp.zeros((max(*offsets, 1), num_envs, *shape), jnp.uint8)
 
 
 # EPISODES
@@ -307,10 +402,7 @@ class EpisodeStatistics:
                 ended = np.stack([self._return[done], self._length[done]], axis=1)
                 self._recent = np.concatenate([self._recent, ended])[-100:]
                 self._return[done], self._length[done] = 0, 0
-
-    def restart(self) -> None:
-        """Forgets the unfinished episodes."""
-        self._return[:], self._length[:] = 0, 0
+        self._return[steps.restarts], self._length[steps.restarts] = 0, 0
 
     def metrics(self) -> dict[str, float]:
         """Means over the last 100 finished episodes; nothing before the first."""
@@ -330,14 +422,15 @@ class EpisodeStatistics:
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _slide(frames, obs, age, offsets):
-    frames = put_frames(jnp.roll(frames, -1, axis=0), -1, obs)
-    return frames, stack_frames(frames, age, jnp.int32(len(frames) - 1), jnp.arange(len(obs)), offsets)
+@partial(jax.jit, donate_argnums=0)
+def _slide(frames: Frames, obs, age):
+    """Makes room for one more frame of each game: Frames of one step."""
+    frames = frames.replace(images=jnp.roll(frames.images, -1, axis=0)).put(0, obs, age)
+    return frames, frames.stack(0)
 
 
 def play_episodes(
-    env, policy: Callable, offsets: Sequence[int], episodes: int, seed: int, record: bool = False, stop=lambda: False
+    env, policy: Callable, offsets: Sequence[int], *, episodes: int, seed: int, record: bool = False, stop=lambda: False
 ):
     """Plays the same number of episodes in each game, so that short episodes count no more than long ones.
 
@@ -353,16 +446,21 @@ def play_episodes(
     Returns the returns float64 [episodes], raw rewards, game by game, and the frames uint8 [T, H, W, channels].
     """
     obs, info = env.reset()
-    num_envs, key = len(obs), jax.random.PRNGKey(seed)
-    quota, memory = -(-episodes // num_envs), None
-    totals, counts = np.zeros((quota, num_envs)), np.zeros(num_envs, np.int64)
-    done, columns = np.zeros(num_envs, bool), np.arange(num_envs)
-    film, filming = [obs[0].copy()], record  # a copy: obs[0] keeps all games' frames alive
-    frames = jnp.zeros((max(offsets) + 1, *np.moveaxis(obs, 1, -1).shape), jnp.uint8)
+    num_envs = len(obs)
+    key = jax.random.PRNGKey(seed)
+    memory = None
+    quota = -(-episodes // num_envs)
+    totals = np.zeros((quota, num_envs))
+    counts = np.zeros(num_envs, np.int64)
+    done = np.zeros(num_envs, bool)
+    columns = np.arange(num_envs)
+    film = [obs[0].copy()]  # a copy: obs[0] keeps all games' frames alive
+    filming = record
+    frames = Frames.after(empty_history(num_envs, offsets, np.moveaxis(obs[0], 0, -1).shape), 1, offsets)
     while counts.min() < quota:
         if stop():
             return None
-        frames, stacked = _slide(frames, obs, info["elapsed_step"], tuple(offsets))
+        frames, stacked = _slide(frames, obs, info["elapsed_step"])
         key, now = jax.random.split(key)
         actions, memory = policy(stacked, info["elapsed_step"], now, memory)
         counted = ~done & (counts < quota)
@@ -376,7 +474,9 @@ def play_episodes(
     return totals.T.reshape(-1), np.stack(film).transpose(0, 2, 3, 1)
 
 
-def evaluate(args, policy: Callable, levels: str, episodes: int, seed: int, record: bool = False, stop=lambda: False):
+def evaluate(
+    args, policy: Callable, levels: str, *, episodes: int, seed: int, record: bool = False, stop=lambda: False
+):
     """`play_episodes` on a script's "train" or "test" levels, up to 64 games side by side, and a summary of it.
 
     Returns mean, std, min and max of the raw returns and the mean normalised by RETURN_RANGES, and the frames; or
@@ -384,7 +484,7 @@ def evaluate(args, policy: Callable, levels: str, episodes: int, seed: int, reco
     """
     env = make_levels(args, min(episodes, 64), seed, levels)
     offsets = stack_offsets(args.frame_stack, args.gap_stack)
-    played = play_episodes(env, policy, offsets, episodes, seed, record, stop)
+    played = play_episodes(env, policy, offsets, episodes=episodes, seed=seed, record=record, stop=stop)
     env.close()
     if played is None:
         return None
@@ -399,19 +499,23 @@ def summarize(returns: np.ndarray) -> dict[str, float]:
     return {name: float(value) for name, value in statistics.items()} | {"episodes": len(returns)}
 
 
-def evaluate_run(args, run: Run, policy: Callable, step: int) -> dict[str, float]:
-    """Evaluation within training: `args.eval_episodes` episodes on test levels and, if they are limited, on training
-    levels; writes eval.json and, with `args.capture_video`, a video. Its randomness is its own.
+def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
+    """Evaluation within training, where one is due: `args.eval_episodes` episodes on test levels and, if they are
+    limited, on training levels; writes eval.json and, with `args.capture_video`, a video. Its randomness is its own.
 
-    Returns metrics eval/{train,test}_levels/{mean_return,std,min,max,normalized,episodes}; none if a signal came.
+    Logs eval/{train,test}_levels/{mean_return,std,min,max,normalized,episodes}; nothing if a signal came.
     """
+    if not (args.eval_episodes and run.evaluation_due(step)):
+        return
     results, films = {}, {}
     for i, levels in enumerate(("train", "test") if args.num_levels else ("test",)):
         record = args.capture_video and levels == "test"
         seed = derive_seed(args.seed, step, 1 + i)
-        answer = evaluate(args, policy, levels, args.eval_episodes, seed, record, lambda: run.stop)
+        answer = evaluate(
+            args, policy, levels, episodes=args.eval_episodes, seed=seed, record=record, stop=lambda: run.stop
+        )
         if answer is None:
-            return {}
+            return
         results[levels], films[levels] = answer
     if args.capture_video:
         run.save_video(step, films["test"])
@@ -421,4 +525,22 @@ def evaluate_run(args, run: Run, policy: Callable, step: int) -> dict[str, float
         + ", ".join(f"{k} levels {r['mean_return']:.2f} +- {r['std']:.2f}" for k, r in results.items())
         + ("" if args.num_levels else " (training levels are unlimited: test levels come from the same distribution)")
     )
-    return {f"eval/{levels}_levels/{k}": v for levels, summary in results.items() for k, v in summary.items()}
+    metrics = {f"eval/{levels}_levels/{k}": v for levels, summary in results.items() for k, v in summary.items()}
+    run.log_evaluation(step, metrics)
+
+
+def random_policy(frames, age, key, memory):
+    """Uniformly random actions, as `play_episodes` calls a policy."""
+    return jax.random.randint(key, len(frames), 0, NUM_ACTIONS), None
+
+
+def evaluate_checkpoint(
+    args, step: int, policy: Callable, *, episodes: int, seed: int, levels: str, random: bool, video: bool
+) -> Evaluation:
+    """For evaluate.py: plays a policy of environment step `step`, or random actions, on "train" or "test" levels."""
+    played = random_policy if random else policy
+    summary, film = evaluate(args, played, levels, episodes=episodes, seed=seed, record=video)
+    name = f"{'random_' if random else ''}{levels}_levels"
+    title = name.replace("_", " ")
+    title += "" if args.num_levels else "; training levels were unlimited: these come from the same distribution"
+    return Evaluation(step, name, title, [], summary, film)

@@ -1,25 +1,30 @@
 """Image encoders, uint8 frames [B, 64, 64, C] in, float32 features [B, hidden] out, and recurrent cores.
 
 The IMPALA CNN, XResNet, the Nature CNN and a small MobileNetV2, all trained from scratch (loading pretrained weights is
-out of scope), are chosen by the same flags in every script; what a flag leaves at "auto" is the encoder's own.
+out of scope), are chosen by the same flags in every script; what a flag leaves at "auto" is the encoder's own. What
+each costs, in parameters, arithmetic, memory and time on this machine, benchmarks/encoders.py measures.
 """
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from common import compute, runs
+from common import cpu, devices
 from common.runs import UsageError, check
 
 
 @dataclass(frozen=True)
-class Spec:
-    """The flags that make an encoder; every script has them among its own."""
+class EncoderArgs:
+    """The network that sees the frames."""
+
+    LIMITS: ClassVar = {
+        "width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536), "dropout": (0, 0.99),
+    }  # fmt: skip
 
     encoder: str = "impala"
     """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see README)"""
@@ -44,22 +49,50 @@ class Spec:
     pool: Literal["avg", "max", "flatten"] = "avg"
     """before the dense layer: average or maximum over all positions, or keep them"""
     hidden: int = 256
-    """units of the dense layer"""
+    """units of the dense layer, and of a recurrent core"""
+    dropout: float = 0.0
+    """share of the encoder's outputs that the learner drops"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
 
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags describe no encoder."""
+        name = self.encoder.partition(":")[0]
+        check(
+            self.encoder in CHANNELS or self.encoder.startswith("xresnet:"),
+            f"--encoder {self.encoder}: give impala, nature, mobilenet or a text such as "
+            '"xresnet:[32,2],[32,1],[64,2]"',
+        )
+        of = {"channels": CHANNELS, "width": CHANNELS, "blocks": ("impala", "mobilenet")}
+        of |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
+        for flag, encoders in of.items():
+            value, own = getattr(self, flag), getattr(EncoderArgs, flag)
+            check(
+                value == own or name in encoders,
+                f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {own or 'nothing'}",
+            )
+        check(
+            not self.channels or self.width == EncoderArgs.width,
+            f"--width {self.width}: has no effect where --channels gives the channels; leave it at {EncoderArgs.width}",
+        )
+        make_encoder(self)
 
-LIMITS = {"width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536)}
+
 CHANNELS = {"impala": (16, 32, 32), "nature": (32, 64, 64), "mobilenet": (8, 12, 16, 32)}
 INITS = {
     "glorot": nn.initializers.glorot_uniform(),
     "orthogonal": nn.initializers.orthogonal(math.sqrt(2)),
     "kaiming": nn.initializers.he_normal(),
 }
-ACTIVATIONS = {"relu": nn.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
+ACTIVATIONS = {"relu": cpu.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
 
 
 # LAYERS
+
+
+def conv(features: int, size: int, stride: int, padding: str, **options) -> nn.Conv:
+    """A convolution with a square kernel, in the form that is fast on this device."""
+    return nn.Conv(features, (size, size), stride, padding, conv_general_dilated=cpu.conv_general_dilated, **options)
 
 
 @dataclass(frozen=True)
@@ -86,16 +119,15 @@ class Layers:
         return nn.GroupNorm(math.gcd(features, 8), dtype=self.dtype)(x) if self.norm else x
 
     def _conv(self, x, features, size, stride, padding, groups=1, bias=True):
-        return nn.Conv(
+        return conv(
             features,
-            (size, size),
+            size,
             stride,
             padding,
             feature_group_count=groups,
             use_bias=bias and self.bias,
             dtype=self.dtype,
             kernel_init=INITS[self.init],
-            conv_general_dilated=compute.conv_general_dilated,
         )(x)
 
     def dense(self, x: jax.Array, features: int) -> jax.Array:
@@ -135,7 +167,7 @@ class ImpalaCNN(nn.Module):
         act, conv = self.layers.act, self.layers.conv
         x = (frames.astype(self.layers.dtype) - 128) / 255
         for features in self.channels:
-            x = compute.max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
+            x = cpu.max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
             for _ in range(self.blocks):
                 x = x + conv(act(conv(act(x), features)), features)
         return self.layers.head(act(self.layers.reduce(x)))
@@ -160,16 +192,16 @@ class XResNet(nn.Module):
         act, conv = self.layers.act, self.layers.conv
         x = (frames.astype(self.layers.dtype) - 128) / 73.9
         if self.stem:
-            x = compute.max_pool(act(conv(x, self.blocks[0][0])))
+            x = cpu.max_pool(act(conv(x, self.blocks[0][0])))
         for i, (features, stride) in enumerate(self.blocks):
             by_pool = stride > 1 and self.max_pool
             y = conv(x, features, stride=1 if by_pool else stride)
-            y = conv(act(compute.max_pool(y) if by_pool else y), features)
+            y = conv(act(cpu.max_pool(y) if by_pool else y), features)
             if self.squeeze:
                 y = y * self.squeeze_excitation(y)
             if i >= len(self.blocks) - self.attention:
                 y = self.self_attention(y, i)
-            shortcut = compute.avg_pool(x) if stride > 1 else x
+            shortcut = cpu.avg_pool(x) if stride > 1 else x
             if shortcut.shape[3] != features:
                 shortcut = conv(shortcut, features, size=1)
             x = act(y + shortcut)
@@ -203,7 +235,8 @@ class NatureCNN(nn.Module):
 
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
-        x, (first, second, third) = frames.astype(self.layers.dtype) / 255, self.channels
+        first, second, third = self.channels
+        x = frames.astype(self.layers.dtype) / 255
         x = self.layers.act(self.layers.conv(x, first, 8, 4, "VALID"))
         x = self.layers.act(self.layers.conv(x, second, 4, 2, "VALID"))
         x = self.layers.act(self.layers.conv(x, third, 3, 1, "VALID"))
@@ -236,10 +269,13 @@ class MobileNet(nn.Module):
 
 
 def make_encoder(args) -> nn.Module:
-    """Makes the encoder that `args` (anything with the fields of Spec) describes; raises UsageError."""
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not compute.on_cpu())
+    """Makes the encoder that `args` (EncoderArgs) describes; raises UsageError."""
+    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not devices.on_cpu())
     name = args.encoder.partition(":")[0]
-    on = lambda flag, own: own if flag == "auto" else flag in ("yes", "group")  # noqa: E731
+
+    def on(flag, own):
+        return own if flag == "auto" else flag in ("yes", "group")
+
     layers = Layers(
         separable=args.separable,
         norm=on(args.norm, name == "mobilenet"),
@@ -257,29 +293,6 @@ def make_encoder(args) -> nn.Module:
     if name == "impala":
         return ImpalaCNN(layers, channels, args.blocks, max_pool)
     return NatureCNN(layers, channels) if name == "nature" else MobileNet(layers, channels, args.blocks)
-
-
-def check_flags(args) -> None:
-    """Raises UsageError, one sentence, if `args` (anything with the fields of Spec) describe no encoder."""
-    runs.check_limits(args, LIMITS)
-    name = args.encoder.partition(":")[0]
-    check(
-        args.encoder in CHANNELS or args.encoder.startswith("xresnet:"),
-        f'--encoder {args.encoder}: give impala, nature, mobilenet or a text such as "xresnet:[32,2],[32,1],[64,2]"',
-    )
-    of = {"channels": CHANNELS, "width": CHANNELS, "blocks": ("impala", "mobilenet")}
-    of |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
-    for flag, encoders in of.items():
-        value, own = getattr(args, flag), getattr(Spec, flag)
-        check(
-            value == own or name in encoders,
-            f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {own or 'nothing'}",
-        )
-    check(
-        not args.channels or args.width == Spec.width,
-        f"--width {args.width}: has no effect where --channels gives the channels; leave it at {Spec.width}",
-    )
-    make_encoder(args)
 
 
 def _parse_channels(args) -> tuple[int, ...]:
@@ -303,10 +316,8 @@ def _parse_xresnet(text: str) -> dict:
     blocks, stem, squeeze, attention = [], False, False, 0
     words = re.split(r",(?![^\[]*\])", text.removeprefix("xresnet:"))  # at the commas outside of brackets
     for word in (word.strip() for word in words):
-        block, last = (
-            re.fullmatch(r"\[(\d{1,4}),\s*([12])\](?:x([1-9]\d?))?", word),
-            re.fullmatch(r"sa([1-9]\d?)?", word),
-        )
+        block = re.fullmatch(r"\[(\d{1,4}),\s*([12])\](?:x([1-9]\d?))?", word)
+        last = re.fullmatch(r"sa([1-9]\d?)?", word)
         if block and int(block[1]):
             blocks += [(int(block[1]), int(block[2]))] * int(block[3] or 1)
         elif last:
@@ -368,3 +379,10 @@ class Recurrent(nn.Module):
 
 def initial_core(kind: str, hidden: int, size: int) -> Core:
     return (jnp.zeros((size, hidden)),) * {"none": 0, "gru": 1, "lstm": 2}[kind]
+
+
+def add_l2(grads, params, coef: float):
+    """`grads` with the gradient of coef x the squared norm of each convolution's kernel added."""
+    if not coef:
+        return grads
+    return jax.tree.map(lambda g, w: g + 2 * coef * w if w.ndim == 4 else g, grads, params)

@@ -1,4 +1,4 @@
-"""A run: its directory, W&B, metrics, progress line, checkpoints, resume, signals, and answers to bad input.
+"""A run: its flags and directory, W&B, metrics, progress line, checkpoints, resume, signals, answers to bad input.
 
 runs/<env_id>__<script>__<seed>__<time>/
     args.json        script, W&B id and arguments
@@ -7,24 +7,33 @@ runs/<env_id>__<script>__<seed>__<time>/
     videos/  eval.json  wandb/
 """
 
+import ast
 import contextlib
 import dataclasses
+import inspect
 import io
+import itertools
 import json
 import logging
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 import jax
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from common import devices
+
+MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
 
 
 class UsageError(ValueError):
@@ -33,6 +42,66 @@ class UsageError(ValueError):
 
 class DivergedError(RuntimeError):
     """Training produced NaN or infinity."""
+
+
+# FLAGS
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """The run and its files."""
+
+    # A group of flags may have: closed ranges of its numbers (None: no bound), names of what a run cannot change when
+    # it is resumed, and check(), which raises UsageError. A script inherits groups, and adds its own of each.
+    LIMITS: ClassVar = {
+        "seed": (0, MAX_SEED), "total_timesteps": (1, 2**31 - 2**24), "checkpoint_every": (1, None),
+        "keep_checkpoints": (1, None),
+    }  # fmt: skip
+    FIXED: ClassVar = ("seed",)
+
+    seed: int = 1
+    """of everything: the same seed gives the same metrics"""
+    run_dir: str = "runs"
+    """where run directories go"""
+    resume: str = ""
+    """a run directory to continue; its arguments are taken over, and flags given here override them"""
+    checkpoint_every: int = 1_000_000
+    """environment steps between checkpoints"""
+    keep_checkpoints: int = 3
+    """how many of the newest checkpoints to keep"""
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Weights & Biases; auto is online if logged in, else offline"""
+    wandb_project: str = "procgen"
+    """W&B project"""
+    wandb_entity: str = ""
+    """W&B team or user; empty for your default"""
+
+
+# Flags that have another name today, and flags that are gone.
+OLD_FLAGS = {
+    "--num-sgd-iter": "is --update-epochs now",
+    "--optimizer-eps": "is --adam-eps now",
+    "--gru": "is --core gru now",
+    "--target-kl": "is gone; the adaptive KL penalty, --kl-coef and --kl-target, does its work",
+    "--rnd-episodic": "is gone; rnd_montezuma.py has the non-episodic bonus",
+}
+
+
+def check_args(args: Any, script: str) -> None:
+    """Checks flags by their groups' LIMITS and check(), and what a resumed run keeps by FIXED.
+
+    Raises UsageError, one sentence, if a flag's value makes no sense.
+    """
+    groups = [group for group in reversed(type(args).__mro__) if dataclasses.is_dataclass(group)]
+    for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
+        check_limits(args, vars(group).get("LIMITS", {}))
+    for group in groups:
+        if "check" in vars(group):
+            group.check(args)
+    if args.resume:
+        saved = saved_args(type(args), args.resume, "--resume", script)
+        for group in groups:
+            check_same(args, saved, vars(group).get("FIXED", ()))
 
 
 # THE COMMAND LINE
@@ -45,17 +114,67 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     """
     module = sys.modules[main.__module__]
     argv = _plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
-    use_compilation_cache()
+    set_up_jax()
     try:
+        _check_old_flags(args_class, argv)
         default = None
         if run_dir := _flag_value(argv, "--resume"):
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
-        main(tyro.cli(args_class, args=argv, default=default, description=module.__doc__))
+        main(_parse(args_class, argv, default, module.__doc__))
     except (UsageError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
         sys.exit(130)
+
+
+def set_up_jax() -> None:
+    """Every core of a CPU as a device, and compiled programs in a cache. Before JAX starts; importing does neither."""
+    devices.use_every_core()
+    use_compilation_cache()
+
+
+def _parse(args_class: type, argv: Sequence[str], default: Any, description: str) -> Any:
+    """tyro.cli, whose --help shows a script's own flags first and then, each in a box, the groups it inherits."""
+    groups = [group for group in args_class.__bases__ if dataclasses.is_dataclass(group)]
+    if not groups:
+        return tyro.cli(args_class, args=argv, default=default, description=description)
+    default = args_class() if default is None else default
+    inherited = {field.name for group in groups for field in dataclasses.fields(group)}
+    hints, texts = get_type_hints(args_class, include_extras=True), _field_texts(args_class)
+    own = [
+        (field.name, Annotated[hints[field.name], tyro.conf.arg(help=texts[field.name])])
+        for field in dataclasses.fields(args_class)
+        if field.name not in inherited
+    ]
+    boxes = {"algorithm": dataclasses.make_dataclass("Algorithm", own, frozen=True)}
+    boxes |= {group.__name__.removesuffix("Args").lower(): group for group in groups}
+
+    def part(box):
+        return box(**{field.name: getattr(default, field.name) for field in dataclasses.fields(box)})
+
+    boxed = dataclasses.make_dataclass("Boxed", [(k, tyro.conf.OmitArgPrefixes[v], part(v)) for k, v in boxes.items()])
+    answer = tyro.cli(boxed, args=argv, description=description)
+    return args_class(**{k: v for box in boxes for k, v in vars(getattr(answer, box)).items()})
+
+
+def _field_texts(args_class: type) -> dict[str, str]:
+    """The literal below each of a class's own fields."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(args_class))).body[0].body
+    return {
+        field.target.id: text.value.value
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def _check_old_flags(args_class: type, argv: Sequence[str]) -> None:
+    """Raises UsageError for a flag that scripts once had."""
+    names = {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    for word in argv:
+        flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
+        if flag in OLD_FLAGS and flag not in names:
+            raise UsageError(f"{flag}: {OLD_FLAGS[flag]}")
 
 
 def _plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
@@ -247,6 +366,13 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
     return jax.tree.map(jax.numpy.asarray, tree)
 
 
+def load(run_dir: str, template: dict[str, Any]) -> dict[str, Any]:
+    """The newest checkpoint of a run, those parts of it that `template` names with its structure; raises UsageError."""
+    _, saved = load_checkpoint(run_dir)
+    check(template.keys() <= saved.keys(), f"{run_dir}: its checkpoint is not of this version of the script")
+    return saved | {name: restore_tree(part, saved[name], run_dir) for name, part in template.items()}
+
+
 # THE RUN
 
 
@@ -292,8 +418,8 @@ class Run:
             write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
         except OSError as error:
             raise UsageError(f"{flag} {root}: cannot write there ({error.strerror})") from None
-        self.stop, self._script = None, script
-        self._lines, self._evaluated = 0, 0
+        self.stop, self._script, self._args = None, script, args
+        self._lines, self._evaluated, self._saved, self._begun = 0, 0, 0, False
         self._old_handlers = {}
         self._console = Console(stderr=True)
         columns = "[progress.description]{task.description}", BarColumn(None), "{task.fields[status]}"
@@ -351,9 +477,23 @@ class Run:
             status += f"  return {numbers.get('charts/episodic_return', float('nan')):.2f}"
             self._progress.update(self._task, completed=step, status=status)
 
-    def evaluation_due(self, every: int, step: int, finished: bool) -> bool:
-        """Whether a multiple of `every` (0: none), or the end, has come since the last evaluation."""
-        return step > self._evaluated and (finished or crossed(every, self._evaluated, step))
+    def over(self, step: int) -> bool:
+        """Whether a script's loop ends: at `args.total_timesteps`, or because a signal came."""
+        finished = step >= self._args.total_timesteps
+        if finished and not self._begun:
+            self.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
+        self._begun = True
+        return finished or bool(self.stop)
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether a multiple of `args.eval_every` (0: none), or the end, has come since the last evaluation."""
+        if step <= self._evaluated:
+            return False
+        return step >= self._args.total_timesteps or crossed(self._args.eval_every, self._evaluated, step)
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether a multiple of `args.checkpoint_every` has come since the last checkpoint."""
+        return crossed(self._args.checkpoint_every, self._saved, step)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.log(step, metrics)
@@ -397,6 +537,7 @@ class Run:
             progress = {"lines": np.int64(self._lines), "evaluated": np.int64(self._evaluated)}
             arrays = serialization.to_state_dict(jax.device_get(tree | {"run": progress}))
             self._checkpoints.save(step, args=ocp.args.StandardSave(arrays), force=True)
+        self._saved = step
 
     def check_finite(self, step: int, metrics: dict[str, float]) -> None:
         """Raises DivergedError if a metric is NaN or infinite; the checkpoints before are kept."""
@@ -410,9 +551,9 @@ class Run:
             )
             raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped, {kept}")
 
-    def restore(self, saved: dict[str, np.ndarray]) -> None:
+    def restore(self, step: int, saved: dict[str, np.ndarray]) -> None:
         """Goes back to a checkpoint: drops what was logged after it, since it is about to be logged again."""
-        self._lines, self._evaluated = int(saved["lines"]), int(saved["evaluated"])
+        self._lines, self._evaluated, self._saved = int(saved["lines"]), int(saved["evaluated"]), step
         path = self.path / "metrics.jsonl"
         kept = path.read_bytes().splitlines(keepends=True)[: self._lines]
         self._metrics.close()
@@ -420,6 +561,22 @@ class Run:
         temporary.write_bytes(b"".join(kept))
         temporary.replace(path)
         self._metrics = path.open("a")
+
+    def while_replaying(self, what: str, total: int) -> Callable[[int], None]:
+        """Asked with how many of `total` steps have been played again: says so every ten seconds, and ends the program
+        if a signal came, since nothing has been learnt yet."""
+        told = time.monotonic()
+
+        def progress(count: int) -> None:
+            nonlocal told
+            if self.stop:
+                self.say(f"stopped by {self.stop}; the checkpoint is as it was")
+                raise SystemExit(0)
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                self.say(f"{what}: {count:,} of {total:,} steps played again")
+
+        return progress
 
 
 def _new_directory(args: Any, script: str) -> Path:
@@ -475,6 +632,17 @@ def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str
     except Exception as error:  # W&B raises many kinds
         reason = str(error).splitlines()[0]
         raise UsageError(f"--wandb-mode {args.wandb_mode}: W&B does not start ({reason}); use offline") from None
+
+
+class Evaluation(NamedTuple):
+    """What a script's `evaluate` answers evaluate.py, which asks every script the same."""
+
+    step: int  # of the checkpoint
+    name: str  # of the entry in eval.json
+    title: str  # of the table
+    rows: list[dict]  # of it; there may be none
+    summary: dict  # what eval.json says
+    film: np.ndarray | None  # uint8 [T, H, W, 3]
 
 
 def write_video(path: Path, frames: np.ndarray, fps: int = 15) -> None:

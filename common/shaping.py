@@ -25,14 +25,10 @@ def new_filter(num_envs: int) -> ReturnFilter:
     return ReturnFilter(jnp.zeros(num_envs), jnp.float32(0), jnp.float32(0), jnp.float32(1))
 
 
-def restart(state: ReturnFilter) -> ReturnFilter:
-    """Forgets the unfinished episodes."""
-    return state._replace(discounted=jnp.zeros_like(state.discounted))
-
-
 def merge_moments(count, mean, var, more, more_mean, more_var):
     """Count, mean and variance of two sets joined, from those of each (Chan et al. 1979)."""
-    total, apart = jnp.maximum(count + more, 1), more_mean - mean
+    total = jnp.maximum(count + more, 1)
+    apart = more_mean - mean
     var = (var * count + more_var * more + apart**2 * count * more / total) / total
     return count + more, mean + apart * more / total, var
 
@@ -44,7 +40,7 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
 
     Args:
       rewards: float32 [T, N].
-      ended: bool [T, N], whether the transition was its episode's last.
+      ended: bool [T, N], whether nothing follows the transition: `envs.Steps.last`.
       mask: bool [T, N], False for steps that are no transition.
       clip: the result is clipped to +- this.
 
@@ -77,7 +73,7 @@ def prepare_rewards(args, state: ReturnFilter, steps, gamma: jax.Array) -> tuple
     """
     rewards = shape_and_clip(args, steps.rewards)
     if args.normalize_rewards:
-        return normalize(state, rewards, steps.ended, ~steps.done, gamma)
+        return normalize(state, rewards, steps.last, ~steps.done, gamma)
     return state, rewards
 
 

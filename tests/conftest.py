@@ -1,6 +1,7 @@
 import gc
 import importlib
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -19,6 +20,11 @@ from experiments import trials
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
+# Also for the processes that tests start: what one has compiled, however short that took, no other compiles again.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+runs.set_up_jax()
 
 # Small enough to compile in seconds; the games are real.
 TINY = {
@@ -33,11 +39,6 @@ ENCODER_FLAGS = {
     "channels": "4,8,8", "blocks": 1, "downsample": "stride", "separable": 1, "norm": "group", "conv_bias": "no",
     "init": "orthogonal", "activation": "elu",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache():
-    runs.use_compilation_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +196,8 @@ def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
 
 
 def assert_resumes_after_sigterm(script, flags, tmp_path):
-    """In a process of its own: SIGTERM writes a checkpoint, and the resumed run equals one that was not stopped."""
+    """In a process of its own: SIGTERM writes a checkpoint, and the resumed run equals one that was not stopped. Returns
+    its directory."""
     whole = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "whole")})).path
     process = start(f"{script.SCRIPT}.py", *flags_of(flags | {"run_dir": tmp_path / "stopped"}))
     wait_for(lambda: len(list(tmp_path.glob("stopped/*/checkpoints/[0-9]*/commit_success.txt"))) >= 1, process)
@@ -209,6 +211,7 @@ def assert_resumes_after_sigterm(script, flags, tmp_path):
     resumed = start(f"{script.SCRIPT}.py", "--resume", run_dir)
     assert resumed.wait(120) == 0, resumed.communicate()[0]
     assert_same_run(whole, run_dir)
+    return run_dir
 
 
 def wait_for(condition, process, seconds=120):

@@ -80,11 +80,11 @@ def softmax(logits):
     return e / e.sum()
 
 
-def ppo_loss(args, kl_coef, ent_coef, logits, values, batch):
+def ppo_loss(args, kl_coef, ent_coef, logits, values, batch, weight):
     """The loss and its parts, sample by sample, averaged over the samples with weight > 0."""
     parts, count = {}, 0
     for i in range(len(values)):
-        if batch.weight[i] == 0:
+        if weight[i] == 0:
             continue
         count += 1
         p, q = softmax(logits[i].astype(np.float64)), softmax(batch.logits[i].astype(np.float64))
@@ -278,10 +278,13 @@ def rnd_features(params, white, depth):
 # APE-X
 
 
-def n_step(gamma, n, rewards, terminated, ended, t):
-    """Walks from step t of one game: the return, the discount of the value after it, and the step that has it."""
+def n_step(gamma, n, rewards, terminated, ended, t, lost=None):
+    """Walks from step t of one game: the return, the discount of the value after it, and the step that has it. Where a
+    step is `lost`, nobody knows what came of its action."""
     total, factor = 0.0, 1.0
     for k in range(n):
+        if lost is not None and lost[t + k]:
+            return total, factor, t + k
         total += factor * float(rewards[t + k])
         factor *= gamma
         if ended[t + k]:

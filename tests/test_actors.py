@@ -3,26 +3,55 @@
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from common.actors import ActorError, Actors
+from common.actors import ActorError, Fleet
+from common.envs import Mark
 
 
-def never():
-    return False
+class Count:
+    """Stands for games: counts the steps played."""
+
+    def __init__(self, number):
+        self.number, self.played, self.closed = number, 0, False
+
+    def mark(self):
+        return Mark(self.number, [np.zeros(2, np.uint8)] * self.played, self.played)
+
+    def restore(self, saved, run):
+        self.number, self.played = int(saved["seed"]), len(saved.get("actions", ()))
+
+    def close(self):
+        self.closed = True
+
+
+def run_of(stop=lambda: None):
+    class Run:
+        path = "there"
+        said: list = []  # noqa: RUF012
+        stop = property(lambda self: stop())
+
+        def say(self, sentence):
+            self.said.append(sentence)
+
+    return Run()
+
+
+NEVER = run_of()
 
 
 def running():
     return [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
 
 
-def make(collect, num_actors=2, max_lag=1, lockstep=False):
-    actors = Actors(collect, [jax.devices()[0]] * num_actors, max_lag, lockstep)
-    actors.publish(0, jnp.int32(0))
-    return actors
+def make(collect, num_actors=2, max_lag=1, lockstep=False, carry=None):
+    games = [Count(actor) for actor in range(num_actors)]
+    return Fleet(collect, games, carry, max_lag=max_lag, lockstep=lockstep, homes=[jax.devices()[0]] * num_actors)
 
 
 def wait_until(condition):
@@ -32,45 +61,59 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def echo(actor, i, params, carry, watch, check):
+def queues(fleet):
+    return {len(queue) for queue in fleet._ready}
+
+
+def echo(games, params, carry, *, actor, i, watch, check):
     """An unroll is who made it, its number, what the parameters were; the carry counts."""
     check()
-    return (actor, i, int(params), carry), carry + 1
+    games.played += 3
+    for part in ("inference", "game"):
+        with watch(part):
+            pass
+    return (actor, i, int(params), int(carry)), carry + 1
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_lag_and_queue_are_bounded_and_unrolls_in_order(max_lag, lockstep):
-    with make(echo, 3, max_lag, lockstep) as actors:
-        actors.start(0, [0, 100, 200])
+    with make(echo, 3, max_lag, lockstep, carry=jnp.int32(0)) as fleet:
+        fleet.start(0, jnp.int32(0))
         for version in range(12):
             if version < 9:  # the learner is slow at first
-                wait_until(lambda: actors.queue_size == max_lag + 1)
-            items = actors.take(never)
+                wait_until(lambda: queues(fleet) == {max_lag + 1})
+            items = fleet.take(NEVER, None)
             assert [item.unroll[:2] for item in items] == [(actor, version) for actor in range(3)]
-            assert [item.unroll[3] for item in items] == [version, 100 + version, 200 + version]
-            assert [item.carry for item in items] == [version + 1, 101 + version, 201 + version]
+            assert [item.unroll[3] for item in items] == [version] * 3
+            assert [item.carry for item in items] == [version + 1] * 3
+            assert [item.games.steps for item in items] == [3 * (version + 1)] * 3
             for item in items:
                 assert item.unroll[2] == 10 * item.version
                 lag = version - item.version
                 assert lag == min(max_lag, version) if lockstep else 0 <= lag <= max_lag
-            actors.publish(version + 1, jnp.int32(10 * (version + 1)))
-        assert sorted(actors.published()) == list(range(12 - max_lag if lockstep else 12, 13))
+            charts = fleet.metrics(version, items)
+            assert charts["charts/queue_size"] == max_lag + 1 or version >= 9
+            assert charts["charts/policy_lag"] == version - np.mean([item.version for item in items])
+            fleet.publish(version + 1, jnp.int32(10 * (version + 1)))
+        published = sorted(map(int, fleet.save()["published"]))
+        assert published == list(range(12 - max_lag if lockstep else 12, 13))
+    assert all(games.closed for games in fleet._games)
 
 
 def test_full_queue_holds_the_actors_back():
     played = []
 
-    def collect(actor, i, params, carry, watch, check):
+    def collect(games, params, carry, *, actor, i, watch, check):
         played.append(i)
         return i, carry
 
-    with make(collect, 1, max_lag=2) as actors:
-        actors.start(0, [None])
-        wait_until(lambda: actors.queue_size == 3)  # of updates 0, 1 and 2, all with version 0
+    with make(collect, 1, max_lag=2) as fleet:
+        fleet.start(0, jnp.int32(0))
+        wait_until(lambda: queues(fleet) == {3})  # of updates 0, 1 and 2, all with version 0
         time.sleep(0.2)
         assert played == [0, 1, 2]
-        actors.publish(1, jnp.int32(0))
+        fleet.publish(1, jnp.int32(0))
         wait_until(lambda: len(played) == 4)
     assert not running()
 
@@ -78,25 +121,33 @@ def test_full_queue_holds_the_actors_back():
 def test_parameters_are_copies():
     """The learner donates its own, which deletes them."""
     state = jnp.ones(3)
-    with make(lambda actor, i, params, carry, watch, check: (params + 0, carry), 1) as actors:
-        actors.publish(1, state)
+
+    def collect(games, params, carry, *, actor, i, watch, check):
+        return params + 0, carry
+
+    with make(collect, 1) as fleet:
+        fleet.publish(1, state)
         jax.jit(lambda x: x + 1, donate_argnums=0)(state).block_until_ready()
         assert state.is_deleted()
-        actors.start(1, [None])
-        assert actors.take(never)[0].unroll.tolist() == [1, 1, 1]
+        fleet.start(1, None)
+        assert fleet.take(NEVER, None)[0].unroll.tolist() == [1, 1, 1]
 
 
 def test_an_exception_reaches_the_learner_and_every_thread_ends():
-    def collect(actor, i, params, carry, watch, check):
+    saved = []
+
+    def collect(games, params, carry, *, actor, i, watch, check):
         if actor == 1 and i == 1:
             raise ZeroDivisionError("the game broke")
         return i, carry
 
-    with make(collect, 3) as actors:
-        actors.start(0, [None] * 3)
+    with make(collect, 3) as fleet:
+        fleet.start(0, jnp.int32(0))
         wait_until(lambda: len(running()) == 2)
         with pytest.raises(ActorError, match="actor 1") as error:
-            actors.take(never)
+            fleet.take(NEVER, lambda: saved.append(True))
+        assert saved
+        assert "an actor failed" in NEVER.said[-1]
         assert isinstance(error.value.__cause__, ZeroDivisionError)
         where = traceback.extract_tb(error.value.__cause__.__traceback__)
         assert "collect" in [frame.name for frame in where]
@@ -104,28 +155,34 @@ def test_an_exception_reaches_the_learner_and_every_thread_ends():
 
 
 def test_take_gives_up_when_asked():
-    release = threading.Event()
+    release, asked = threading.Event(), []
 
-    def collect(actor, i, params, carry, watch, check):
+    def collect(games, params, carry, *, actor, i, watch, check):
         while not release.wait(0.01):  # a game that hangs until it is told to stop
             check()
         return i, carry
 
-    with make(collect) as actors:
-        actors.start(0, [None] * 2)
-        asked = []
-        assert actors.take(lambda: asked.append(1) or len(asked) > 2) is None
-        assert actors.queue_size == 0
+    with make(collect) as fleet:
+        fleet.start(0, jnp.int32(0))
+        assert fleet.take(run_of(lambda: asked.append(1) or len(asked) > 2), None) is None
+        assert queues(fleet) == {0}
     assert not running()
 
 
-def test_stopped_and_started_again_from_where_the_learner_is():
-    with make(echo, 2, max_lag=2) as actors:
-        actors.start(0, [0, 0])
-        wait_until(lambda: actors.queue_size == 3)
-        (item, _) = actors.take(never)
-        actors.publish(1, jnp.int32(1))
-        actors.stop()
-        assert actors.queue_size == 0
-        actors.start(1, [item.carry, item.carry])
-        assert [item.unroll for item in actors.take(never)] == [(0, 1, 1, 1), (1, 1, 1, 1)]
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_checkpoint_is_of_what_was_taken_and_disturbs_nobody(max_lag):
+    """Saved while the actors are ahead, and gone on with by another fleet: as if nothing had happened."""
+    with make(echo, 2, max_lag, lockstep=True, carry=jnp.int32(0)) as fleet:
+        fleet.start(0, jnp.int32(0))
+        for version in range(4):
+            fleet.take(NEVER, None)
+            fleet.publish(version + 1, jnp.int32(version + 1))
+        wait_until(lambda: queues(fleet) == {max_lag + 1})
+        saved = jax.device_get(fleet.save())
+        assert [len(games["actions"]) for games in saved["games"].values()] == [12, 12]
+        want = [item.unroll for item in fleet.take(NEVER, None)]
+    with make(echo, 2, max_lag, lockstep=True, carry=jnp.int32(0)) as fleet:
+        fleet.restore(saved, jax.ShapeDtypeStruct((), jnp.int32), SimpleNamespace(path="there"))
+        assert [games.played for games in fleet._games] == [12, 12]
+        fleet.start(4, None)
+        assert [item.unroll for item in fleet.take(NEVER, None)] == want == [(a, 4, 4 - max_lag, 4) for a in range(2)]

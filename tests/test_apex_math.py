@@ -2,8 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +10,21 @@ import numpy as np
 import oracle
 import pytest
 import rlax
-import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ppo_math import random_steps
+from test_apex_run import TINY
 
 import apex_procgen as apex
-from common import compute, envs, runs
+from common import devices, envs, replay, runs
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
-T, GAMES = 4, 6
+GAMES = 4
 
 
 def make_args(**flags):
-    return apex.Args(**{
-        "num_envs": GAMES, "num_actors": 2, "num_steps": T, "buffer_size": 20 * GAMES, "learning_starts": 60,
-        "batch_size": 32, "n_step": 3, "num_atoms": 11, "encoder": "nature", "width": 1, "hidden": 8,
-        "pool": "flatten", "replay_ratio": 1.0,
-    } | flags)  # fmt: skip
+    """The network and the shapes of the whole runs, whose programs need not be compiled again."""
+    return apex.Args(**TINY | flags)
 
 
 def normal(rng, *shape):
@@ -65,46 +60,65 @@ class Table:
         return params[states]
 
 
+@cache
+def of_table(args):
+    """What `devices.gradient` makes of the loss: a function of parameters, target and batch."""
+
+    def gradient(params, target, batch):
+        loss = partial(apex.loss, args, Table(args), target=target)
+        return devices.gradient(loss, params, batch, jnp.ones(args.batch_size), whole=True)
+
+    return jax.jit(gradient)
+
+
 def random_batch(rng, args, states=7):
     size = args.batch_size
     weight = rng.random(size, np.float32) * (rng.random(size) < 0.9)
-    place = np.arange(size)
-    return apex.Batch(
-        rng.integers(0, states, size), rng.integers(0, states, size), rng.integers(0, 15, size, np.int32),
-        4 * normal(rng, size), rng.random(size, np.float32), weight.astype(np.float32), place, place * 0, place,
-        jax.random.split(jax.random.PRNGKey(0), size),
-    )  # fmt: skip
+    return replay.Batch(
+        frames=rng.integers(0, states, size),
+        next_frames=rng.integers(0, states, size),
+        actions=rng.integers(0, 15, size, np.int32),
+        returns=4 * normal(rng, size),
+        discounts=rng.random(size, np.float32),
+        weight=weight.astype(np.float32),
+        row=np.arange(size),
+        env=np.zeros(size, np.int32),
+        keys=jax.random.split(jax.random.PRNGKey(0), size),
+    )
 
 
 @relaxed
 @given(seeds, st.booleans(), st.sampled_from([1, 11, 51]))
 def test_loss_equals_the_sums_by_hand(seed, double_q, atoms):
     args = make_args(double_q=double_q, num_atoms=atoms)
-    rng, agent = np.random.default_rng(seed), Table(args)
+    rng, support = np.random.default_rng(seed), np.array(Table(args).support)
     params, target = 2 * normal(rng, 2, 7, 15, atoms)
     batch = random_batch(rng, args)
-    total, parts = apex.loss(args, agent, jnp.array(target), jnp.array(params), batch)
-    want, tds = [], []
+    _, means, parts = of_table(args)(params, target, batch)
+    want, tds, values = [], [], []
     for i in range(args.batch_size):
         one = jax.tree.map(lambda x: x[i], batch)  # noqa: B023
-        outputs = (x.astype(np.float64) for x in (
+        outputs = [x.astype(np.float64) for x in (
             params[one.frames, one.actions], params[one.next_frames], target[one.next_frames]
-        ))  # fmt: skip
-        loss, td = oracle.apex_loss(args, np.array(agent.support), one.weight, *outputs, one.returns, one.discounts)
+        )]  # fmt: skip
+        loss, td = oracle.apex_loss(args, support, one.weight, *outputs, one.returns, one.discounts)
         want.append(loss)
         tds.append(td)
-    np.testing.assert_allclose(total, np.mean(want), rtol=1e-3)
-    np.testing.assert_allclose(parts["td"], tds, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(parts["td_error"], np.mean(tds), rtol=1e-3)
+        values.append(outputs[0][0] if atoms == 1 else oracle.softmax(outputs[0]) @ support)
+    np.testing.assert_allclose(parts["loss"], want, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(parts["td_error"], tds, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(parts["q_values"], values, rtol=1e-3, atol=1e-4)
+    for name, x in {"loss": want, "td_error": tds, "q_values": values}.items():
+        np.testing.assert_allclose(means[name], np.mean(x), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("atoms", [1, 11])
 def test_gradient_equals_rlax(atoms):
-    args = make_args(num_atoms=atoms)
+    args = make_args(double_q=True, num_atoms=atoms)
     rng, agent = np.random.default_rng(0), Table(args)
     params, target = jnp.array(2 * normal(rng, 2, 7, 15, atoms))
     batch = random_batch(rng, args)
-    value = partial(apex.mean_value, agent)
+    value = partial(apex.mean_value, agent.support)
 
     def theirs(params):
         online, following = params[batch.frames], target[batch.next_frames]
@@ -119,180 +133,102 @@ def test_gradient_equals_rlax(atoms):
             )
         return (losses * batch.weight).mean()
 
-    got = jax.grad(lambda params: apex.loss(args, agent, target, params, batch)[0])(params)
-    np.testing.assert_allclose(got, jax.grad(theirs)(params), rtol=1e-3, atol=1e-6)
+    got, _, _ = of_table(args)(params, target, batch)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(theirs))(params), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("flags", [{}, {"dropout": 0.3, "augment": "translate", "dueling": False, "num_atoms": 1}])
-def test_update_on_every_core_equals_the_whole(flags, monkeypatch):
-    """Also the TD errors, which come back at their samples' places."""
-    args = make_args(**flags)
-    agent, rng = apex.make_agent(args), np.random.default_rng(1)
+# THE UPDATE
+
+
+def frames_batch(args):
+    rng = np.random.default_rng(1)
     frames = rng.integers(0, 256, (2, args.batch_size, 64, 64, 6), np.uint8)
-    batch = random_batch(rng, args)._replace(frames=frames[0], next_frames=frames[1])
-    run = lambda: apex.update(args, agent, compute.replicate(apex.initial_state(args, agent)), batch)  # noqa: E731
-    state, td, metrics = run()
-    jax.clear_caches()
-    monkeypatch.setattr(compute, "on_cpu", lambda: False)
-    want_state, want_td, want = run()
+    return random_batch(rng, args)._replace(frames=frames[0], next_frames=frames[1])
+
+
+def full_buffer(args, device):
+    """Random frames and steps, all of which can be drawn."""
+    rng, buffer = np.random.default_rng(2), apex.initial_replay(args)
+    shape = buffer.priorities.shape
+    rows = buffer.rows._replace(
+        frames=buffer.rows.frames.replace(images=rng.integers(0, 256, (*shape, 64, 64, 3), np.uint8)),
+        actions=rng.integers(0, 15, shape, np.int32),
+        rewards=normal(rng, *shape),
+    )
+    return jax.device_put(buffer._replace(rows=rows, priorities=rng.random(shape, np.float32)), device)
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch):
+    """The learner has the first device only, and computes a batch as a whole."""
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+
+
+def new_state(args, agent):
+    return devices.replicate(apex.initial_state(args, agent))
+
+
+def test_update_on_every_core_equals_the_whole(monkeypatch):
+    """Also the TD errors, which come back sample by sample."""
+    args = make_args()
+    agent, batch = apex.make_agent(args), frames_batch(args)
+    state, td, metrics = apex.update(args, agent, new_state(args, agent), batch)
+    assert len(td) % len(jax.devices()) == 0
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    whole = replace(
+        args, run_dir="whole", dtype="float32"
+    )  # other arguments: nothing that was compiled on a CPU is used
+    want_state, want_td, want = apex.update(whole, agent, new_state(whole, agent), batch)
     np.testing.assert_allclose(td, want_td, rtol=1e-3, atol=1e-4)
     for name, x in want.items():
         np.testing.assert_allclose(metrics[name], x, rtol=1e-3, atol=1e-5, err_msg=name)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), state.opt_state, want_state.opt_state)
-    jax.clear_caches()
 
 
-def test_target_is_copied_every_so_many_updates():
-    args = make_args(target_network_frequency=3, learning_rate="0.01")
-    agent, rng = apex.make_agent(args), np.random.default_rng(1)
-    frames = rng.integers(0, 256, (2, args.batch_size, 64, 64, 6), np.uint8)
-    batch = random_batch(rng, args)._replace(frames=frames[0], next_frames=frames[1])
-    state, same = compute.replicate(apex.initial_state(args, agent)), []
+def test_updates_in_one_program_equal_those_by_transfers(as_on_an_accelerator):
+    """The same buffer on the learner's device, and on another: same parameters, priorities, metrics. And the target
+    network is copied every fourth update."""
+    args = make_args(run_dir="whole", dtype="float32")
+    agent, watch = apex.make_agent(args), runs.Stopwatch()
+    first, other = jax.devices()[0], jax.devices()[-1]
+    assert first != other
+    state, buffer, metrics = apex.learn(
+        args, agent, new_state(args, agent), full_buffer(args, first), k=6, beta=0.5, watch=watch
+    )
+    assert "sample" not in watch.seconds
+    one, there, same, each = new_state(args, agent), full_buffer(args, other), [], []
     for _ in range(6):
-        state, _, _ = apex.update(args, agent, state, batch)
-        leaves = zip(jax.tree.leaves(state.params), jax.tree.leaves(state.target), strict=True)
+        one, there, some = apex.learn(args, agent, one, there, k=1, beta=0.5, watch=watch)
+        each.append(some)
+        leaves = zip(jax.tree.leaves(one.params), jax.tree.leaves(one.target), strict=True)
         same.append(all(np.array_equal(a, b) for a, b in leaves))
-    assert same == [False, False, True, False, False, True]
+    assert "sample" in watch.seconds
+    assert same == [False, False, False, True, False, False]
+    assert state.updates == one.updates == 6
+    assert there.written.devices() == {other}
+    for got, want in ((state, one), (buffer, there)):  # each parameter has moved by 0.01 or so
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6), got, want)
+    for name, x in metrics.items():
+        np.testing.assert_allclose(x, np.mean([some[name] for some in each]), rtol=1e-4, err_msg=name)
+
+
+def test_no_update_changes_nothing():
+    args = make_args()
+    assert apex.learn(args, None, "state", "buffer", k=0, beta=0.5, watch=None) == ("state", "buffer", {})
 
 
 def test_values_start_near_zero():
     frames = np.random.default_rng(0).integers(0, 256, (8, 64, 64, 6), np.uint8)
     for flags in ({}, {"dueling": False}, {"num_atoms": 1}, {"num_atoms": 99}):
         agent = apex.make_agent(make_args(**flags))
-        values = apex.mean_value(agent, agent.apply(agent.init(jax.random.PRNGKey(0), frames), frames))
+        key = jax.random.key(0, impl="rbg")  # whose draws compile quickly
+        outputs, _ = jax.jit(agent.init_with_output)(key, frames)
+        values = apex.mean_value(agent.support, outputs)
         assert values.shape == (8, 15)
         assert np.abs(values).max() < 1
 
 
-# THE REPLAY BUFFER
-
-
-def play(args, rng, unrolls):
-    """Made-up unrolls, and the same steps in one piece; a frame's first number is its step, its second its game."""
-    steps = random_steps(rng, T * unrolls, GAMES)
-    frames = np.zeros((T * unrolls, GAMES, 64, 64, 3), np.uint8)
-    frames[..., 0, 0, 0], frames[..., 0, 0, 1] = np.arange(len(frames))[:, None], np.arange(GAMES)
-    actions = rng.integers(0, 15, frames.shape[:2], np.int32)
-    chosen, best = normal(rng, *actions.shape), normal(rng, *actions.shape)
-    replay, past, each = apex.initial_replay(args), envs.history_length(args), GAMES // args.num_actors
-    for i in range(unrolls):
-        now = slice(i * T, (i + 1) * T)
-        rollouts = []
-        for actor in range(args.num_actors):
-            mine = now, slice(actor * each, (actor + 1) * each)
-            older = np.zeros((past, each, 64, 64, 3), np.uint8)
-            rollouts.append(apex.Rollout(
-                np.concatenate([older, frames[mine]]), actions[mine], chosen[mine], best[mine], None, None, None
-            ))  # fmt: skip
-        some = envs.Steps(*(x[now] for x in steps[:4]), steps.age[i * T : (i + 1) * T + 1])
-        replay = apex.insert(args, replay, rollouts, some)
-    return SimpleNamespace(replay=replay, steps=steps, actions=actions, chosen=chosen, best=best)
-
-
-def first_priority(args, game, t, n):
-    returns, discount, after = oracle.n_step(
-        args.gamma, args.n_step, game.steps.rewards[:, n], game.steps.terminated[:, n], game.steps.ended[:, n], t
-    )
-    td = returns + discount * game.best[after, n] - game.chosen[t, n]
-    return (abs(td) + 1e-6) ** args.per_alpha
-
-
-@pytest.mark.parametrize("unrolls", [1, 3, 5, 6, 13])
-@pytest.mark.parametrize("n_step", [1, 3])
-def test_insert_gives_priorities_to_what_can_be_sampled(unrolls, n_step):
-    """20 rows: before, when and after the ring is full."""
-    args = make_args(n_step=n_step)
-    game = play(args, np.random.default_rng(unrolls), unrolls)
-    size, past, end = apex.buffer_rows(args), envs.history_length(args), T * unrolls
-    assert size == 20
-    oldest = 0 if end <= size - past else end - size + past  # its whole stack is still there
-    want = np.zeros((size, GAMES))
-    for t in range(oldest, end - n_step):
-        for n in range(GAMES):
-            known = t >= min(game.steps.age[t, n], past)  # the games were going on before the first row
-            want[t % size, n] = first_priority(args, game, t, n) if known and not game.steps.done[t, n] else 0
-    np.testing.assert_allclose(game.replay.priorities, want, rtol=1e-3, atol=1e-5)
-    assert (want > 0).sum() > (n_step == 1 or unrolls > 1)
-    rows = np.arange(max(end - size, 0), end)
-    np.testing.assert_array_equal(game.replay.frames[rows % size, :, 0, 0, 0], rows[:, None] + np.zeros(GAMES, int))
-    np.testing.assert_array_equal(game.replay.actions[rows % size], game.actions[rows])
-
-
-@pytest.mark.parametrize("frame_stack", [1, 4])
-def test_samples_are_the_transitions_that_were_played(frame_stack):
-    """Stacks never reach over an episode's first frame, returns never over its end; also around the ring's end."""
-    args = make_args(batch_size=64, frame_stack=frame_stack, gap_stack=False)
-    game = play(args, np.random.default_rng(0), 13)
-    end, size, seen = 13 * T, apex.buffer_rows(args), set()
-    for i in range(8):
-        batch = apex.sample(args, game.replay, i, 0.6)
-        for b in range(args.batch_size):
-            t = int(end - 1 - (end - 1 - batch.row[b]) % size)
-            n = int(batch.env[b])
-            seen.add((t, n))
-            assert not game.steps.done[t, n]
-            parts = (x[:, n] for x in (game.steps.rewards, game.steps.terminated, game.steps.ended))
-            returns, discount, after = oracle.n_step(args.gamma, args.n_step, *parts, t)
-            np.testing.assert_allclose(batch.returns[b], returns, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(batch.discounts[b], discount, rtol=1e-5)
-            assert batch.actions[b] == game.actions[t, n]
-            for stack, newest in ((batch.frames[b], t), (batch.next_frames[b], after)):
-                age = game.steps.age[newest, n]
-                want = [newest - min(age, back) for back in range(frame_stack - 1, -1, -1)]
-                np.testing.assert_array_equal(stack[0, 0, 0::3], want)
-                assert (stack[0, 0, 1::3] == n).all()
-    assert len(seen) > 50
-
-
-def test_sampling_follows_the_priorities():
-    args = make_args(batch_size=32, per_alpha=0.7)
-    replay = play(args, np.random.default_rng(3), 13).replay
-    rng = np.random.default_rng(0)
-    priorities = np.where(replay.priorities > 0, rng.random(replay.priorities.shape) ** 3, 0).astype(np.float32)
-    replay = replay._replace(priorities=jnp.array(priorities))
-    counts, probability = np.zeros(priorities.shape), priorities.astype(np.float64) / priorities.sum(dtype=np.float64)
-    for i in range(400):
-        batch = apex.sample(args, replay, i, 0.6)
-        np.add.at(counts, (batch.row, batch.env), 1)
-        drawn = probability[batch.row, batch.env]
-        weight = ((priorities > 0).sum() * drawn) ** -0.6
-        np.testing.assert_allclose(batch.weight, weight / weight.max(), rtol=1e-3)
-    assert counts[priorities == 0].sum() == 0
-    often = probability * counts.sum() > 5
-    expected = probability[often] * counts.sum()
-    observed = counts[often] * expected.sum() / counts[often].sum()
-    # Stratified draws vary less than independent ones: the statistic is at most the chi-square's.
-    assert scipy.stats.chisquare(observed, expected).pvalue > 0.01
-    assert scipy.stats.chisquare(observed, np.full(len(observed), observed.mean())).pvalue < 1e-6  # it can fail
-
-
-def test_priorities_of_a_batch_are_updated():
-    args = make_args(batch_size=4)
-    replay = play(args, np.random.default_rng(3), 5).replay
-    batch = random_batch(np.random.default_rng(0), args)._replace(
-        row=jnp.array([5, 5, 6, 7]), env=jnp.array([1, 1, 2, 3]), weight=jnp.array([1.0, 1, 0.5, 0])
-    )
-    td = jnp.array([0.25, 4, 9, 100])
-    want = np.array(replay.priorities)
-    want[5, 1], want[6, 2], want[7, 3] = 2, 3, 0  # of two the larger; nothing for what was no transition
-    got = apex.set_priorities(args, replay.priorities, batch, td)
-    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
-
-
-def test_games_that_start_anew_truncate_their_episodes():
-    args = make_args()
-    game = play(args, np.random.default_rng(3), 4)
-    last, done = 4 * T - 1, game.steps.done
-    replay = apex.cut(game.replay)
-    np.testing.assert_array_equal(replay.done[last], True)
-    np.testing.assert_array_equal(replay.ended[last - 1], game.steps.ended[last - 1] | ~done[last - 1])
-    np.testing.assert_array_equal(replay.terminated[: 4 * T], game.steps.terminated)
-    row, env = jnp.full(GAMES, last - 2), jnp.arange(GAMES)
-    _, discounts, after = apex.n_step_return(args, replay, row, env)
-    going_on = ~(game.steps.ended[last - 2] | game.steps.ended[last - 1] | done[last - 2])
-    assert going_on.any()
-    np.testing.assert_array_equal(after[going_on], last)
-    np.testing.assert_allclose(discounts[going_on], args.gamma**2, rtol=1e-5)
+# ACTING
 
 
 def test_exploration_is_the_papers():
@@ -315,33 +251,38 @@ def test_updates_follow_the_steps_played():
 
 
 def test_the_learner_sees_what_the_actors_saw():
-    """On real games the values of sampled frames are those that the actors had: stacks, ages and rows are right."""
-    args = make_args(num_envs=4, num_steps=60, buffer_size=4 * 180, n_step=5, env_id="bigfish", sticky_actions=0.25,
-                     batch_size=64)  # fmt: skip
-    agent = apex.make_agent(args)
-    params, replay = apex.initial_state(args, agent).params, apex.initial_replay(args)
-    games = [envs.Games(partial(envs.make_levels, args, 2), 3 + actor) for actor in range(2)]
-    carries, ends = [apex.initial_carry(args)] * 2, 0
-    for i in range(4):
+    """On real games the values of sampled frames are those that the actors had: stacks, ages and rows are right. The
+    games start anew after every 64 steps."""
+    args = make_args()
+    agent, everyone = apex.make_agent(args), range(args.num_actors)
+    params, buffer = apex.initial_state(args, agent).params, apex.initial_replay(args)
+    games = [envs.Games(partial(envs.make_levels, args, 2), 3 + actor, restart_every=64) for actor in everyone]
+    carries, ends, restarts = [apex.initial_carry(args)] * 2, 0, 0
+    for i in range(18):
         unrolls = []
-        for actor in range(2):
+        for actor in everyone:
             unroll, carries[actor] = apex.collect(
-                args, agent, games, actor, i, params, carries[actor], runs.Stopwatch(), lambda: None
-            )
+                args, agent, games[actor], params, carries[actor],
+                actor=actor, i=i, watch=runs.Stopwatch(), check=lambda: None,
+            )  # fmt: skip
             unrolls.append(unroll)
-        steps = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(unroll.steps for unroll in unrolls))
-        ends += steps.ended.sum()
-        replay = apex.insert(args, replay, [unroll.rollout for unroll in unrolls], steps)
+        steps = envs.join_steps([unroll.steps for unroll in unrolls])
+        ends, restarts = ends + steps.ended.sum(), restarts + steps.restarts.sum()
+        buffer = apex.insert(args, buffer, [unroll.rollout for unroll in unrolls], steps)
     assert ends > 2
-    for i in range(4):
-        batch = apex.sample(args, replay, i, 0.4)
-        values = apex.mean_value(agent, agent.apply(params, batch.frames))
+    assert restarts == 4 * 4
+    rows = buffer.rows
+    values_of = jax.jit(lambda frames: apex.mean_value(agent.support, agent.apply(params, frames)))
+    for i in range(16):
+        batch = apex.sample(args, buffer, i, 0.4)
         np.testing.assert_allclose(
-            values[jnp.arange(64), batch.actions], replay.chosen[batch.row, batch.env], rtol=1e-3, atol=1e-4
+            values_of(batch.frames)[jnp.arange(16), batch.actions], rows.action_value[batch.row, batch.env],
+            rtol=1e-3, atol=1e-4,
+        )  # fmt: skip
+        _, _, after = replay.n_step_return(rows, batch.row, batch.env, n_step=args.n_step, gamma=args.gamma)
+        np.testing.assert_allclose(
+            values_of(batch.next_frames).max(axis=1), rows.state_value[after, batch.env], rtol=1e-3, atol=1e-4
         )
-        following = apex.mean_value(agent, agent.apply(params, batch.next_frames)).max(axis=1)
-        _, _, after = apex.n_step_return(args, replay, batch.row, batch.env)
-        np.testing.assert_allclose(following, replay.best[after, batch.env], rtol=1e-3, atol=1e-4)
     for mine in games:
         mine.close()
 
@@ -352,7 +293,7 @@ def test_the_learner_sees_what_the_actors_saw():
 ROOMS = np.broadcast_to(255 * np.eye(3, dtype=np.uint8)[:, None, None], (3, 64, 64, 3))  # red, green and blue
 
 
-def chain(args, rng, steps):
+def chain(rng, steps):
     """Three rooms in a row. In room i, action i + 1 leads on (from the last: out, with a reward of 2); any other ends
     the episode. Leaving room 1 the right way pays 1, room 0 the wrong way 0.1. Returns frames, actions and Steps."""
     room, age, over = np.zeros((3, GAMES), int)
@@ -368,36 +309,37 @@ def chain(args, rng, steps):
         room = np.where(over == 1, 0, np.where(ends, room, room + 1))
         age, over = np.where(over == 1, 0, age + 1), ends.astype(int)
     rows = {name: np.stack(x) for name, x in rows.items()}
-    age = np.concatenate([rows["age"], age[None]]).astype(np.int32)
-    terminated, done = rows["terminated"], rows["done"]
-    return (rows["frames"], rows["actions"].astype(np.int32)), envs.Steps(
-        rows["rewards"].astype(np.float32), terminated, terminated & False, done, age
+    terminated = rows["terminated"]
+    steps = envs.Steps(
+        rewards=rows["rewards"].astype(np.float32),
+        terminated=terminated,
+        truncated=terminated & False,
+        done=rows["done"],
+        age=np.concatenate([rows["age"], age[None]]).astype(np.int32),
+        restarts=np.zeros(GAMES, bool),
     )
+    return rows["frames"], rows["actions"].astype(np.int32), steps
 
 
 @pytest.mark.parametrize("atoms", [1, 31])
 def test_known_values_are_learnt(atoms):
     args = make_args(
-        num_actors=1, num_steps=50, buffer_size=400 * GAMES, n_step=1, num_atoms=atoms, v_min=-1, v_max=4, gamma=0.9,
-        channels="4,8,8", batch_size=64, frame_stack=1, learning_rate="0:3e-3,350:1e-4", hidden=32,
-        target_network_frequency=10, per_alpha=0, adam_eps=1e-8,
+        num_actors=1, num_steps=400, buffer_size=400 * GAMES, n_step=1, num_atoms=atoms, v_min=-1, v_max=4, gamma=0.9,
+        batch_size=64, frame_stack=1, learning_rate="0:3e-3,350:1e-4", hidden=32, target_network_frequency=10,
+        per_alpha=0, adam_eps=1e-8, pool="avg", dropout=0, augment="",
     )  # fmt: skip
-    agent, rng, replay = apex.make_agent(args), np.random.default_rng(0), apex.initial_replay(args)
-    (frames, actions), steps = chain(args, rng, 400)
-    for i in range(8):
-        now = slice(50 * i, 50 * i + 50)
-        past = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
-        zero = np.zeros((50, GAMES), np.float32)
-        rollout = apex.Rollout(np.concatenate([past, frames[now]]), actions[now], zero, zero, None, None, None)
-        some = envs.Steps(*(x[now] for x in steps[:4]), steps.age[50 * i : 50 * i + 51])
-        replay = apex.insert(args, replay, [rollout], some)
-    state = compute.replicate(apex.initial_state(args, agent))
-    for i in range(400):
-        batch = compute.replicate(apex.sample(args, replay, i, 1.0))
-        state, td, _ = jax.block_until_ready(apex.update(args, agent, state._replace(global_step=i), batch))
-        batch, td = jax.device_put((batch, td), jax.devices()[0])
-        replay = replay._replace(priorities=apex.set_priorities(args, replay.priorities, batch, td))
-    values = np.asarray(apex.mean_value(agent, agent.apply(state.params, ROOMS)))
+    agent = apex.make_agent(args)
+    images, actions, steps = chain(np.random.default_rng(0), 400)
+    history = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
+    frames = envs.Frames(np.concatenate([history, images]), steps.age[:-1], (0,))
+    values = np.zeros((400, GAMES), np.float32)
+    rollout = apex.Rollout(frames, actions, values, values, last_action=None, key=None, t=None)
+    buffer = apex.insert(args, jax.device_put(apex.initial_replay(args), jax.devices()[0]), [rollout], steps)
+    state, watch = new_state(args, agent), runs.Stopwatch()
+    for i in range(0, 400, 10):
+        state = devices.replicate(state._replace(global_step=jnp.int32(i)))
+        state, buffer, _ = apex.learn(args, agent, state, buffer, k=10, beta=1.0, watch=watch)
+    values = np.asarray(apex.mean_value(agent.support, agent.apply(state.params, ROOMS)))
     np.testing.assert_allclose([values[i, i + 1] for i in range(3)], [0.9 * 2.8, 2.8, 2], atol=0.25)
     np.testing.assert_allclose([np.delete(values[i], i + 1).mean() for i in range(3)], [0.1, 0, 0], atol=0.25)
 
@@ -407,6 +349,6 @@ def test_flags_of_one_network_leave_the_other():
     args = make_args(hidden=24)
     shapes = jax.eval_shape(partial(apex.initial_state, args, apex.make_agent(args))).params["params"]
     assert "Dense_0" not in shapes["encoder"]
-    assert shapes["Dense_0"]["kernel"].shape == (1024, 24)
+    assert shapes["Dense_0"]["kernel"].shape == (32 * 32 * 8, 24)
     same = replace(args, dueling=False)
     assert "Dense_2" not in jax.eval_shape(partial(apex.initial_state, same, apex.make_agent(same))).params["params"]

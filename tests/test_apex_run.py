@@ -1,9 +1,13 @@
 """Whole runs of Ape-X on the real game: lock-step, resume, replay, signals, bad input."""
 
 import json
+import os
 import re
+import signal
+import threading
 import time
 from dataclasses import fields
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +17,6 @@ from conftest import (
     ENCODER_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
-    assert_resumes_after_sigterm,
     assert_same_run,
     documented_flags,
     flags_of,
@@ -23,18 +26,17 @@ from conftest import (
 
 import apex_procgen as apex
 import evaluate
-from common import compute, envs, runs
+from common import devices, envs, replay, runs
 
-# Small enough to compile in seconds; the games are real.
+# Small enough to compile in seconds; the games are real. Everything that has a state of its own is on; the replay
+# buffer goes round, and the games start anew after every 64 steps. What is compiled is the same in most of these tests.
 TINY = {
-    "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "buffer_size": 512, "learning_starts": 100, "batch_size": 16,
-    "replay_ratio": 0.5, "n_step": 3, "num_atoms": 11, "encoder": "nature", "pool": "flatten", "width": 1, "hidden": 16,
-    "learning_rate": "0.003", "target_network_frequency": 4, "total_timesteps": 600, "eval_episodes": 0,
-    "wandb_mode": "disabled", "deterministic": True,
+    "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "buffer_size": 320, "learning_starts": 100, "batch_size": 16,
+    "replay_ratio": 0.5, "n_step": 3, "num_atoms": 11, "channels": "8", "blocks": 0, "downsample": "stride",
+    "pool": "flatten", "hidden": 16, "learning_rate": "0.003", "target_network_frequency": 4, "total_timesteps": 600,
+    "eval_episodes": 0, "wandb_mode": "disabled", "deterministic": True, "sticky_actions": 0.25,
+    "checkpoint_every": 200, "max_lag": 2, "dropout": 0.1, "augment": "translate", "restart_every": 64,
 }  # fmt: skip
-# Everything that has a state of its own is on; the buffer goes round.
-STATEFUL = {"sticky_actions": 0.25, "checkpoint_every": 250, "buffer_size": 320, "max_lag": 2, "dropout": 0.1,
-            "augment": "translate"}  # fmt: skip
 
 
 @pytest.fixture
@@ -45,7 +47,12 @@ def train(tmp_path):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    return apex.main(apex.Args(**TINY | STATEFUL | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+    return apex.main(apex.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+
+
+def assert_same_run_and_replay(a, b):
+    assert_same_run(a, b)
+    jax.tree.map(np.testing.assert_array_equal, *(runs.load_checkpoint(path)[1]["replay"] for path in (a, b)))
 
 
 def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted, monkeypatch):
@@ -56,18 +63,41 @@ def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted,
         return step(self, actions)
 
     monkeypatch.setattr(envs.Games, "step", slow)
-    assert_same_run(uninterrupted, train(**STATEFUL).path)
+    assert_same_run_and_replay(uninterrupted, train().path)
 
 
-@pytest.mark.parametrize("stop", [90, 250, 500])
-def test_resume_equals_uninterrupted(train, uninterrupted, stop):
-    """Stopped before learning starts, at and after the checkpoint where the games start anew."""
-    half = train(**STATEFUL | {"total_timesteps": stop})
-    assert_same_run(uninterrupted, train(**STATEFUL | {"resume": str(half.path)}).path)
+@pytest.mark.parametrize(("stop", "played"), [(90, 32), (250, 64), (400, 48)])
+def test_resume_equals_uninterrupted(train, uninterrupted, stop, played):
+    """Stopped before learning starts, where the games are about to start anew, and after that."""
+    half = train(total_timesteps=stop).path
+    games = runs.load_checkpoint(half)[1]["fleet"]["games"]
+    assert [len(games[actor]["actions"]) for actor in games] == [played, played]
+    assert_same_run_and_replay(uninterrupted, train(resume=str(half)).path)
+
+
+def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, monkeypatch, capfd):
+    """The signal comes while the actors play and the learner learns."""
+    learn, calls = apex.learn, []
+
+    def interrupted(*given, **how):
+        calls.append(given)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(*given, **how)
+
+    monkeypatch.setattr(apex, "learn", interrupted)
+    stopped = train()
+    monkeypatch.undo()
+    assert stopped.stop == "SIGTERM"
+    assert f"python apex_procgen.py --resume {stopped.path}" in capfd.readouterr().err
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
+    assert len(read_metrics(stopped.path)) == 6
+    assert runs.load_checkpoint(stopped.path)[0] == read_metrics(stopped.path)[-1]["global_step"]
+    assert_same_run_and_replay(uninterrupted, train(resume=str(stopped.path)).path)
 
 
 def test_evaluation_does_not_disturb_training(train, uninterrupted):
-    evaluated = read_metrics(train(**STATEFUL, eval_every=200, eval_episodes=2).path)
+    evaluated = read_metrics(train(eval_every=200, eval_episodes=2).path)
     assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
     assert [x for x in evaluated if "charts/updates" in x] == read_metrics(uninterrupted)
 
@@ -84,53 +114,56 @@ def test_without_a_saved_buffer_it_is_filled_again(train, capfd):
     assert line["charts/updates"] > before["charts/updates"]
 
 
-def test_the_buffer_is_cut_and_its_priorities_are_written(train):
-    """Where the games start anew, at a checkpoint, no return runs on; and what was learnt from has a new priority."""
-    args = apex.Args(**TINY | {"total_timesteps": 400, "checkpoint_every": 400})
-    saved = runs.load_checkpoint(train(total_timesteps=400, checkpoint_every=400).path)[1]["replay"]
-    replay = apex.Replay(**{name: np.asarray(x) for name, x in saved.items()})
-    last = (replay.written - 1) % len(replay.age)
-    assert replay.done[last].all()
-    assert (replay.ended[last - 1] | replay.done[last - 1]).all()
-    row, env = np.nonzero(replay.priorities)
-    returns, discounts, after = apex.n_step_return(args, jax.tree.map(jax.numpy.asarray, replay), row, env)
-    first = apex.priority(args, returns + discounts * replay.best[after, env] - replay.chosen[row, env])
-    changed = np.abs(first - replay.priorities[row, env]) > 1e-3
+def test_the_buffer_is_cut_and_its_priorities_are_written(uninterrupted):
+    """Where the games start anew no return runs on; and what was learnt from has a new priority."""
+    args = apex.Args(**TINY)
+    saved = runs.load_checkpoint(uninterrupted)[1]["replay"]
+    buffer = runs.restore_tree(jax.eval_shape(lambda: apex.initial_replay(args)), saved, "")
+    rows, length = buffer.rows, len(buffer.priorities)
+    (last,) = [t % length for t in range(buffer.written - length, buffer.written) if t % 64 == 63]
+    assert rows.done[last].all()
+    assert (rows.ended[last - 1] | rows.done[last - 1]).all()
+    assert (rows.frames.ages[last + 1] == 0).all()
+    assert rows.done.mean() < 0.2
+    row, env = np.nonzero(buffer.priorities)
+    returns, discounts, after = replay.n_step_return(rows, row, env, n_step=args.n_step, gamma=args.gamma)
+    td = returns + discounts * rows.state_value[after, env] - rows.action_value[row, env]
+    changed = np.abs(replay.priority(td, args.per_alpha) - buffer.priorities[row, env]) > 1e-3
     assert changed.any()
     assert not changed.all()
 
 
-def test_updates_follow_the_replay_ratio(train):
-    last = read_metrics(train(replay_ratio=1.5).path)[-1]
-    assert last["charts/updates"] == int(1.5 * (last["global_step"] - 100) / 16)
+def test_updates_follow_the_replay_ratio(uninterrupted):
+    for line in read_metrics(uninterrupted):
+        assert line["charts/updates"] == int(0.5 * max(line["global_step"] - 100, 0) / 16)
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
     with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is kept"):
-        train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000, num_atoms=1)
+        train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
 
 
 # What each flag is changed to, and what must differ then: the metrics.
 FLAGS = {
     "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
-    "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "encoder": "impala", "width": 2,
+    "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "encoder": "nature", "width": 1,
     "pool": "avg", "hidden": 8, "dropout": 0.5, "dueling": False, "dtype": "bfloat16", "total_timesteps": 150,
     "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "epsilon": 0.9, "epsilon_alpha": 1.0,
-    "buffer_size": 128, "learning_starts": 200, "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1",
+    "buffer_size": 256, "learning_starts": 200, "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1",
     "n_step": 5, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
     "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
-    "augment": "translate", "augment_prob": 1.0, "checkpoint_every": 100, "eval_every": 100, "eval_episodes": 1,
+    "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "eval_every": 100, "eval_episodes": 2,
 }  # fmt: skip
 # Tested elsewhere: these change files or where things are, or let the clock in.
 ELSEWHERE = {
-    "run_dir", "resume", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project", "wandb_entity",
-    "deterministic", "save_replay", "replay_device", *ENCODER_FLAGS,
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
+    "wandb_entity", "deterministic", "save_replay", "replay_device", *ENCODER_FLAGS,
 }  # fmt: skip
 # These need others, and these are for the host.
-NEEDS = {
-    "start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 1}, "augment_prob": {"augment": "translate"},
-}  # fmt: skip
-HOST = {"total_timesteps", "max_lag", "replay_ratio", "per_beta", "checkpoint_every", "eval_every", "eval_episodes"}
+OTHER_NETWORK = {"channels": "", "blocks": 2, "downsample": "auto"}
+NEEDS = {"start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 2}, "encoder": OTHER_NETWORK,
+         "width": OTHER_NETWORK}  # fmt: skip
+HOST = {"total_timesteps", "max_lag", "replay_ratio", "restart_every", "eval_every", "eval_episodes"}
 
 
 def test_every_flag_is_in_a_test():
@@ -147,47 +180,49 @@ def test_every_flag_changes_something(flag, tmp_path):
 @pytest.mark.parametrize("replay_device", ["device", "host"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, replay_device):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""
-    devices = jax.devices()
+    cores = jax.devices()
     if replay_device == "host":
-        monkeypatch.setattr(jax, "devices", lambda kind=None: devices[:1] if kind == "cpu" else devices[-1:])
-    monkeypatch.setattr(compute, "on_cpu", lambda: False)
-    lines = read_metrics(train(replay_device=replay_device, eval_episodes=1).path)
+        monkeypatch.setattr(jax, "devices", lambda kind=None: cores[:1] if kind == "cpu" else cores[-1:])
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    lines = read_metrics(train(replay_device=replay_device, total_timesteps=250, eval_episodes=2).path, clocks=True)
     assert "losses/loss" in lines[-2]
+    assert ("time/sample" in lines[-2]) == (replay_device == "host")  # else it is in the update's one program
     assert "eval/test_levels/mean_return" in lines[-1]
 
 
-def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
-    assert_resumes_after_sigterm(apex, TINY | STATEFUL | {"total_timesteps": 3000}, tmp_path)
+def test_the_hosts_memory_must_be_there(monkeypatch):
+    monkeypatch.setattr(apex, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda")))
+    with pytest.raises(runs.UsageError, match=r"--replay-device host: JAX_PLATFORMS=cuda .* cuda,cpu"):
+        apex.Args(replay_device="host").check()
+    apex.Args().check()
 
 
-def test_five_thousand_frames(tmp_path):
-    """The command line as a user types it, threads free to run: W&B, evaluation, video, then evaluate.py."""
-    command = flags_of(
-        {"env_id": "starpilot", "gap_stack": True, "width": 1, "num_levels": 3, "num_envs": 16, "channels": "8,16",
-         "blocks": 1, "buffer_size": 4000, "learning_starts": 1000, "total_timesteps": 5_000, "num_atoms": 21,
-         "replay_ratio": 1.0, "eval_every": 3_000, "eval_episodes": 4, "capture_video": True,
-         "checkpoint_every": 2_000, "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline",
-         "wandb_project": "test"} | {"width": 2}
-    )  # fmt: skip
-    process = start("apex_procgen.py", *command)
+def test_the_command_line(tmp_path):
+    """As a user types it, threads free to run: W&B, evaluation, video, then evaluate.py."""
+    command = TINY | {
+        "env_id": "starpilot", "num_levels": 3, "total_timesteps": 2_000, "replay_ratio": 1.0, "deterministic": False,
+        "eval_every": 1_200, "eval_episodes": 2, "capture_video": True, "checkpoint_every": 800, "keep_checkpoints": 2,
+        "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test",
+    }  # fmt: skip
+    process = start("apex_procgen.py", *flags_of(command))
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
-    assert "replay buffer: 4,096 steps x 12.3 kB" in output
+    assert "replay buffer: 320 steps x 12.3 kB" in output
     (run_dir,) = tmp_path.iterdir()
     assert re.fullmatch(r"starpilot__apex_procgen__1__\d+", run_dir.name)
     lines = read_metrics(run_dir, clocks=True)
-    assert lines[-1]["global_step"] >= 5_000
+    assert lines[-1]["global_step"] >= 2_000
     names = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/policy_lag", "time/update"}
     names |= {"charts/queue_size", "losses/loss", "losses/q_values", "losses/td_error", "charts/updates"}
-    names |= {"time/waiting", "time/sample", "time/insert", "time/actor_inference", "time"}
+    names |= {"time/waiting", "time/insert", "time/actor_inference", "time/actor_blocked", "time"}
     names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
     assert names <= set(lines[-2]) | set(lines[-1])
     assert all(np.isfinite(list(line.values())).all() for line in lines)
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--levels", "train"])
-    assert json.loads((run_dir / "eval.json").read_text())["train_levels"]["episodes"] == 3
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "2", "--levels", "train"])
+    assert json.loads((run_dir / "eval.json").read_text())["train_levels"]["episodes"] == 2
 
 
 # Words, the flag and its value that the answer names, and what it says is valid.
@@ -235,4 +270,4 @@ def test_commands_in_the_readme_are_valid():
     flags = list(documented_flags("apex_procgen.py"))
     assert len(flags) >= 4
     for words in flags:
-        apex.check_args(tyro.cli(apex.Args, args=words))
+        runs.check_args(tyro.cli(apex.Args, args=words), apex.SCRIPT)

@@ -1,13 +1,12 @@
 """Frame stacks, episode statistics, and what this project relies on in EnvPool."""
 
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import envs
+from common import envs, runs, shaping
 from ppo_procgen import Args
 
 
@@ -15,16 +14,24 @@ from ppo_procgen import Args
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.booleans())
 def test_frame_stack_across_episode_ends(seed, frame_stack, gap_stack):
     rng = np.random.default_rng(seed)
-    frames, first = rng.integers(0, 256, (15, 2, 1, 1, 3), np.uint8), rng.random((15, 2)) < 0.3
+    images, first = rng.integers(0, 256, (15, 2, 1, 1, 3), np.uint8), rng.random((15, 2)) < 0.3
     first[0] = True
     age = np.zeros((15, 2), np.int32)
     for t in range(1, 15):
         age[t] = np.where(first[t], 0, age[t - 1] + 1)
-    time, env = (x.reshape(-1) for x in np.indices((15, 2)))
     offsets = envs.stack_offsets(frame_stack, gap_stack)
-    got = envs.stack_frames(jnp.asarray(frames), age.reshape(-1), time, env, offsets)
-    want = oracle.frame_stacks(frames, first, frame_stack, gap_stack)
-    np.testing.assert_array_equal(got.reshape(want.shape), want)
+    want = oracle.frame_stacks(images, first, frame_stack, gap_stack)
+    # In rollouts of 8 and 7 steps, of which the second goes on with the history of the first.
+    history = envs.empty_history(2, offsets, (1, 1, 3))
+    for start, steps in ((0, 8), (8, 7)):
+        frames = envs.Frames.after(history, steps, offsets)
+        for t in range(steps):
+            frames = frames.put(t, images[start + t].transpose(0, 3, 1, 2), age[start + t])
+            np.testing.assert_array_equal(frames.stack(t), want[start + t])
+        np.testing.assert_array_equal(frames.first, first[start : start + steps])
+        time, env = np.indices((steps, 2))
+        np.testing.assert_array_equal(frames.stack(time, env), want[start : start + steps])
+        history = frames.history(steps)
 
 
 def test_episode_statistics_leave_out_steps_that_are_no_transition():
@@ -34,13 +41,13 @@ def test_episode_statistics_leave_out_steps_that_are_no_transition():
     ends = np.array([[0, 0], [1, 0], [0, 0], [1, 0]], bool)
     mask = np.array([[1, 1], [1, 1], [0, 1], [1, 1]], bool)
     age = np.zeros((5, 2), np.int32)
-    stats.add(envs.Steps(rewards, ends, np.zeros_like(ends), ~mask, age))
+    stats.add(envs.Steps(rewards, ends, np.zeros_like(ends), ~mask, age, np.zeros(2, bool)))
     assert stats.metrics() == {"charts/episodic_return": 3.5, "charts/episodic_length": 1.5}
     copy = envs.EpisodeStatistics(2)
     copy.restore(stats.save())
     for s in (stats, copy):
         no = np.zeros((1, 2), bool)
-        s.add(envs.Steps(np.ones((1, 2), np.float32), no, ~no, no, age[:2]))
+        s.add(envs.Steps(np.ones((1, 2), np.float32), no, ~no, no, age[:2], np.zeros(2, bool)))
     assert stats.metrics() == copy.metrics() == {
         "charts/episodic_return": np.mean([3, 4, 1, 5]), "charts/episodic_length": np.mean([2, 1, 1, 5])
     }  # fmt: skip
@@ -51,25 +58,51 @@ def make():
     return lambda seed: envs.make_procgen("bigfish", 3, seed)
 
 
-def test_games_come_back_where_they_were(make):
+class Quiet:
+    """Stands for a run: nothing is said, nothing stops."""
+
+    def while_replaying(self, what, total):
+        return lambda count: None
+
+
+def play(games, steps, rng):
+    return games.play(lambda obs, age: rng.integers(0, 15, 3), steps, runs.Stopwatch())
+
+
+@pytest.mark.parametrize("rollouts", [0, 2, 3, 4, 5])
+def test_games_come_back_where_they_were(make, rollouts):
+    """Before, at and after the point where they start anew (60 steps of each game, at a rollout's end)."""
     rng = np.random.default_rng(0)
-    games = envs.Games(make, seed=5)
-    for _ in range(150):
-        games.step(rng.integers(0, 15, 3))
-    copy = envs.Games(make, seed=6)
-    copy.restore(games.save())
-    for _ in range(100):
-        np.testing.assert_array_equal(games.obs, copy.obs)
-        np.testing.assert_array_equal(games.age, copy.age)
-        np.testing.assert_array_equal(games.done, copy.done)
-        actions = rng.integers(0, 15, 3)
-        for a, b in zip(games.step(actions), copy.step(actions), strict=True):
-            np.testing.assert_array_equal(a, b)
+    games = envs.Games(make, seed=5, restart_every=60)
+    steps = [play(games, 20, rng) for _ in range(rollouts)]
+    assert [step.restarts.tolist() for step in steps] == [[i == 2] * 3 for i in range(rollouts)]
+    copy = envs.Games(make, seed=6, restart_every=60)
+    mark = games.mark()
+    went_on = play(games, 20, np.random.default_rng(1))  # a mark stays where it is, also over a restart
+    copy.restore(mark.save(), Quiet())
+    for a, b in zip(play(copy, 20, np.random.default_rng(1)), went_on, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(games.obs, copy.obs)
+
+
+def test_a_restart_ends_no_episode_in_the_statistics():
+    stats, no = envs.EpisodeStatistics(1), np.zeros((2, 1), bool)
+    for restarts in (True, False):
+        ends = no if restarts else np.array([[False], [True]])
+        stats.add(envs.Steps(np.ones((2, 1), np.float32), ends, no, no, np.zeros((3, 1), int), np.array([restarts])))
+    assert stats.metrics() == {"charts/episodic_return": 2, "charts/episodic_length": 2}
+
+
+def test_a_restart_ends_the_return_that_rewards_are_normalised_by():
+    no = np.zeros((2, 2), bool)
+    steps = envs.Steps(np.ones((2, 2), np.float32), no, no, no, np.zeros((3, 2), int), np.array([True, False]))
+    state, _ = shaping.normalize(shaping.new_filter(2), steps.rewards, steps.last, ~no, 0.5)
+    assert state.discounted.tolist() == [0, 1.5]
 
 
 def test_envpool_resets_one_step_late(make):
     """The step after an episode's end ignores its action, gives no reward and returns a first frame."""
-    games = envs.Games(make, seed=5)
+    games = envs.Games(make, seed=5, restart_every=10**6)
     ends = 0
     for _ in range(400):
         ended = games.done
@@ -85,7 +118,7 @@ def test_envpool_resets_one_step_late(make):
 @pytest.mark.parametrize("game", envs.GAMES)
 @pytest.mark.parametrize("mode", ["easy", "hard"])
 def test_every_game_runs(game, mode):
-    env = envs.make_procgen(game, 2, 0, mode)
+    env = envs.make_procgen(game, 2, 0, distribution_mode=mode)
     obs, _ = env.reset()
     assert obs.shape == (2, 3, 64, 64)
     assert obs.dtype == np.uint8
@@ -133,7 +166,8 @@ def test_each_game_plays_its_quota_of_episodes():
         assert (age == [len(seen) - 1] * 3).all() or len(seen) > 2
         return np.ones(3, np.int32), len(seen)
 
-    returns, film = envs.play_episodes(Scripted(3), policy, envs.stack_offsets(4, True), 5, 0, record=True)
+    offsets = envs.stack_offsets(4, True)
+    returns, film = envs.play_episodes(Scripted(3), policy, offsets, episodes=5, seed=0, record=True)
     assert returns.tolist() == [2, 2, 3, 3, 4, 4]
     assert seen == [((3, 64, 64, 6), i or None) for i in range(len(seen))]
     assert film[:, 0, 0, :2].tolist() == [[0, 0], [0, 1], [0, 2]]

@@ -1,8 +1,7 @@
 """The encoders against the same networks by hand, and the forms that are fast on a CPU against plain Flax and XLA."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -16,11 +15,11 @@ import apex_procgen as apex
 import impala_procgen as impala
 import ppo_procgen as ppo
 from benchmarks import encoders
-from common import compute, networks
-from common.networks import Spec
+from common import cpu, devices, networks, runs
+from common.networks import EncoderArgs
 from common.runs import UsageError
 
-SMALL = Spec(width=1, hidden=8)
+SMALL = EncoderArgs(width=1, hidden=8)
 
 
 def gradients(function, *arrays):
@@ -57,8 +56,13 @@ def test_convolution_equals_xla(size, channels, features, kernel, stride, paddin
     x = rng.normal(size=(4, size, size, channels)).astype(np.float32)
     w = rng.normal(size=(kernel, kernel, channels // groups, features)).astype(np.float32)
     layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
-    ours = lambda x, w: compute.conv_general_dilated(x, w, (stride, stride), padding, **layout)  # noqa: E731
-    theirs = lambda x, w: jax.lax.conv_general_dilated(x, w, (stride, stride), padding, **layout)  # noqa: E731
+
+    def ours(x, w):
+        return cpu.conv_general_dilated(x, w, (stride, stride), padding, **layout)
+
+    def theirs(x, w):
+        return jax.lax.conv_general_dilated(x, w, (stride, stride), padding, **layout)
+
     np.testing.assert_allclose(ours(x, w), theirs(x, w), rtol=1e-4, atol=1e-4)
     for got, want in zip(gradients(ours, x, w), gradients(theirs, x, w), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
@@ -68,7 +72,7 @@ def test_dilated_convolution_is_not_taken_for_a_plain_one():
     x = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
     ours, theirs = (
         nn.Conv(4, (3, 3), kernel_dilation=2, **options)
-        for options in ({"conv_general_dilated": compute.conv_general_dilated}, {})
+        for options in ({"conv_general_dilated": cpu.conv_general_dilated}, {})
     )
     params = ours.init(jax.random.PRNGKey(0), x)
     np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x), rtol=1e-4, atol=1e-5)
@@ -77,9 +81,9 @@ def test_dilated_convolution_is_not_taken_for_a_plain_one():
 @pytest.mark.parametrize("size", [2, 5, 8, 64])
 def test_max_pool_equals_flax_with_ties(size):
     x = np.random.default_rng(0).integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties
-    theirs = lambda x: nn.max_pool(x, (3, 3), (2, 2), "SAME")  # noqa: E731
-    np.testing.assert_array_equal(compute.max_pool(x), theirs(x))
-    np.testing.assert_allclose(gradients(compute.max_pool, x)[0], gradients(theirs, x)[0], rtol=1e-5, atol=1e-6)
+    theirs = partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
+    np.testing.assert_array_equal(cpu.max_pool(x), theirs(x))
+    np.testing.assert_allclose(gradients(cpu.max_pool, x)[0], gradients(theirs, x)[0], rtol=1e-5, atol=1e-6)
 
 
 GRADIENTS = {
@@ -101,21 +105,50 @@ def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
     frames, target = rng.integers(0, 256, (size, 64, 64, 3), np.uint8), rng.normal(size=(size, 8))
     params = randomized(rng, encoder.init(jax.random.PRNGKey(0), frames[:1]))
 
-    def loss(params, batch):
-        error = ((encoder.apply(params, batch[0]) - batch[1]) ** 2).sum()
-        return error, {"double": 2 * error}
+    weight = rng.random((size, 1)) < 0.7
 
-    run = lambda: compute.value_and_grad(loss, params, (frames, target))  # noqa: E731
-    got, outputs = jax.jit(run)(), compute.apply(encoder.apply, params, frames)
-    monkeypatch.setattr(compute, "on_cpu", lambda: False)
+    def loss(params, batch):
+        error = ((encoder.apply(params, batch[0]) - batch[1]) ** 2).sum(axis=1, keepdims=True)
+        return {"loss": error, "double": 2 * error}
+
+    def run():
+        return devices.gradient(loss, params, (frames, target), weight)
+
+    got, outputs = jax.jit(run)(), devices.apply(encoder.apply, params, frames)
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
     want = jax.jit(lambda: run())()
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3 * np.abs(w).max())
     np.testing.assert_allclose(outputs, encoder.apply(params, frames), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_loss_is_told_to_return_parts_per_sample(whole):
+    """A mean taken too early would make the result depend on how many samples a core looks at."""
+    params, x = jnp.ones(3), np.random.default_rng(0).normal(size=(32, 1, 3)).astype(np.float32)
+
+    def take(loss):
+        return devices.gradient(loss, params, x, np.ones((32, 1)), whole=whole)
+
+    def error(params, x):
+        return (x @ params) ** 2
+
+    grads, means, parts = take(lambda params, x: {"loss": error(params, x)})
+    np.testing.assert_allclose(grads, jax.grad(lambda params: error(params, x).mean())(params), rtol=1e-5)
+    np.testing.assert_allclose(means["loss"], parts["loss"].mean(), rtol=1e-5)
+    np.testing.assert_allclose(parts["loss"], error(params, x), rtol=1e-5)
+    for loss, words in (
+        (lambda params, x: {"loss": error(params, x).mean()}, r"part 'loss' has shape \[\]; leave out the mean"),
+        (lambda params, x: {"loss": error(params, x), "kl": x[:, 0]}, r"per sample, .* part 'kl' has shape \[\d+, 3\]"),
+        (lambda params, x: error(params, x).mean(), "returns a dict of parts per sample"),
+        (lambda params, x: {"policy_loss": error(params, x)}, "one of them 'loss'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            take(loss)
+
+
 def test_accelerators_get_plain_flax(monkeypatch):
-    monkeypatch.setattr(compute, "on_cpu", lambda: False)
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
     for spec in GRADIENTS.values():
         encoder = networks.make_encoder(spec)
         program = str(jax.make_jaxpr(encoder.init)(jax.random.PRNGKey(0), jnp.zeros((2, 64, 64, 6), jnp.uint8)))
@@ -193,10 +226,13 @@ def test_encoder_equals_the_one_by_hand(name):
     ("spec", "parameters"),
     # Counted by hand: convolutions, then the dense layer.
     [
-        (Spec(width=1, pool="flatten"), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (2048 + 1) * 256),
-        (Spec(width=1), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (32 + 1) * 256),
-        (Spec("nature", width=1, pool="flatten"), 6176 + 32832 + 36928 + (1024 + 1) * 256),
-        (Spec("xresnet:[32,2],[64,1]"), 9 * (3 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 3 * 32 + 32 * 64 + 65 * 256),
+        (EncoderArgs(width=1, pool="flatten"), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (2048 + 1) * 256),
+        (EncoderArgs(width=1), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (32 + 1) * 256),
+        (EncoderArgs("nature", width=1, pool="flatten"), 6176 + 32832 + 36928 + (1024 + 1) * 256),
+        (
+            EncoderArgs("xresnet:[32,2],[64,1]"),
+            9 * (3 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 3 * 32 + 32 * 64 + 65 * 256,
+        ),
     ],
 )
 def test_parameter_counts(spec, parameters):
@@ -204,7 +240,7 @@ def test_parameter_counts(spec, parameters):
 
 
 def test_arithmetic_and_memory_are_counted():
-    cost = encoders.cost(Spec("nature", width=1, pool="flatten", hidden=512), channels=6)
+    cost = encoders.cost(EncoderArgs("nature", width=1, pool="flatten", hidden=512), channels=6)
     outputs = (15 * 15 * 32, 6 * 6 * 64, 4 * 4 * 64, 512)
     madds = sum(n * size for n, size in zip(outputs, (8 * 8 * 6, 4 * 4 * 32, 3 * 3 * 64, 1024), strict=True))
     assert cost["MFLOP"] == pytest.approx(2 * madds / 1e6, rel=0.05)
@@ -212,20 +248,12 @@ def test_arithmetic_and_memory_are_counted():
     assert kept < cost["KiB kept"] < 1.5 * kept
 
 
-def test_every_script_has_the_same_flags():
-    source = Path(networks.__file__).read_text()
-    for flag in (*ENCODER_FLAGS, "encoder", "width", "pool", "dtype"):
-        (text,) = re.findall(rf'^    {flag}: [^\n]* = [^\n]*\n    """.*?"""$', source, re.MULTILINE | re.DOTALL)
-        for script in (ppo, impala, apex):
-            assert text in Path(script.__file__).read_text(), (script, text)
-
-
 @pytest.mark.parametrize("script", [ppo, impala, apex])
 @pytest.mark.parametrize("flag", ENCODER_FLAGS)
 def test_every_flag_changes_the_network(script, flag):
     def program(**flags):
         args = script.Args(hidden=8, **flags)
-        script.check_args(args)
+        runs.check_args(args, script.SCRIPT)
         return str(jax.make_jaxpr(lambda: script.initial_state(args, script.make_agent(args)))())
 
     assert program() != program(**{flag: ENCODER_FLAGS[flag]})
@@ -233,12 +261,17 @@ def test_every_flag_changes_the_network(script, flag):
 
 def test_initial_weights_have_the_spread_that_they_should():
     for init, want in {"glorot": 2 / (32 + 64), "kaiming": 2 / 32, "orthogonal": 2 / 64}.items():
-        params = networks.make_encoder(Spec(width=1, hidden=64, init=init)).init(
+        params = networks.make_encoder(EncoderArgs(width=1, hidden=64, init=init)).init(
             jax.random.PRNGKey(0), jnp.zeros((1, 64, 64, 3), jnp.uint8)
         )
         kernel = np.asarray(params["params"]["Dense_0"]["kernel"])
         assert kernel.var() == pytest.approx(want, rel=0.15), init
     np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(32), atol=1e-5)  # orthogonal, gain sqrt(2)
+
+
+def check_encoder(args):
+    runs.check_limits(args, EncoderArgs.LIMITS)
+    args.check()
 
 
 @pytest.mark.parametrize(
@@ -270,8 +303,9 @@ def test_initial_weights_have_the_spread_that_they_should():
     ],
 )
 def test_bad_networks_get_one_sentence(flags, words):
+    args = EncoderArgs(**flags)
     with pytest.raises(UsageError) as error:
-        networks.check_flags(Spec(**flags))
+        check_encoder(args)
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ppo_procgen as ppo
-from common import augment, compute, envs, runs, shaping
+from common import augment, bonus, devices, envs, runs, shaping
 from common.envs import Steps
 
 relaxed = settings(deadline=None, max_examples=25)
@@ -34,7 +34,7 @@ def random_steps(rng, steps, envs):
         terminated[t], truncated[t], done[t + 1] = ends & early, ends & ~early, ends
         age[t + 1] = np.where(done[t], 0, age[t] + 1)
     raw = (rng.normal(size=(steps, envs)) * 3).astype(np.float32) * ~done[:-1]
-    return Steps(raw, terminated, truncated, done[:-1], age)
+    return Steps(raw, terminated, truncated, done[:-1], age, np.zeros(envs, bool))
 
 
 @relaxed
@@ -44,7 +44,7 @@ def test_gae_equals_the_double_sum(seed, length, gamma, gae_lambda):
     steps = random_steps(rng, length, 1)
     raw, terminated, truncated = (x[:, 0] for x in (steps.rewards, steps.terminated, steps.truncated))
     values = rng.normal(size=length + 1).astype(np.float32)
-    got = ppo.gae(raw, values, terminated, truncated, gamma, gae_lambda)
+    got = ppo.gae(raw, values, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
     want = oracle.gae(raw, values, terminated, truncated, gamma, gae_lambda)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
@@ -53,57 +53,48 @@ def test_gae_equals_rlax():
     rng = np.random.default_rng(0)
     raw, values = rng.normal(size=50).astype(np.float32), rng.normal(size=51).astype(np.float32)
     terminated = rng.random(50) < 0.1
-    got = ppo.gae(raw, values, terminated, np.zeros(50, bool), 0.97, 0.9)
+    got = ppo.gae(raw, values, terminated, np.zeros(50, bool), gamma=0.97, gae_lambda=0.9)
     want = rlax.truncated_generalized_advantage_estimation(raw, 0.97 * (1.0 - terminated), 0.9, values)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-class Table:
-    """Stands for the network: its parameters are the outputs of each step, [B, S, 15] and [B, S, V]."""
-
-    @staticmethod
-    def apply(params, *inputs, method):
-        return inputs[0] if method == "encode" else (*params, ())
-
-
-def data_of(batch):
-    """The Inputs of a Table, with the batch."""
-    frames = np.zeros((*batch.weight.shape, 1), np.float32)
-    return ppo.Inputs(frames, None, frames[..., 0] == 0, (), None), batch
-
-
-def random_batch(rng, *shape, num_values=1):
-    weight = (rng.random(shape) < 0.8).astype(np.float32)
-    weight[0] = 1
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    old = normal(*shape, 15)
-    new = old + 0.3 * normal(*shape, 15)
-    values, old_values, returns = (3 * normal(*shape, num_values) for _ in range(3))
+def random_batch(rng, *shape):
+    """Logits and values of a policy, the Batch of one that is near to it, and weights."""
+    weight = rng.random(shape) < 0.8
+    weight[0] = True
+    normal = partial(rng.normal, size=shape)
+    old = rng.normal(size=(*shape, 15))
+    new = old + 0.3 * rng.normal(size=(*shape, 15))
     actions = rng.integers(0, 15, shape).astype(np.int32)
-    return (new, values), ppo.Batch(actions, old, old_values, 3 * normal(*shape), returns, weight / weight.sum())
+    batch = ppo.Batch(actions, old, 3 * normal(), 3 * normal(), 3 * normal())
+    logits, values, batch = jax.tree.map(lambda x: np.asarray(x, np.float32), (new, 3 * normal(), batch))
+    return logits, values, batch._replace(actions=actions), weight
 
 
 @relaxed
-@given(seeds, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.3]), st.sampled_from([(20, 1, 1), (5, 4, 2)]))
+@given(seeds, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.3]), st.sampled_from([(20, 1), (5, 4)]))
 def test_loss_equals_the_sums_by_hand(seed, vf_clip, kl_coef, shape):
     args = ppo.Args(vf_clip=vf_clip, kl_coef=kl_coef, vf_coef=0.7)
-    outputs, batch = random_batch(np.random.default_rng(seed), *shape[:2], num_values=shape[2])
-    total, parts = ppo.loss(args, Table, kl_coef, 0.02, outputs, data_of(batch))
-    (logits, values), flat = jax.tree.map(lambda x: x.reshape(20, *x.shape[2:]), (outputs, batch))
-    want, value_losses = 0.0, []
-    for head in range(shape[2]):
-        one = flat._replace(values=flat.values[:, head], returns=flat.returns[:, head])
-        some, want_parts = oracle.ppo_loss(args, kl_coef, 0.02, logits, values[:, head], one)
-        value_losses.append(want_parts.pop("value_loss"))
-        want = some + args.vf_coef * (sum(value_losses) - value_losses[-1])
-    np.testing.assert_allclose(total, want, rtol=2e-4, atol=1e-5)
-    for name, x in (want_parts | {"value_loss": sum(value_losses)}).items():
+    logits, values, batch, weight = random_batch(np.random.default_rng(seed), *shape)
+
+    def loss(outputs, data):  # what is made of the parts, with the network's outputs as its parameters
+        index, batch = data
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ppo, "forward", lambda *_: (jax.nn.log_softmax(outputs[0][index]), outputs[1][index]))
+            inputs = ppo.Inputs(None, None, None, (), None)
+            return ppo.loss(args, None, {"agent": None}, (inputs, batch), kl_coef=kl_coef, ent_coef=0.02)
+
+    index = np.arange(len(weight))
+    _, parts, _ = devices.gradient(loss, (logits, values), (index, batch), weight, whole=True)
+    logits, values, batch = jax.tree.map(lambda x: x.reshape(20, *x.shape[2:]), (logits, values, batch))
+    want, want_parts = oracle.ppo_loss(args, kl_coef, 0.02, logits, values, batch, weight.reshape(-1))
+    np.testing.assert_allclose(parts["loss"], want, rtol=2e-4, atol=1e-5)
+    for name, x in want_parts.items():
         np.testing.assert_allclose(parts[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
 
 
 def test_policy_gradient_equals_rlax():
-    outputs, batch = random_batch(np.random.default_rng(1), 32, 1)
-    batch = batch._replace(weight=np.full((32, 1), 1 / 32, np.float32))
+    logits, values, batch, _ = random_batch(np.random.default_rng(1), 32, 1)
 
     def theirs(logits):
         log_ratio = (jax.nn.log_softmax(logits) - jax.nn.log_softmax(batch.logits))[:, 0]
@@ -111,9 +102,9 @@ def test_policy_gradient_equals_rlax():
         return rlax.clipped_surrogate_pg_loss(ratio, batch.advantages[:, 0], 0.2)
 
     def ours(logits):
-        return ppo.loss(ppo.Args(), Table, 0, 0, (logits, outputs[1]), data_of(batch))[1]["policy_loss"]
+        return ppo.ppo_parts(ppo.Args(), jax.nn.log_softmax(logits), values, batch)["policy_loss"].mean()
 
-    np.testing.assert_allclose(jax.grad(ours)(outputs[0]), jax.grad(theirs)(outputs[0]), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(ours)(logits), jax.grad(theirs)(logits), rtol=1e-4, atol=1e-6)
 
 
 def test_kl_coefficient_doubles_and_halves():
@@ -168,12 +159,12 @@ def make_tiny(**flags):
     rng, agent = np.random.default_rng(0), ppo.make_agent(args)
     steps = random_steps(rng, 8, 3)
     state = ppo.initial_state(args, agent)
-    rollout = ppo.begin_rollout(args, agent, state)
+    rollout = ppo.begin_rollout(args, ppo.initial_carry(args), 0)
     for t in range(8):
         obs = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
-        rollout, _ = ppo.act(args, agent, state.params, rollout, obs, steps.age[t])
-    rollout = ppo.end_rollout(args, rollout, obs)
-    return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, steps=steps, rng=rng)
+        rollout, _ = ppo.act(args, agent, state.params["agent"], rollout, obs, steps.age[t])
+    rollout, carry = ppo.end_rollout(args, rollout, obs, steps.age[8])
+    return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, steps=steps, carry=carry, rng=rng)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +180,10 @@ def run_update(tiny, rollout, steps):
 def test_steps_that_are_no_transition_change_nothing(tiny):
     junk = tiny.steps.done
     assert 0 < junk.sum() < junk.size
-    noise = lambda x: np.where(junk.reshape(8, 3, *[1] * (x.ndim - 2)), tiny.rng.normal(size=x.shape), x)  # noqa: E731
+
+    def noise(x):
+        return np.where(junk.reshape(8, 3, *[1] * (x.ndim - 2)), tiny.rng.normal(size=x.shape), x)
+
     rollout = tiny.rollout._replace(
         actions=jnp.where(junk, 14, tiny.rollout.actions),
         logits=jnp.float32(noise(np.asarray(tiny.rollout.logits))),
@@ -209,43 +203,46 @@ def test_transitions_do_change_the_update(tiny):
 
 
 def test_history_continues_the_rollout(tiny):
-    state, _ = run_update(tiny, tiny.rollout, tiny.steps)
-    past = envs.history_length(tiny.args)
-    np.testing.assert_array_equal(state.history, tiny.rollout.frames[8 : 8 + past])
+    images = tiny.rollout.frames.images
+    np.testing.assert_array_equal(tiny.carry.history, images[-1 - len(tiny.carry.history) : -1])
+    assert len(images) == len(tiny.carry.history) + 9
 
 
 # AUGMENTATION, BONUS AND CORE
 
 
-def minibatch_of(tiny, rng, next_frames=False):
-    """Inputs and a batch of 6 sequences of one step; the frames' stack has 2."""
+def minibatch_of(rng, next_frames=False):
+    """Inputs and a batch of 6 sequences of one step, and their weights; the frames' stack has 2."""
     frames = rng.integers(0, 256, (2, 6, 1, 64, 64, 6), np.uint8)
     keys = jax.random.split(jax.random.PRNGKey(1), 6)[:, None]
     inputs = ppo.Inputs(frames[0], frames[1] if next_frames else None, np.zeros((6, 1), bool), (), keys)
-    return inputs, random_batch(rng, 6, 1, num_values=tiny.agent.num_values)[1]
+    _, _, batch, weight = random_batch(rng, 6, 1)
+    return inputs, batch, weight
 
 
 def test_augmentation_is_of_the_learners_frames_or_a_regulariser(tiny):
-    inputs, batch = minibatch_of(tiny, np.random.default_rng(3))
+    inputs, batch, weight = minibatch_of(np.random.default_rng(3))
     grey = jax.vmap(augment.grayscale, in_axes=(None, 0))(None, inputs.frames[:, 0])
     flags = {"augment": "grayscale", "augment_prob": 1.0}
 
     def parts(frames, **flags):
         args, params = ppo.Args(**vars(tiny.args) | flags), tiny.state.params
+        loss = partial(ppo.loss, args, tiny.agent, kl_coef=0.1, ent_coef=0.01)
         data = (inputs._replace(frames=frames), batch)
-        return jax.jit(lambda: ppo.loss(args, tiny.agent, 0.1, 0.01, params, data)[1])()
+        return jax.jit(lambda: devices.gradient(loss, params, data, weight)[1])()
 
     def outputs(frames):
-        return tiny.agent.apply(tiny.state.params, frames, np.zeros(6, bool), ())[:2]
+        return tiny.agent.apply(tiny.state.params["agent"], frames, np.zeros(6, bool), ())[:2]
 
     plain, rad = parts(inputs.frames), parts(inputs.frames, **flags)
     assert rad.keys() == plain.keys()
     for name, want in parts(grey[:, None]).items():
         np.testing.assert_allclose(rad[name], want, rtol=1e-4, atol=1e-6)
-        assert rad[name] != plain[name] or name == "clipfrac"
+        assert rad[name] != plain[name] or name in ("clipfrac", "entropy")  # the policy is nearly uniform
 
     drac = parts(inputs.frames, **flags, augment_mode="drac", drac_coef=0.5)
-    want = (batch.weight * augment.drac_loss(*outputs(inputs.frames[:, 0]), *outputs(grey))).sum()
+    each = augment.drac_loss(*outputs(inputs.frames[:, 0]), *outputs(grey))
+    want = each[weight[:, None] if each.ndim > 1 else weight[:, 0]].mean()
     np.testing.assert_allclose(drac["drac_loss"], want, rtol=1e-3)
     np.testing.assert_allclose(drac["loss"], plain["loss"] + 0.5 * want, rtol=1e-4)
     np.testing.assert_allclose(drac["policy_loss"], plain["policy_loss"], rtol=1e-4)
@@ -253,77 +250,68 @@ def test_augmentation_is_of_the_learners_frames_or_a_regulariser(tiny):
 
 def test_predictor_learns_the_target_and_nothing_else_does():
     tiny = make_tiny(rnd_coef=1.0)
-    data = minibatch_of(tiny, np.random.default_rng(3), next_frames=True)
+    inputs, batch, weight = minibatch_of(np.random.default_rng(3), next_frames=True)
+    target = tiny.state.bonus.target
 
     def grads(**flags):
         args = ppo.Args(**vars(tiny.args) | flags)
-        total = lambda params: ppo.loss(args, tiny.agent, 0.1, 0.01, params, data)  # noqa: E731
-        return jax.jit(jax.grad(total, has_aux=True))(tiny.state.params)
+        loss = partial(ppo.loss, args, tiny.agent, kl_coef=0.1, ent_coef=0.01, target=target)
+        return jax.jit(lambda params: devices.gradient(loss, params, (inputs, batch), weight))(tiny.state.params)
 
-    (with_rnd, parts), (without, _) = grads(), grads(rnd_coef=0.0)
-    size = lambda tree: sum(np.abs(x).sum() for x in jax.tree.leaves(tree))  # noqa: E731
-    assert size(with_rnd["target"]) == 0
-    assert size(with_rnd["predictor"]) > 0
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), with_rnd["params"], without["params"])
-    features = {
-        name: ppo.rnd_network(tiny.args, hidden).apply({"params": tiny.state.params[name]}, data[0].next_frames[:, 0])
-        for name, hidden in {"target": 0, "predictor": 256}.items()
-    }
-    error = ((np.float64(features["predictor"]) - features["target"]) ** 2).mean(axis=1)
-    np.testing.assert_allclose(parts["rnd_loss"], (data[1].weight[:, 0] * error).sum(), rtol=1e-3)
+    (with_rnd, parts, _), (without, _, _) = grads(), grads(rnd_coef=0.0)
+    assert set(tiny.state.params) == {"agent", "predictor"}  # the target is not among what is trained
+    assert sum(np.abs(x).sum() for x in jax.tree.leaves(with_rnd["predictor"])) > 0
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), with_rnd["agent"], without["agent"])
+    features = [
+        bonus._network(tiny.args, hidden).apply(params, inputs.next_frames[:, 0])
+        for params, hidden in ((target, 0), (tiny.state.params["predictor"], 256))
+    ]
+    error = ((np.float64(features[1]) - features[0]) ** 2).mean(axis=1)
+    np.testing.assert_allclose(parts["rnd_loss"], error[weight[:, 0]].mean(), rtol=1e-3)
 
 
-@pytest.mark.parametrize(("normalize", "episodic"), [(False, True), (True, True), (True, False)])
-def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize, episodic):
-    tiny = make_tiny(rnd_coef=0.5, rnd_normalize=normalize, rnd_episodic=episodic)
-    params, steps, past = tiny.state.params, tiny.steps, envs.history_length(tiny.args)
-    kernel = params["predictor"]["layers_1"]["kernel"]  # random frames are much alike: make some bonuses exceed 2
-    params = params | {"predictor": params["predictor"] | {"layers_1": {"kernel": 2.5 * kernel, "bias": jnp.ones(256)}}}
-    frames, want = np.asarray(tiny.rollout.frames), np.zeros((8, 3))
+@pytest.mark.parametrize("normalize", [False, True])
+def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
+    tiny = make_tiny(rnd_coef=0.5, rnd_normalize=normalize)
+    params, steps, past = tiny.state.params, tiny.steps, len(tiny.carry.history)
+    layers = params["predictor"]["params"]
+    kernel = layers["layers_1"]["kernel"]  # random frames are much alike: make some bonuses exceed 2
+    layers = layers | {"layers_1": {"kernel": 2.5 * kernel, "bias": jnp.ones(256)}}
+    params = params | {"predictor": {"params": layers}}
+    images, want = np.asarray(tiny.rollout.frames.images), np.zeros((8, 3))
+
+    def seen(row, age):
+        stacks = [np.concatenate([images[row - min(3, a), n], images[row, n]], axis=2) for n, a in enumerate(age)]
+        return np.stack(stacks)
+
+    novelty = jax.jit(partial(bonus.novelty, tiny.args, tiny.state.bonus.target, params["predictor"]))
     for t in range(8):
-        for n in range(3):
-            row = past + t + 1
-            seen = np.concatenate([frames[row - min(3, steps.age[t + 1, n]), n], frames[row, n]], axis=2)
-            want[t, n] = ppo.novelty(tiny.args, params, seen[None])[0] * ~steps.done[t, n]
+        want[t] = novelty(seen(past + t + 1, steps.age[t + 1])) * ~steps.done[t]
     state = tiny.state._replace(params=params)
-    bonus_filter, got = jax.jit(partial(ppo.bonuses, tiny.args))(state, tiny.rollout, steps, 0.9)
+    extra = partial(bonus.of_transitions, tiny.args, state.bonus, params["predictor"])
+    moved, got = jax.jit(lambda: extra(frames=tiny.rollout.frames, steps=steps, gamma=0.9))()
     assert ((want > 2) & ~steps.done).any()
     assert ((want < 2) & ~steps.done).any()
     if normalize:
-        ends = steps.ended & episodic
-        (normalized,), mean, var = oracle.normalize_rewards([(want, ends, ~steps.done)], 0.9)
-        np.testing.assert_allclose([bonus_filter.mean, bonus_filter.var], [mean, var], rtol=1e-3)
+        (normalized,), mean, var = oracle.normalize_rewards([(want, steps.ended, ~steps.done)], 0.9)
+        np.testing.assert_allclose([moved.filter.mean, moved.filter.var], [mean, var], rtol=1e-3)
         np.testing.assert_allclose(got, normalized, rtol=1e-3, atol=1e-5)
     else:
         np.testing.assert_allclose(got, want.clip(0, 2), rtol=1e-3, atol=1e-5)
 
-    batch, _, mean = jax.jit(partial(ppo.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps, 0.9)
+    _, batch, metrics = jax.jit(partial(ppo.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps, 0.9)
     kept = ~steps.done
-    np.testing.assert_allclose(mean, np.asarray(got)[kept].mean(), rtol=1e-3)
-    last_row = past + 8
-    last = np.stack([np.concatenate([frames[last_row - min(3, a), n], frames[last_row, n]], axis=2)
-                     for n, a in enumerate(steps.age[-1])])  # fmt: skip
-    last_value = tiny.agent.apply(params, last, np.zeros(3, bool), ())[1][:, 0]
+    np.testing.assert_allclose(metrics["charts/rnd_bonus"], np.asarray(got)[kept].mean(), rtol=1e-3)
+    last = seen(past + 8, steps.age[-1])
+    last_value = tiny.agent.apply(params["agent"], last, np.zeros(3, bool), ())[1][:, 0]
     values = np.concatenate([tiny.rollout.values, last_value[None]])
     reward = shaping.prepare_rewards(tiny.args, tiny.state.reward_filter, steps, 0.9)[1]
-    rewards = [np.asarray(reward), 0.5 * np.asarray(got)]
-    if episodic:
-        rewards = [sum(rewards)]
-    total = 0
-    for head, r in enumerate(rewards):
-        advantages = np.zeros((8, 3))
-        for n in range(3):
-            if head == 0:
-                ends = steps.terminated[:, n], steps.truncated[:, n]
-                advantages[:, n] = oracle.gae(r[:, n], values[:, n, 0], *ends, 0.9, tiny.args.gae_lambda)
-            else:  # as one long episode, from which the junk steps have been taken out
-                real, never = kept[:, n], np.zeros(kept[:, n].sum(), bool)
-                value = values[np.append(real, True), n, 1]
-                advantages[real, n] = oracle.gae(r[real, n], value, never, never, 0.9, tiny.args.gae_lambda)
-        total = total + advantages
-        got_advantages = (batch.returns - batch.values)[..., head]
-        np.testing.assert_allclose(got_advantages[kept], advantages[kept], rtol=1e-3, atol=1e-4)
-    expected = (total - total[kept].mean()) / total[kept].std()
+    rewards, advantages = np.asarray(reward) + 0.5 * np.asarray(got), np.zeros((8, 3))
+    for n in range(3):
+        ends = steps.terminated[:, n], steps.truncated[:, n]
+        advantages[:, n] = oracle.gae(rewards[:, n], values[:, n], *ends, 0.9, tiny.args.gae_lambda)
+    np.testing.assert_allclose((batch.returns - batch.values)[kept], advantages[kept], rtol=1e-3, atol=1e-4)
+    expected = (advantages - advantages[kept].mean()) / advantages[kept].std()
     np.testing.assert_allclose(batch.advantages[kept], expected[kept], rtol=1e-3, atol=1e-3)
 
     args = replace(tiny.args, num_minibatches=1, update_epochs=1, learning_rate="0")
@@ -338,12 +326,13 @@ def test_same_parameters_give_the_probabilities_that_acted(core):
         num_envs=4, num_steps=150, num_minibatches=2, update_epochs=1, encoder="nature", width=1, hidden=8,
         pool="flatten", learning_rate="0", sticky_actions=0.25, core=core, clip_coef=1e-3,
     )  # fmt: skip
-    agent, games = ppo.make_agent(args), envs.Games(partial(envs.make_levels, args, 4), 3)
+    agent, games = ppo.make_agent(args), envs.Games(partial(envs.make_levels, args, 4), 3, args.restart_every)
     state, ends = ppo.initial_state(args, agent), 0
-    state.params["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
-    state = compute.replicate(state)
-    for _ in range(2):
-        rollout, steps = ppo.collect(args, agent, state, games, runs.Stopwatch())
+    state.params["agent"]["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
+    state, carry = devices.replicate((state, ppo.initial_carry(args)))
+    for i in range(2):
+        acting = state.params["agent"]
+        rollout, steps, carry = ppo.collect(args, agent, games, acting, carry, i=i, watch=runs.Stopwatch())
         ends += steps.ended.sum()
         state, metrics = ppo.update(args, agent, state, rollout, steps)
         assert metrics["losses/entropy"] < 2.6
@@ -355,18 +344,13 @@ def test_same_parameters_give_the_probabilities_that_acted(core):
 
 def test_dropout_is_the_learners_alone_and_new_each_time():
     tiny = make_tiny(dropout=0.5)
-    plain, frames = ppo.make_agent(replace(tiny.args, dropout=0.0)), tiny.rollout.frames[:6, 0]
-    stacked, age = jnp.concatenate([frames, frames], axis=-1), np.zeros(6, np.int32)
-    seen = [ppo.look(agent, tiny.state.params, stacked, age, ()) for agent in (tiny.agent, plain)]
+    plain, params = ppo.make_agent(replace(tiny.args, dropout=0.0)), tiny.state.params["agent"]
+    stacked, first = tiny.rollout.frames.stack(5), np.zeros(3, bool)
+    seen = [ppo.policy_and_value(agent, params, stacked, first, ()) for agent in (tiny.agent, plain)]
     jax.tree.map(np.testing.assert_array_equal, *seen)
     losses = set()
-    for epochs in (1, 2, 3):  # the metrics are the last epoch's
+    for epochs in (1, 2):  # the metrics are the last epoch's
         args = replace(tiny.args, learning_rate="0", update_epochs=epochs)
-        losses.add(
-            float(
-                ppo.update(args, tiny.agent, ppo.initial_state(args, tiny.agent), tiny.rollout, tiny.steps)[1][
-                    "losses/loss"
-                ]
-            )
-        )
-    assert len(losses) == 3
+        state = ppo.initial_state(args, tiny.agent)
+        losses.add(float(ppo.update(args, tiny.agent, state, tiny.rollout, tiny.steps)[1]["losses/loss"]))
+    assert len(losses) == 2

@@ -1,176 +1,19 @@
-"""How the networks compute: plain Flax on an accelerator; on a CPU, in forms that XLA compiles well there.
+"""Convolutions and pools in forms that XLA compiles well on a CPU; on an accelerator they are the plain ones.
 
-`on_cpu()` is the one switch: it chooses between two forms of the same maths. What is slow on a CPU, and the cure:
-
-* XLA rewrites convolutions to its fast CPU form only where their dimensions are in plain NHWC / HWIO order, and,
-  inside a scan, only then (jax issue 12868): autodiff's gradients are not, and fall to a naive loop. So both
-  gradients are written here as plain convolutions, and max-pooling as maxima of slices.
-* Most of these convolutions run on one core. So every core is a JAX device of its own, and takes its share of
-  each batch; all other arrays are the same on every device.
-* A few samples at a time, so that the activations stay in the cache.
+`devices.on_cpu()` chooses between two forms of the same maths. XLA rewrites convolutions to its fast CPU form only
+where their dimensions are in plain NHWC / HWIO order, and, inside a scan, only then (jax issue 12868): autodiff's
+gradients are not, and fall to a naive loop. So both gradients are written here as plain convolutions, and max-pooling
+as maxima of slices.
 """
 
-import contextlib
-import os
-from collections.abc import Callable
 from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-CHUNK = 8  # samples
-
-
-def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
-
-
-def use_every_core() -> None:
-    """Makes each core (up to 8, a power of two) a JAX device; without effect once JAX has started."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_cpu_collective_call" not in flags:  # a core may wait long for one that another program slows down
-        os.environ["XLA_FLAGS"] = (
-            f"{flags} --xla_cpu_collective_call_terminate_timeout_seconds=3600"
-            " --xla_cpu_collective_call_warn_stuck_timeout_seconds=600"
-        )
-    if "xla_force_host_platform_device_count" not in flags:
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", min(1 << (cores.bit_length() - 1), 8))
-
-
-use_every_core()
-
-
-def everywhere() -> NamedSharding | jax.Device:
-    """Every device of a CPU, each with a copy; or the accelerator."""
-    return NamedSharding(_cores(), P()) if on_cpu() else jax.devices()[0]
-
-
-def replicate(tree):
-    """Puts a tree of arrays `everywhere`."""
-    return jax.device_put(tree, everywhere())
-
-
-def _cores() -> Mesh:
-    return Mesh(np.array(jax.devices()), "core")
-
-
-def _by_core(function: Callable, size: int) -> Callable:
-    """`function(whole, batch)`, batch split over the cores, if they divide its `size`."""
-    if size % jax.device_count():
-        return lambda whole, batch: function(whole, batch, False)
-    split = partial(function, shared=True)
-    return jax.shard_map(split, mesh=_cores(), in_specs=(P(), P("core")), out_specs=P(), check_vma=False)
-
-
-def in_chunks(function: Callable, x):
-    """`function(x)`, arrays [B, ...] -> arrays [B, ...]: on a CPU, on the core that runs this, a few samples at a time.
-
-    For use inside a loss, or where one thread has one core. Its gradient goes chunk by chunk too.
-    """
-    size = len(jax.tree.leaves(x)[0])
-    if not on_cpu() or size <= CHUNK:
-        return function(x)
-    x = jax.tree.map(lambda x: jnp.pad(x, ((0, -size % CHUNK), *[(0, 0)] * (x.ndim - 1))), x)
-    out = lax.map(function, _chunks(x, CHUNK))
-    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:size], out)
-
-
-def apply(function: Callable, params, frames: jax.Array):
-    """`function(params, frames)` for frames [B, ...]: arrays [B, ...]. On a CPU, by core and a few at a time."""
-
-    def share(params, frames, shared=False):
-        out = in_chunks(partial(function, params), frames)
-        return lax.all_gather(out, "core", tiled=True) if shared else out
-
-    return _by_core(share, len(frames))(params, frames) if on_cpu() else share(params, frames)
-
-
-def value_and_grad(loss: Callable, params, batch, few: int = CHUNK) -> tuple:
-    """`jax.value_and_grad(loss, has_aux=True)(params, batch)`. On a CPU, by core and a few samples at a time.
-
-    Args:
-      loss: loss(params, batch) -> (scalar, tree of scalars), all *sums* over the samples of the batch.
-      batch: tree of arrays [B, ...].
-      few: at most so many samples at a time; 1 where a sample is a whole sequence.
-    """
-    gradient = jax.value_and_grad(loss, has_aux=True)
-    if not on_cpu():
-        return gradient(params, batch)
-
-    def share(params, batch, shared):
-        chunks = _chunks(batch, _divisor(len(jax.tree.leaves(batch)[0]), few))
-        zero = _zeros(gradient, params, jax.tree.map(lambda x: x[0], chunks))
-        total, _ = lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, gradient(params, x)), None), zero, chunks)
-        return lax.psum(total, "core") if shared else total
-
-    return _by_core(share, len(jax.tree.leaves(batch)[0]))(params, batch)
-
-
-def value_and_grad_backwards(loss: Callable, params, batch, after, steps: int, whole: bool = False) -> tuple:
-    """As `value_and_grad`, for a loss of sequences in which a step needs later ones only through what they hand back.
-
-    V-trace runs from the last step to the first, and so can its gradient: on a CPU each few samples go forward and,
-    still in the cache, backward, the last steps first. Nothing is computed twice and no activation is kept (but with
-    `whole` those of a sequence are).
-
-    Args:
-      loss: loss(params, batch, start, size, after) -> (scalar, (tree of scalars, before)): sums over the `size` steps
-        from `start` on of sequences [B, ...], and what it hands to the steps before them. `size` is a Python int.
-      batch: tree of arrays [B, ...], whole sequences.
-      after: tree of arrays [B, ...], handed to the last steps; no gradient flows through it.
-      steps: of each sequence.
-      whole: all steps at once, one sequence after the other, where a step needs the steps before it too.
-    """
-    if not on_cpu():
-        (value, (parts, _)), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, 0, steps, after)
-        return (value, parts), grads
-
-    def share(params, data, shared):
-        few = 1 if whole else _divisor(len(jax.tree.leaves(data)[0]), CHUNK)
-        size = steps if whole else _divisor(steps, CHUNK // few)
-
-        def gradient(params, batch, start, after):
-            (value, (parts, before)), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, start, size, after)
-            return ((value, parts), grads), before
-
-        def sequences(total, data):
-            def some_steps(carry, start):
-                total, after = carry
-                part, before = gradient(params, data[0], start, after)
-                return (jax.tree.map(jnp.add, total, part), before), None
-
-            starts = jnp.arange(steps - size, -1, -size)
-            return lax.scan(some_steps, (total, data[1]), starts)[0][0], None
-
-        chunks = _chunks(data, few)
-        batch, after = jax.tree.map(lambda x: x[0], chunks)
-        zero, _ = _zeros(gradient, params, batch, 0, after)
-        total, _ = lax.scan(sequences, zero, chunks)
-        return lax.psum(total, "core") if shared else total
-
-    return _by_core(share, len(jax.tree.leaves(batch)[0]))(params, (batch, after))
-
-
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` up to `most`."""
-    return max(n for n in range(1, most + 1) if number % n == 0)
-
-
-def _chunks(tree, few: int):
-    """[B, ...] to [B / few, few, ...]."""
-    return jax.tree.map(lambda x: x.reshape(-1, few, *x.shape[1:]), tree)
-
-
-def _zeros(function: Callable, *args):
-    """Zeros of the shapes that function(*args) returns."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, *args))
+from common import devices
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
@@ -182,7 +25,7 @@ def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options
     known = w.shape[0] == w.shape[1] and len(set(strides)) == 1 and padding in ("SAME", "VALID")
     known &= groups in (1, x.shape[3])
     known &= all(set(options.get(name) or (1,)) == {1} for name in ("lhs_dilation", "rhs_dilation"))
-    if not (on_cpu() and known):
+    if not (devices.on_cpu() and known):
         return lax.conv_general_dilated(x, w, strides, padding, **options)
     if size == stride == groups == 1:
         return (x.reshape(-1, x.shape[3]) @ w[0, 0]).reshape(*x.shape[:3], -1)
@@ -256,14 +99,16 @@ def _depthwise_forward(x, w, stride):
 
 
 def _depthwise_backward(stride, saved, g):
-    (x, w), more = saved, len(saved[1]) - 1
+    x, w = saved
+    more = len(w) - 1
     spread = _pad(g, (more, more), [n + more for n in x.shape[1:3]], stride - 1)
     dx = _filter(spread, w[::-1, ::-1], 1)
-    flat = lambda x: x.reshape(-1, x.shape[3])  # noqa: E731
-    pixels = [
-        [jnp.einsum("nc,nc->c", flat(_seen(x, i, j, g.shape[1:3], stride)), flat(g)) for j in range(len(w))]
-        for i in range(len(w))
-    ]
+
+    def pixel(i, j):
+        seen = _seen(x, i, j, g.shape[1:3], stride)
+        return jnp.einsum("nc,nc->c", seen.reshape(-1, seen.shape[3]), g.reshape(-1, g.shape[3]))
+
+    pixels = [[pixel(i, j) for j in range(len(w))] for i in range(len(w))]
     return dx, jnp.array(pixels)[:, :, None]
 
 
@@ -320,9 +165,31 @@ def _conv_backward(pad, saved, g):
 _conv.defvjp(_conv_forward, _conv_backward)
 
 
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0), whose gradient needs no more than what the next layer keeps anyway."""
+    return _relu(x) if devices.on_cpu() else nn.relu(x)
+
+
+@jax.custom_vjp
+def _relu(x):
+    return jnp.maximum(x, 0)
+
+
+def _relu_forward(x):
+    y = jnp.maximum(x, 0)
+    return y, y
+
+
+def _relu_backward(y, g):
+    return (jnp.where(y > 0, g, 0),)
+
+
+_relu.defvjp(_relu_forward, _relu_backward)
+
+
 def max_pool(x: jax.Array) -> jax.Array:
     """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C] (rounded up)."""
-    if on_cpu() and x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0:
+    if devices.on_cpu() and x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0:
         return _max_pool(x)
     return nn.max_pool(x, (3, 3), (2, 2), "SAME")
 
@@ -345,7 +212,7 @@ def _max(x, axis):
     """The maximum of each window, and which of its members that is (0, 1 or 2; the first of equals, as XLA's own)."""
     first, second, third = _windows(x, axis)
     y = jnp.maximum(jnp.maximum(first, second), third)
-    return y, jnp.where(first == y, 0, jnp.where(second == y, 1, 2)).astype(jnp.uint8)
+    return y, jnp.where(first == y, jnp.uint8(0), jnp.where(second == y, jnp.uint8(1), jnp.uint8(2)))
 
 
 def _max_backward(winner, g, axis):

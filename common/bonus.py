@@ -1,0 +1,78 @@
+"""A bonus for frames that a network cannot predict yet, as another algorithm's option: Random Network Distillation
+(Burda et al. 2018, arXiv 1810.12894, section 2.2) as the 2020 competition's entry had it. Its return ends with the
+episode, and it has no value head of its own; rnd_montezuma.py is the paper's algorithm.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from common import devices, envs, networks, shaping
+from common.runs import check_needs
+
+
+@dataclass(frozen=True)
+class BonusArgs:
+    """A bonus for new frames."""
+
+    LIMITS: ClassVar = {"rnd_coef": (0, None)}
+
+    rnd_coef: float = 0.0
+    """coefficient of RND's bonus for new frames, added to rewards that are shaped and normalised already; 0 for none"""
+    rnd_normalize: bool = False
+    """divide the bonus by the running standard deviation of its return and clip it to +-10; else clip it to [0, 2]"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        check_needs(self, self.rnd_coef, "--rnd-coef", ("rnd_normalize",))
+
+
+class Bonus(NamedTuple):
+    """What a resume needs of it, besides the predictor, which learns with the agent."""
+
+    target: dict  # a network that never learns
+    filter: shaping.ReturnFilter
+
+
+def _network(args, hidden: int) -> nn.Module:
+    """Small, as the entry's: the target has no dense layer before its last, the predictor one."""
+    encoder = networks.EncoderArgs(width=1, hidden=hidden, dtype=args.dtype)
+    return nn.Sequential([networks.make_encoder(encoder), nn.Dense(256)])
+
+
+def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
+    """The predictor's parameters, and the rest; for stacked frames uint8 [1, 64, 64, C]."""
+    target, predictor = (
+        _network(args, hidden).init(jax.random.fold_in(key, i), frames) for i, hidden in enumerate((0, 256))
+    )
+    return predictor, Bonus(target, shaping.new_filter(args.num_envs))
+
+
+def novelty(args, target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
+    """How badly the predictor knows the target's features of stacked frames uint8 [B, 64, 64, C]: mean squares [B],
+    which are what the predictor minimises."""
+    truth = jax.lax.stop_gradient(_network(args, 0).apply(target, frames))
+    return ((_network(args, 256).apply(predictor, frames) - truth) ** 2).mean(axis=-1)
+
+
+def error(args, target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
+    """The predictor's loss for the stacked frames uint8 [B, S, 64, 64, C] after B sequences of S steps: [B, S]."""
+    flat = next_frames.reshape(-1, *next_frames.shape[2:])
+    return devices.in_chunks(lambda x: novelty(args, target, predictor, x), flat).reshape(next_frames.shape[:2])
+
+
+def of_transitions(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, steps: envs.Steps, gamma: jax.Array):
+    """The bonus of each transition, for the frame it leads to: the Bonus with its filter moved on, and float32 [T, N],
+    0 for what is no transition."""
+
+    def after(t):
+        return devices.apply(lambda both, x: novelty(args, *both, x), (bonus.target, predictor), frames.stack(t + 1))
+
+    raw = jax.lax.map(after, jnp.arange(args.num_steps)) * ~steps.done
+    if not args.rnd_normalize:
+        return bonus, jnp.clip(raw, 0, 2)
+    new_filter, normalized = shaping.normalize(bonus.filter, raw, steps.last, ~steps.done, gamma)
+    return bonus._replace(filter=new_filter), normalized

@@ -1,0 +1,111 @@
+"""Doors of DoorGym: a series of tasks by its flags, and an episode of many doors side by side."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import tyro
+
+import doorgym
+from common.runs import check
+
+# The study's tasks, by number (Schoepf et al. 2022).
+TASKS = (
+    "Pull-Right-Pull",
+    "Pull-Left-Pull",
+    "Lever-Right-Pull",
+    "Lever-Left-Pull",
+    "Lever-Right-Push",
+    "Lever-Left-Push",
+)
+SLOTS = len(TASKS)  # a series has at most this many
+ACTION_REPEAT, DECISIONS = 4, 128  # of 80 ms in an episode: 10.24 seconds
+
+
+@dataclass(frozen=True)
+class DoorArgs:
+    """Tasks of DoorGym, one after another, and how their policies are evaluated."""
+
+    LIMITS: ClassVar = {
+        "num_worlds": (1, 10**6), "num_threads": (0, 4096), "eval_every": (0, None), "eval_episodes": (1, 10**6),
+    }  # fmt: skip
+    FIXED: ClassVar = ("robot", "hardness", "num_worlds")
+    env_id: ClassVar[str] = "DoorGym"
+
+    tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"
+    """in this order: 0, 1 pull handles, right and left; 2, 3 levers; 4, 5 levers to push; or names: Round-Right-Pull"""
+    robot: Literal["hook", "gripper"] = "hook"
+    """what floats before the door"""
+    hardness: Literal["hard", "easy"] = "hard"
+    """of a knob's spring and damper, which are ten times weaker when easy"""
+    num_worlds: int = 512
+    """random doors of each task"""
+    num_threads: int = 0
+    """threads that step the worlds; 0 for one a core"""
+    eval_every: int = 81_920
+    """decisions between evaluations of a task, counted from its start; 0 for one at its end only"""
+    eval_episodes: int = 100
+    """episodes of an evaluation, always the same ones; mean actions; the best parameters are kept for the task"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        task_names(self)
+
+
+def task_names(args: DoorArgs) -> tuple[str, ...]:
+    """The series, by name; raises UsageError."""
+    names = []
+    for word in args.tasks.split(","):
+        word = word.strip()
+        if word.isdecimal() and int(word) < SLOTS:
+            word = TASKS[int(word)]
+        valid = f"give numbers from 0 to {SLOTS - 1}, or names such as {TASKS[2]}, with commas between"
+        check(word in doorgym.TASKS, f"--tasks {args.tasks!r}: {valid}")
+        check(word not in names, f"--tasks {args.tasks!r}: {word} is in it twice")
+        names.append(word)
+    check(len(names) <= SLOTS, f"--tasks {args.tasks!r}: give at most {SLOTS}")
+    return tuple(names)
+
+
+def make_doors(args: DoorArgs, task: str, num_envs: int, *, seed: int, num_worlds: int) -> doorgym.DoorVectorEnv:
+    """So many doors of a task, whose episodes have DECISIONS steps."""
+    return doorgym.make_vec(
+        task, num_envs, seed, args.num_threads or None,
+        robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
+        max_episode_steps=ACTION_REPEAT * DECISIONS,
+    )  # fmt: skip
+
+
+class Rollout(NamedTuple):
+    """One episode of each of N doors."""
+
+    obs: np.ndarray  # float32 [DECISIONS + 1, N, D]
+    actions: np.ndarray  # float32 [DECISIONS, N, A]
+    rewards: np.ndarray  # float32 [DECISIONS, N]
+
+
+def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | None = None):
+    """One episode of each door, with actions [N, A] = policy(obs, t): a Rollout, and success bool [N].
+
+    `film` is given a frame of the first door before each decision.
+    """
+    obs, _ = env.reset(seed=seed)
+    seen, actions, rewards = [obs], [], []
+    for t in range(DECISIONS):
+        actions.append(np.asarray(policy(obs, t)))
+        if film is not None:
+            film.append(env.frame())
+        obs, reward, _, truncated, info = env.step(actions[-1])
+        rewards.append(reward)
+        seen.append(info["final_obs"] if truncated.any() else obs)
+    rollout = Rollout(np.stack(seen), np.stack(actions), np.stack(rewards).astype(np.float32))
+    return rollout, info["final_info"]["success"]
+
+
+def evaluate(args: DoorArgs, policy: Callable, task: str, *, episodes: int, seed: int, film: list | None = None):
+    """`play` before as many doors, the same ones for a seed: returns float [episodes] and success bool [episodes]."""
+    with closing(make_doors(args, task, episodes, seed=seed, num_worlds=episodes)) as env:
+        rollout, success = play(env, policy, seed, film)
+    return rollout.rewards.sum(axis=0), success

@@ -1,0 +1,174 @@
+"""The replay buffer against independent oracles."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+from test_ppo_math import random_steps
+
+from common import envs, replay
+
+T, GAMES, LENGTH = 4, 6, 20
+GAMMA, ALPHA = 0.99, 0.5
+insert = jax.jit(replay.insert, static_argnames=("n_step", "gamma", "per_alpha"))
+draw = jax.jit(replay.sample, static_argnames=("batch_size", "n_step", "gamma"))
+
+
+def start_anew(steps, t, n):
+    """Game n starts anew before its step t."""
+    steps.done[t, n], steps.age[t, n] = False, 0
+    for later in range(t + 1, len(steps.age)):
+        steps.age[later, n] = 0 if steps.done[later - 1, n] else steps.age[later - 1, n] + 1
+
+
+def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
+    """Made-up steps, inserted some rows at a time; half of the games start anew after some of these inserts.
+
+    A frame's first number is its step, its second its game. `lost` are the steps whose transition nobody has seen.
+    """
+    steps = random_steps(rng, rows * inserts, GAMES)
+    lost = np.zeros(steps.done.shape, bool)
+    restarts = np.zeros((inserts, GAMES), bool)
+    for i in restart_after:
+        restarts[i, i % 2 :: 2] = True
+        for n in np.flatnonzero(restarts[i]):
+            lost[(i + 1) * rows - 1, n] = True
+            start_anew(steps, (i + 1) * rows, n)
+    images = np.zeros((*steps.done.shape, 64, 64, 3), np.uint8)
+    images[..., 0, 0, 0], images[..., 0, 0, 1] = np.arange(len(images))[:, None], np.arange(GAMES)
+    actions = rng.integers(0, 15, steps.done.shape, np.int32)
+    action_value, state_value = rng.normal(size=(2, *actions.shape)).astype(np.float32)
+    buffer, past = replay.empty(LENGTH, GAMES, offsets), max(*offsets, 1)
+    for i in range(inserts):
+        now = slice(i * rows, (i + 1) * rows)
+        older = np.zeros((past, GAMES, 64, 64, 3), np.uint8)
+        parts = (steps.rewards, steps.terminated, steps.ended, steps.done, action_value, state_value)
+        frames = envs.Frames(np.concatenate([older, images[now]]), steps.age[now], offsets)
+        new = replay.Rows(frames, actions[now], *(x[now] for x in parts))
+        buffer = insert(buffer, new, restarts[i], n_step=n_step, gamma=GAMMA, per_alpha=ALPHA)
+    return SimpleNamespace(
+        buffer=buffer, steps=steps, lost=lost, actions=actions, action_value=action_value, state_value=state_value
+    )
+
+
+def return_of(game, t, n, n_step=3):
+    parts = (x[:, n] for x in (game.steps.rewards, game.steps.terminated, game.steps.ended))
+    return oracle.n_step(GAMMA, n_step, *parts, t, game.lost[:, n])
+
+
+@pytest.mark.parametrize(
+    ("inserts", "rows", "restart_after"),
+    [(1, 4, []), (3, 4, [1]), (5, 4, [4]), (6, 4, [4]), (13, 4, [8, 11]), (13, 4, []), (33, 1, [16, 31, 32])],
+)
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_insert_gives_priorities_to_what_can_be_drawn(inserts, rows, restart_after, n_step):
+    """20 rows: before, when and after the ring is full, and with games that start anew."""
+    rng = np.random.default_rng(inserts)
+    game = play(rng, inserts, rows=rows, n_step=n_step, restart_after=[i for i in restart_after if i < inserts - 1])
+    past, end = 3, rows * inserts
+    oldest = 0 if end <= LENGTH - past else end - LENGTH + past  # its whole stack is still there
+    want = np.zeros((LENGTH, GAMES))
+    for t in range(oldest, end - n_step):
+        for n in range(GAMES):
+            known = t >= min(game.steps.age[t, n], past)  # the games were going on before the first row
+            if known and not game.steps.done[t, n] and not game.lost[t, n]:
+                returns, discount, after = return_of(game, t, n, n_step)
+                td = returns + discount * game.state_value[after, n] - game.action_value[t, n]
+                want[t % LENGTH, n] = (abs(td) + 1e-6) ** ALPHA
+    np.testing.assert_allclose(game.buffer.priorities, want, rtol=1e-3, atol=1e-5)
+    assert (want > 0).sum() > (n_step == 1 or inserts > 1)
+    held = np.arange(max(end - LENGTH, 0), end)
+    images = game.buffer.rows.frames.images
+    np.testing.assert_array_equal(images[held % LENGTH, :, 0, 0, 0], held[:, None] + np.zeros(GAMES, int))
+    np.testing.assert_array_equal(game.buffer.rows.actions[held % LENGTH], game.actions[held])
+    np.testing.assert_array_equal(game.buffer.rows.terminated[held % LENGTH], game.steps.terminated[held])
+    assert game.buffer.written == end
+
+
+@pytest.mark.parametrize("offsets", [(0,), (3, 2, 1, 0)])
+def test_what_is_drawn_was_played(offsets):
+    """Stacks never reach over an episode's first frame, returns never over its end or over where a game started anew;
+    also around the ring's end."""
+    game = play(np.random.default_rng(0), 13, offsets=offsets, restart_after=[8, 9, 10, 11])
+    end, seen = 13 * T, set()
+    cut = 0
+    for i in range(8):
+        batch = draw(game.buffer, jax.random.PRNGKey(i), 0.6, batch_size=64, n_step=3, gamma=GAMMA)
+        batch = jax.device_get(batch)
+        for b in range(64):
+            t = int(end - 1 - (end - 1 - batch.row[b]) % LENGTH)
+            n = int(batch.env[b])
+            seen.add((t, n))
+            assert not game.steps.done[t, n]
+            assert not game.lost[t, n]
+            returns, discount, after = return_of(game, t, n)
+            cut += game.lost[after, n]
+            np.testing.assert_allclose(batch.returns[b], returns, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(batch.discounts[b], discount, rtol=1e-5)
+            assert batch.actions[b] == game.actions[t, n]
+            for stack, newest in ((batch.frames[b], t), (batch.next_frames[b], after)):
+                want = [newest - min(game.steps.age[newest, n], back) for back in offsets]
+                np.testing.assert_array_equal(stack[0, 0, 0::3], want)
+                assert (stack[0, 0, 1::3] == n).all()
+    assert len(seen) > 40
+    assert cut > 5
+    assert len(np.unique(batch.keys, axis=0)) == 64
+
+
+def test_drawing_follows_the_priorities():
+    buffer = play(np.random.default_rng(3), 13).buffer
+    rng = np.random.default_rng(0)
+    priorities = np.where(buffer.priorities > 0, rng.random(buffer.priorities.shape) ** 3, 0).astype(np.float32)
+    buffer = buffer._replace(priorities=jnp.array(priorities))
+    counts, probability = np.zeros(priorities.shape), priorities.astype(np.float64) / priorities.sum(dtype=np.float64)
+    for i in range(400):
+        batch = draw(buffer, jax.random.PRNGKey(i), 0.6, batch_size=32, n_step=3, gamma=GAMMA)
+        row, env, weight = jax.device_get((batch.row, batch.env, batch.weight))
+        np.add.at(counts, (row, env), 1)
+        want = ((priorities > 0).sum() * probability[row, env]) ** -0.6
+        np.testing.assert_allclose(weight, want / want.max(), rtol=1e-3)
+    assert counts[priorities == 0].sum() == 0
+    often = probability * counts.sum() > 5
+    expected = probability[often] * counts.sum()
+    observed = counts[often] * expected.sum() / counts[often].sum()
+    # Stratified draws vary less than independent ones: the statistic is at most the chi-square's.
+    assert scipy.stats.chisquare(observed, expected).pvalue > 0.01
+    assert scipy.stats.chisquare(observed, np.full(len(observed), observed.mean())).pvalue < 1e-6  # it can fail
+
+
+def test_drawing_has_no_loop_on_a_gpu():
+    """As searchsorted's own method would be: twenty kernels, one after the other."""
+    buffer = jax.eval_shape(lambda: replay.empty(LENGTH, GAMES, (3, 0)))
+    how = {"batch_size": 32, "n_step": 3, "gamma": GAMMA}
+    text = draw.trace(buffer, jax.random.PRNGKey(0), 0.6, **how).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.gather" in text
+    assert "stablehlo.while" not in text
+
+
+def test_priorities_of_a_batch_are_updated():
+    buffer = play(np.random.default_rng(3), 5).buffer
+    batch = replay.Batch(*[None] * 9)._replace(
+        row=jnp.array([5, 5, 6, 7]), env=jnp.array([1, 1, 2, 3]), weight=jnp.array([1.0, 1, 0.5, 0])
+    )
+    td = jnp.array([0.25, 4, 9, 100])
+    want = np.array(buffer.priorities)
+    want[5, 1], want[6, 2], want[7, 3] = 2, 3, 0  # of two the larger; nothing for what cannot be drawn
+    got = replay.set_priorities(buffer, batch, td, per_alpha=ALPHA)
+    np.testing.assert_allclose(got.priorities, want, rtol=1e-3, atol=1e-4)
+    assert got.rows is buffer.rows
+
+
+def test_uniform_priorities_need_no_values():
+    np.testing.assert_array_equal(replay.priority(jnp.array([0.0, 1, 1e9]), 0.0), 1)
+
+
+def test_rows_must_divide_the_ring():
+    buffer = replay.empty(LENGTH, GAMES, (3, 0))
+    frames = envs.Frames.after(envs.empty_history(GAMES, (3, 0)), 3, (3, 0))
+    new = replay.Rows(frames, *[np.zeros((3, GAMES))] * 7)
+    with pytest.raises(AssertionError, match="20"):
+        replay.insert(buffer, new, np.zeros(GAMES, bool), n_step=3, gamma=GAMMA, per_alpha=ALPHA)
