@@ -215,7 +215,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
-    frames = jnp.zeros((1, 64, 64, 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))), jnp.uint8)
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     params = agent.init(jax.random.PRNGKey(args.seed), frames)
     return TrainState(
         params=params,
@@ -230,14 +230,14 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def initial_replay(args: Args) -> replay.Replay:
-    return replay.empty(buffer_rows(args), args.num_envs, envs.stack_offsets(args.frame_stack, args.gap_stack))
+    return replay.empty(buffer_rows(args), args.num_envs, args.offsets)
 
 
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
     size = args.num_envs // args.num_actors
     return Carry(
-        history=envs.empty_history(size, envs.stack_offsets(args.frame_stack, args.gap_stack)),
+        history=envs.empty_history(size, args.offsets),
         last_action=jnp.zeros(size, jnp.int32),
     )
 
@@ -282,7 +282,7 @@ def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
     """An actor's i-th rollout, before its first step."""
     shape = (args.num_steps, args.num_envs // args.num_actors)
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps, envs.stack_offsets(args.frame_stack, args.gap_stack)),
+        frames=envs.Frames.after(carry.history, args.num_steps, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         action_value=jnp.zeros(shape),
         state_value=jnp.zeros(shape),

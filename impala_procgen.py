@@ -214,7 +214,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    frames = jnp.zeros((1, 64, 64, 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))), jnp.uint8)
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     params = agent.init(init_key, frames, jnp.ones(1, bool), networks.initial_core(args.core, args.hidden, 1))
     return TrainState(
         params=params,
@@ -232,9 +232,9 @@ def initial_memory(args: Args) -> Memory:
 
 
 def empty_unrolls(args: Args, size: int) -> Unrolls:
-    shape, offsets = (args.num_steps, size), envs.stack_offsets(args.frame_stack, args.gap_stack)
+    shape = (args.num_steps, size)
     return Unrolls(
-        frames=envs.Frames.after(envs.empty_history(size, offsets), args.num_steps + 1, offsets),
+        frames=envs.Frames.after(envs.empty_history(size, args.offsets), args.num_steps + 1, args.offsets),
         core=jax.tree.map(lambda x: x[None], networks.initial_core(args.core, args.hidden, size)),
         batch=Batch(
             actions=jnp.zeros(shape, jnp.int32),
@@ -250,7 +250,7 @@ def empty_unrolls(args: Args, size: int) -> Unrolls:
 def initial_carry(args: Args) -> Carry:
     size = args.num_envs // args.num_actors
     return Carry(
-        history=envs.empty_history(size, envs.stack_offsets(args.frame_stack, args.gap_stack)),
+        history=envs.empty_history(size, args.offsets),
         last_action=jnp.zeros(size, jnp.int32),
         core=networks.initial_core(args.core, args.hidden, size),
     )
@@ -283,9 +283,8 @@ class Unroll(NamedTuple):
 def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
     """An actor's i-th rollout, before its first step."""
     shape = (args.num_steps, args.num_envs // args.num_actors)
-    offsets = envs.stack_offsets(args.frame_stack, args.gap_stack)
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps + 1, offsets),
+        frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         last_action=carry.last_action,

@@ -162,7 +162,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    frames = jnp.zeros((1, 64, 64, 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))), jnp.uint8)
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     core = networks.initial_core(args.core, args.hidden, 1)
     params, extra = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), core)}, None
     if args.rnd_coef:
@@ -182,7 +182,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
     return Carry(
-        history=envs.empty_history(args.num_envs, envs.stack_offsets(args.frame_stack, args.gap_stack)),
+        history=envs.empty_history(args.num_envs, args.offsets),
         last_action=jnp.zeros(args.num_envs, jnp.int32),
         core=networks.initial_core(args.core, args.hidden, args.num_envs),
     )
@@ -208,9 +208,9 @@ class Rollout(NamedTuple):
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
     """The run's i-th rollout, before its first step."""
-    shape, offsets = (args.num_steps, args.num_envs), envs.stack_offsets(args.frame_stack, args.gap_stack)
+    shape = (args.num_steps, args.num_envs)
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps + 1, offsets),
+        frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         values=jnp.zeros(shape),

@@ -272,9 +272,8 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def initial_carry(args: Args) -> Carry:
-    offsets = envs.stack_offsets(args.frame_stack, gap_stack=False)
     return Carry(
-        history=envs.empty_history(args.num_envs, offsets, atari.FRAME_SHAPE),
+        history=envs.empty_history(args.num_envs, args.offsets, atari.FRAME_SHAPE),
         core=networks.initial_core(args.core, args.hidden, args.num_envs),
     )
 
@@ -312,9 +311,9 @@ class Unroll(NamedTuple):
 @partial(jax.jit, static_argnums=0)
 def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
     """The run's i-th rollout, before its first step."""
-    shape, offsets = (args.num_steps, args.num_envs), envs.stack_offsets(args.frame_stack, gap_stack=False)
+    shape = (args.num_steps, args.num_envs)
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps + 1, offsets),
+        frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, atari.NUM_ACTIONS)),
         values=jnp.zeros((args.num_steps + 1, args.num_envs, 2)),

@@ -59,8 +59,9 @@ def measure(flags: str, steps: int) -> dict[str, float]:
     parts |= {"actors' inference": "actor_inference", "games": "actor_game", "actors blocked": "actor_blocked"}
     result |= {f"{name} %": percent(part) for name, part in parts.items()}
     result["sampling and priorities, % of update"] = 100 * percent("sample") / max(percent("update"), 1e-9)
-    replay = jax.eval_shape(lambda: apex.initial_replay(args))
-    result["bytes a transition"] = sum(x.size * x.dtype.itemsize for x in replay) / replay.age.size
+    buffer = jax.eval_shape(lambda: apex.initial_replay(args))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(buffer))
+    result["bytes a transition"] = size / buffer.priorities.size
     return result
 
 

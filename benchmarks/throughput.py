@@ -56,7 +56,7 @@ def game_rate(args: ppo.Args, steps: int = 500) -> float:
 
 def flops(args: ppo.Args) -> tuple[float, float]:
     """FLOPs (a multiply-add is two) a sample of a forward pass, and of a forward and backward pass, in plain Flax."""
-    channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
+    channels = 3 * len(args.offsets)
     frames = np.zeros((16, *envs.FRAME_SHAPE[:2], channels), np.uint8)
     agent = ppo.make_agent(args)
 
@@ -98,7 +98,7 @@ def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
 
 def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int = 5) -> float:
     """How many times faster the CPU form of the network's gradient is than plain Flax (not in a scan), 128 samples."""
-    channels = 3 * len(envs.stack_offsets(args.frame_stack, args.gap_stack))
+    channels = 3 * len(args.offsets)
     frames = np.random.default_rng(0).integers(0, 256, (128, *envs.FRAME_SHAPE[:2], channels), np.uint8)
 
     def loss(params, frames):

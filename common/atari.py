@@ -37,6 +37,11 @@ class GameArgs:
     restart_every: int = 65_536
     """steps of each game after which, at a rollout's end, it starts anew; a resume plays the steps since then again"""
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """How many steps back each frame of a stack lies, oldest first."""
+        return envs.stack_offsets(self.frame_stack, gap_stack=False)
+
 
 def make_montezuma(args, num_envs: int, seed: int, **frames):
     """Makes `num_envs` copies of the game as one EnvPool (Gymnasium API, C++ threads).
@@ -222,8 +227,7 @@ def play(args, policy: Callable, *, episodes: int, seed: int, record: bool = Fal
     num_envs = min(episodes, 32)
     env = make_montezuma(args, num_envs, seed)
     log = _Recorder(env)
-    offsets = envs.stack_offsets(args.frame_stack, gap_stack=False)
-    scores, _ = envs.play_episodes(log, policy, offsets, episodes=episodes, seed=seed)
+    scores, _ = envs.play_episodes(log, policy, args.offsets, episodes=episodes, seed=seed)
     env.close()
     rooms, last = np.stack(log.rooms), np.stack(log.last)
     played = []

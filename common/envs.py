@@ -106,6 +106,11 @@ class GameArgs:
     capture_video: bool = False
     """write a video of one episode at each evaluation"""
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """How many steps back each frame of a stack lies, oldest first."""
+        return stack_offsets(self.frame_stack, self.gap_stack)
+
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
         check_game(self.env_id)
@@ -483,8 +488,7 @@ def evaluate(
     None if `stop` said yes.
     """
     env = make_levels(args, min(episodes, 64), seed, levels)
-    offsets = stack_offsets(args.frame_stack, args.gap_stack)
-    played = play_episodes(env, policy, offsets, episodes=episodes, seed=seed, record=record, stop=stop)
+    played = play_episodes(env, policy, args.offsets, episodes=episodes, seed=seed, record=record, stop=stop)
     env.close()
     if played is None:
         return None

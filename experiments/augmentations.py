@@ -31,7 +31,8 @@ class Args:
 
 def play(env_id: str, args: Args) -> np.ndarray:
     """A frame uint8 [64, 64, 3]."""
-    games = envs.Games(lambda seed: envs.make_levels(ppo.Args(env_id=env_id), 1, seed), args.seed)
+    of = ppo.Args(env_id=env_id)
+    games = envs.Games(lambda seed: envs.make_levels(of, 1, seed), args.seed, of.restart_every)
     rng = np.random.default_rng(args.seed)
     games.play(lambda obs, age: rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32), args.steps, runs.Stopwatch())
     games.close()

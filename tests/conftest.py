@@ -196,8 +196,10 @@ def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
 
 
 def assert_resumes_after_sigterm(script, flags, tmp_path):
-    """In a process of its own: SIGTERM writes a checkpoint, and the resumed run equals one that was not stopped. Returns
-    its directory."""
+    """In a process of its own: SIGTERM writes a checkpoint, and the resumed run equals one that was not stopped.
+
+    Returns its directory.
+    """
     whole = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "whole")})).path
     process = start(f"{script.SCRIPT}.py", *flags_of(flags | {"run_dir": tmp_path / "stopped"}))
     wait_for(lambda: len(list(tmp_path.glob("stopped/*/checkpoints/[0-9]*/commit_success.txt"))) >= 1, process)

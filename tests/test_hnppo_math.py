@@ -51,6 +51,11 @@ def random_rollout(args, seed=0):
     return Rollout(normal(rng, DECISIONS + 1, args.num_envs, obs), normal(rng, *shape, actions), normal(rng, *shape))
 
 
+def random_learner(agent, seed=1):
+    """Parameters that are all different, without computing how they would start."""
+    return random_like(jax.eval_shape(agent.init, jax.random.PRNGKey(0)), seed, 0.3)
+
+
 def begun(args, agent, tasks=1):
     """The state in the middle of the `tasks`-th task, with random parameters and optimiser."""
     state = hn.begin_task(args, agent, hn.initial_state(args, agent))
@@ -65,7 +70,7 @@ def begun(args, agent, tasks=1):
         return isinstance(x, optax.ScaleByAdamState)
 
     opt_state = jax.tree.map(lambda x: moments(x) if is_adam(x) else x, state.opt_state, is_leaf=is_adam)
-    return state._replace(learner=random_like(state.learner, 1, 0.3), opt_state=opt_state)
+    return state._replace(learner=random_learner(agent), opt_state=opt_state)
 
 
 def adam_of(state, name):
@@ -96,8 +101,8 @@ def forward(hyper, x):
 
 
 def test_hypernetwork_by_hand():
-    args, agent = make()
-    learner = begun(args, agent).learner
+    _, agent = make()
+    learner = random_learner(agent)
     assert agent.size == 15 * 5 + 5 + 5 * 5 + 5 + 5 * 6 + 6 + 6
     out = forward(float64(learner["hyper"]), np.float64(learner["embedding"])[None])[2][0]
     params = agent.networks(learner)
@@ -108,8 +113,8 @@ def test_hypernetwork_by_hand():
 
 
 def test_chunked_hypernetwork_by_hand():
-    args, agent = make(chunked=True, hidden=30, critic="hyper")
-    learner = begun(args, agent).learner
+    _, agent = make(chunked=True, hidden=30, critic="hyper")
+    learner = random_learner(agent)
     hyper = float64(learner["hyper"])
     names = hyper["params"]["chunks"]
     assert names.shape == (-(-agent.size // 1000), 5)
@@ -130,7 +135,7 @@ def test_published_sizes(critic, size, weights):
 
 def test_hypernetwork_starts_as_in_pytorch():
     _, agent = make(hyper_width=100)
-    for weights, biases in layers(agent.init(jax.random.PRNGKey(0))["hyper"]):
+    for weights, biases in layers(agent.hyper.init(jax.random.PRNGKey(0), jnp.zeros(8))):
         bound = 1 / np.sqrt(len(weights))
         for x in (weights, biases):
             assert 0.95 * bound < np.abs(x).max() <= bound
@@ -152,8 +157,8 @@ def penalty_gradient(hyper, embeddings, targets):
 
 @pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0])
 def test_penalty_looks_a_step_ahead_and_is_not_clipped(max_grad_norm):
-    args, agent = make(max_grad_norm=max_grad_norm, beta=0.3, hyper_learning_rate=0.02, tasks="0,1,2")
-    state = begun(args, agent, tasks=3)
+    args, agent = make(max_grad_norm=max_grad_norm, beta=0.3, hyper_learning_rate=0.02)
+    state = begun(*make(), tasks=3)
     state = state._replace(embeddings=random_like(state.embeddings, 4), targets=random_like(state.targets, 5))
     gradients = [jax.jit(partial(hn.gradients, args, agent, remember=x)) for x in (False, True)]
     (plain, _), (both, parts) = (gradient(state, batch_of(args, 7)) for gradient in gradients)
@@ -212,7 +217,7 @@ def batch_of(args, seed):
 def test_loss_by_hand(method, clip_coef):
     """Each sample's parts, in float64."""
     args, agent = make(method=method, clip_coef=clip_coef, ent_coef=0.03, vf_coef=0.7)
-    learner, batch = begun(args, agent).learner, batch_of(args, 3)
+    learner, batch = random_learner(agent), batch_of(args, 3)
     params, b = float64(agent.networks(learner)), float64(batch)
     got = jax.jit(partial(hn.loss, args, agent))(learner, batch)
 
@@ -313,9 +318,9 @@ def test_a_rollout_ends_with_the_episodes_last_observation():
 
 
 def test_each_update_plays_episodes_of_its_own():
-    args, agent = make(num_envs=2)
+    args, agent = make()
     state = hn.begin_task(args, agent, hn.initial_state(args, agent))
-    with closing(doors.make_doors(args, "Pull-Right-Pull", 2, seed=1, num_worlds=1)) as env:
+    with closing(doors.make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=1)) as env:
         states = state, state, state._replace(updates=jnp.int32(1)), state._replace(task=jnp.int32(1))
         first, again, *others = (hn.collect(args, agent, env, some, runs.Stopwatch())[0] for some in states)
     np.testing.assert_array_equal(first.actions, again.actions)

@@ -33,7 +33,7 @@ def one_by_one(rewards, values, ratio, terminated, done, gamma, gae_lambda):
 
 
 @relaxed
-@given(seeds, st.integers(1, 12), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.booleans())
+@given(seeds, st.sampled_from([1, 2, 5, 12]), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.booleans())
 def test_both_advantages_equal_the_sums_by_hand(seed, length, gamma, int_gamma, gae_lambda, on_policy):
     """The game's are episodic; the bonus's are those of one long episode, without EnvPool's junk steps."""
     rng = np.random.default_rng(seed)
@@ -337,12 +337,19 @@ def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
 # ROLLOUTS OF THE REAL GAME
 
 
+def without_learning(loss, params, batch, weight):
+    """`devices.gradient`, but that it is 0."""
+    parts = loss(params, batch)
+    means = {name: (weight * part).sum() / weight.sum() for name, part in parts.items()}
+    return jax.tree.map(jnp.zeros_like, params), means, parts
+
+
 @pytest.mark.parametrize("core", ["none", "gru"])
-def test_the_learner_sees_what_was_acted_on(core):
+def test_the_learner_sees_what_was_acted_on(core, monkeypatch):
     """Stacks, ages and cores over episode ends, and where games start anew: computed again, probabilities are the
     actor's, and all ratios 1."""
-    changed = {"vtrace": True, "max_episode_steps": 10, "restart_every": 20, "learning_rate": "0", "clip_coef": 1e-3}
-    args = rnd.Args(**SMALL | changed, core=core)
+    monkeypatch.setattr(devices, "gradient", without_learning)
+    args = rnd.Args(**SMALL, core=core, vtrace=True, max_episode_steps=10, restart_every=20, clip_coef=1e-3)
     agent = rnd.make_agent(args)
     games = envs.Games(partial(atari.make_montezuma, args, GAMES), 3, args.restart_every)
     state, carry = rnd.initial_state(args, agent), rnd.initial_carry(args)
