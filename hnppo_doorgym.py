@@ -365,7 +365,7 @@ def act(agent: Agent, actor: dict, obs: jax.Array, key: jax.Array | None = None,
     return mean + jnp.exp(log_std) * jax.random.normal(jax.random.fold_in(key, t), mean.shape)
 
 
-def collect(args: Args, agent: Agent, env: doorgym.DoorVectorEnv, state: TrainState, watch: runs.Stopwatch):
+def collect(args: Args, agent: Agent, env: doorgym.DoorVectorEnv, state: TrainState, *, watch: runs.Stopwatch):
     """Plays an episode of each door; returns Rollout and success bool [N]."""
     seed = envs.derive_seed(args.seed, 1 + int(state.task), 1 + int(state.updates))
     key, actor = jax.random.PRNGKey(seed), policy_for(agent, state, state.task)
@@ -625,7 +625,7 @@ def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> Tr
     seed = envs.derive_seed(args.seed, 9)
     with closing(doors.make_doors(args, task, args.num_envs, seed=seed, num_worlds=args.num_worlds)) as env:
         while not run.stop and state.finished == state.task:
-            rollout, success = collect(args, agent, env, state, watch)
+            rollout, success = collect(args, agent, env, state, watch=watch)
             with watch("update"):
                 state, metrics = update(args, agent, remember, state, rollout)
                 metrics = jax.device_get(metrics)

@@ -399,11 +399,18 @@ def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Bat
     log_prob, old_log_prob = (
         jnp.take_along_axis(x, batch.actions[..., None], axis=-1)[..., 0] for x in (log_probs, old_log_probs)
     )
-    ratio = jnp.exp(log_prob - old_log_prob)
-    bars = {"rho_bar": args.rho_bar, "c_bar": args.c_bar, "pg_rho_bar": args.pg_rho_bar}
-    correct = jax.vmap(partial(vtrace, gamma=gamma, vtrace_lambda=args.vtrace_lambda, **bars))
+    log_ratio = log_prob - old_log_prob
+    ratio = jnp.exp(log_ratio)
+    correct = partial(
+        vtrace,
+        gamma=gamma,
+        rho_bar=args.rho_bar,
+        c_bar=args.c_bar,
+        pg_rho_bar=args.pg_rho_bar,
+        vtrace_lambda=args.vtrace_lambda,
+    )
     targets, advantages = jax.lax.stop_gradient(
-        correct(log_prob - old_log_prob, batch.rewards, values, batch.terminated, batch.done)
+        jax.vmap(correct)(log_ratio, batch.rewards, values, batch.terminated, batch.done)
     )
     return {
         "policy_loss": -advantages * log_prob,

@@ -33,7 +33,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.Dra
         "vf_coef": (0, None), "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
         "l2": (0, None),
     }  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # it has adapted
+    FIXED: ClassVar = ("kl_coef",)  # what a resume cannot change: it has adapted since
 
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
@@ -297,8 +297,8 @@ class Batch(NamedTuple):
     actions: jax.Array
     logits: jax.Array  # [..., 15], of the policy that acted
     values: jax.Array
-    advantages: jax.Array
-    returns: jax.Array
+    advantages: jax.Array  # normalised over the rollout
+    returns: jax.Array  # what values are drawn to
 
 
 class Inputs(NamedTuple):

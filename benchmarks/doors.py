@@ -138,7 +138,7 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
     times = []
     for _ in range(1 + updates):
         watch = runs.Stopwatch()
-        rollout, _ = hn.collect(args, agent, doors, state, watch)
+        rollout, _ = hn.collect(args, agent, doors, state, watch=watch)
         with watch("update"):
             state, metrics = hn.update(args, agent, args.method == "hnppo", state, rollout)
             jax.device_get(metrics)

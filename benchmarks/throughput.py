@@ -161,7 +161,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
-    ppo.check_args(ppo_args)
+    runs.check_args(ppo_args, ppo.SCRIPT)
     Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
     row |= {"flags": args.flags} | records.origin()

@@ -24,7 +24,7 @@ class GameArgs:
         "sticky_actions": (0, 0.99), "max_episode_steps": (2, 10**6), "frame_stack": (1, 64),
         "restart_every": (1, 10**6),
     }  # fmt: skip
-    FIXED: ClassVar = ("sticky_actions", "max_episode_steps")
+    FIXED: ClassVar = ("sticky_actions", "max_episode_steps", "restart_every")
 
     env_id: ClassVar[str] = ENV_ID
 

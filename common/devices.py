@@ -91,12 +91,12 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, whole: bool = 
       params: a tree of arrays.
       batch: a tree of arrays [B, ...]: B sequences of S steps (S = 1: single transitions).
       weight: float32 or bool [B, S] (or [B], and so the parts): how much each sample counts, 0 for not at all. It is
-        divided by its sum here.
+        divided by its sum here, where that is 1 or more.
       whole: all samples at once on a CPU too, where they are a few numbers and no frames.
 
     Returns the gradient of the weighted mean of "loss", the weighted means float32 [] of all parts, and the parts.
 
-    Raises ValueError if `loss` returns anything but parts per sample.
+    Raises ValueError if `loss` returns anything but parts per sample. Shapes do not show a mean within an expression.
     """
     weight = weight / jnp.maximum(weight.sum(), 1)
 

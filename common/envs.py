@@ -77,7 +77,8 @@ class GameArgs:
         "num_levels": (0, MAX_SEED), "start_level": (0, MAX_SEED), "sticky_actions": (0, 0.99), "frame_stack": (1, 64),
         "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
     }  # fmt: skip
-    FIXED: ClassVar = ("env_id", "distribution_mode", "num_levels", "start_level")
+    # With another restart_every, games would start anew where the steps before them did not say so.
+    FIXED: ClassVar = ("env_id", "distribution_mode", "num_levels", "start_level", "restart_every")
 
     env_id: str = "bigfish"
     """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,19 +93,28 @@ def check_args(args: Any, script: str) -> None:
 
     Raises UsageError, one sentence, if a flag's value makes no sense.
     """
-    groups = [group for group in reversed(type(args).__mro__) if dataclasses.is_dataclass(group)]
+    groups = _groups(type(args))
     for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
         check_limits(args, vars(group).get("LIMITS", {}))
     for group in groups:
         if "check" in vars(group):
             group.check(args)
     if args.resume:
-        saved = saved_args(type(args), args.resume, "--resume", script)
-        for group in groups:
-            check_same(args, saved, vars(group).get("FIXED", ()))
+        check_same(args, saved_args(type(args), args.resume, "--resume", script), fixed(type(args)))
+
+
+def fixed(args_class: type) -> tuple[str, ...]:
+    """Names of the flags that a resumed run keeps: of a script and of the groups that it inherits."""
+    return tuple(name for group in _groups(args_class) for name in vars(group).get("FIXED", ()))
+
+
+def _groups(args_class: type) -> list[type]:
+    return [group for group in reversed(args_class.__mro__) if dataclasses.is_dataclass(group)]
 
 
 # THE COMMAND LINE
+
+_PARSING = threading.Lock()  # Python 3.11 cannot parse source, which the help is read from, in two threads at once
 
 
 def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
@@ -120,7 +130,9 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         default = None
         if run_dir := _flag_value(argv, "--resume"):
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
-        main(_parse(args_class, argv, default, module.__doc__))
+        with _PARSING:
+            args = _parse(args_class, argv, default, module.__doc__)
+        main(args)
     except (UsageError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -162,13 +162,17 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     ranges = read_ranges(args, kinds)
     flags = read_flags(args, kinds)
     for name in ranges:
-        fixed = name in (*OWN, *script.FIXED)
+        fixed = name in (*OWN, *runs.fixed(script.Args))
         check(not fixed, f"--mutate {name}: {runs.flag_of(name)} is not free here, a resumed run keeps its own")
         check(name not in flags, f"--set {name}={flags.get(name)}: --mutate changes it already")
     flags["total_timesteps"] = args.interval * args.generations
+
+    def accept(args):
+        runs.check_args(args, script.SCRIPT)
+
     for end in ("low", "high"):  # the script itself says what it does not like
         ends = {name: r.clamp(getattr(r, end)) for name, r in ranges.items()}
-        runs.cli(script.Args, script.check_args, trials.words_of(flags | ends | {"wandb_mode": "disabled"}))
+        runs.cli(script.Args, accept, trials.words_of(flags | ends | {"wandb_mode": "disabled"}))
     return ranges, flags
 
 

@@ -39,7 +39,10 @@ def vtrace(args, log_ratio, rewards, values, terminated, done, gamma):
             if terminated[end - 1]:
                 break
         final = 0.0 if terminated[end - 1] else float(values[end])
-        value = lambda t: float(values[t]) if t < end else final  # noqa: B023, E731
+
+        def value(t, end=end, final=final):
+            return float(values[t]) if t < end else final
+
         ratio = [math.exp(x) for x in log_ratio]
         for s in range(start, end):
             target = value(s)
@@ -63,7 +66,10 @@ def impala_loss(args, ent_coef, logits, values, sequence, gamma):
     log_ratio = np.log(p[steps, sequence.actions]) - np.log(q[steps, sequence.actions])
     targets, advantages = vtrace(args, log_ratio, sequence.rewards, values, sequence.terminated, sequence.done, gamma)
     kept = [t for t in steps if not sequence.done[t]]
-    mean = lambda x: sum(x(t) for t in kept) / len(kept)  # noqa: E731
+
+    def mean(x):
+        return sum(x(t) for t in kept) / len(kept)
+
     parts = {
         "policy_loss": mean(lambda t: -advantages[t] * np.log(p[t, sequence.actions[t]])),
         "value_loss": mean(lambda t: (values[t] - targets[t]) ** 2 / 2),
@@ -248,7 +254,10 @@ def xresnet(params, frames, blocks, stem=False, squeeze=False, attention=0, by_p
 
 def mobilenet(params, frames, channels, blocks):
     hand, x = Hand(params), (frames.astype(np.float64) - 128) / 255
-    layer = lambda x, stride=1: hand.group_norm(hand.conv(x, stride))  # noqa: E731
+
+    def layer(x, stride=1):
+        return hand.group_norm(hand.conv(x, stride))
+
     x = relu(layer(x, 2))
     for stage in range(channels):
         for block in range(blocks):
@@ -305,7 +314,10 @@ def project(support, reward, discount, probs):
 
 def apex_loss(args, support, weight, chosen, next_online, next_target, reward, discount):
     """Loss and |TD error| of one transition, from the network's outputs [atoms], [A, atoms] and [A, atoms]."""
-    value = lambda x: float(softmax(x) @ support) if len(support) > 1 else float(x[0])  # noqa: E731
+
+    def value(x):
+        return float(softmax(x) @ support) if len(support) > 1 else float(x[0])
+
     action = max(range(len(next_online)), key=lambda a: value((next_online if args.double_q else next_target)[a]))
     following = next_target[action]
     td = reward + discount * value(following) - value(chosen)

@@ -328,8 +328,8 @@ def chain(rng, steps):
 def test_known_values_are_learnt(atoms):
     args = make_args(
         num_actors=1, num_steps=400, buffer_size=400 * GAMES, n_step=1, num_atoms=atoms, v_min=-1, v_max=4, gamma=0.9,
-        batch_size=64, frame_stack=1, learning_rate="0:3e-3,350:1e-4", hidden=32, target_network_frequency=10,
-        per_alpha=0, adam_eps=1e-8, pool="avg", dropout=0, augment="",
+        batch_size=64, frame_stack=1, learning_rate="0:3e-3,150:1e-4", hidden=32, target_network_frequency=10,
+        per_alpha=0, adam_eps=1e-8, **PLAIN,
     )  # fmt: skip
     agent = apex.make_agent(args)
     images, actions, steps = chain(np.random.default_rng(0), 400)
@@ -339,7 +339,7 @@ def test_known_values_are_learnt(atoms):
     rollout = apex.Rollout(frames, actions, values, values, last_action=None, key=None, t=None)
     buffer = apex.insert(args, jax.device_put(apex.initial_replay(args), jax.devices()[0]), [rollout], steps)
     state, watch = new_state(args, agent), runs.Stopwatch()
-    for i in range(0, 400, 10):
+    for i in range(0, 200, 10):
         state = devices.replicate(state._replace(global_step=jnp.int32(i)))
         state, buffer, _ = apex.learn(args, agent, state, buffer, k=10, beta=1.0, watch=watch)
     values = np.asarray(apex.mean_value(agent.support, agent.apply(state.params, ROOMS)))

@@ -322,7 +322,7 @@ def test_each_update_plays_episodes_of_its_own():
     state = hn.begin_task(args, agent, hn.initial_state(args, agent))
     with closing(doors.make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=1)) as env:
         states = state, state, state._replace(updates=jnp.int32(1)), state._replace(task=jnp.int32(1))
-        first, again, *others = (hn.collect(args, agent, env, some, runs.Stopwatch())[0] for some in states)
+        first, again, *others = (hn.collect(args, agent, env, some, watch=runs.Stopwatch())[0] for some in states)
     np.testing.assert_array_equal(first.actions, again.actions)
     for other in others:
         assert (first.obs[0] != other.obs[0]).any()

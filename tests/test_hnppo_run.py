@@ -66,9 +66,9 @@ def test_resume_equals_uninterrupted(train, whole, monkeypatch):
     """Stopped in each update of the first task, the last one included, and in the second one's first; then not."""
     running, enter, collect = [], runs.Run.__enter__, hn.collect
 
-    def collect_and_stop(*given):
+    def collect_and_stop(*given, **more):
         running[-1].stop = "SIGTERM"
-        return collect(*given)
+        return collect(*given, **more)
 
     monkeypatch.setattr(runs.Run, "__enter__", lambda run: running.append(run) or enter(run))
     monkeypatch.setattr(hn, "collect", collect_and_stop)

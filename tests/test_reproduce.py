@@ -1,6 +1,7 @@
 """Published tables: each cell can be run, what is done is not done again; the README's tables; the shell scripts."""
 
 import csv
+import fcntl
 import importlib
 import math
 import os
@@ -49,7 +50,7 @@ def test_every_cell_can_be_run(name):
             flags = reproduce.flags_of(row, args)
             script = importlib.import_module(Path(row["script"]).stem)
             words = runs._plain_booleans(script.Args, trials.words_of(flags))
-            script.check_args(tyro.cli(script.Args, args=words))
+            runs.check_args(tyro.cli(script.Args, args=words), script.SCRIPT)
             seen.add((reproduce.folder_of(Path(), row, flags, 1), row["metric"]))
     assert len(seen) == sum(bool(row["script"]) for row in reproduce.read_table(name))
 
@@ -188,8 +189,10 @@ def test_all_games_come_to_one_number(tmp_path):
     first.kill()  # before its script, or it would go on with the next game
     kill = ["pkill", "-9", "-f", str(tmp_path / "ppo_procgen/bigfish/1")]
     assert subprocess.run(kill).returncode == 0
-    while subprocess.run(kill).returncode == 0:  # until it is gone, and its lock with it
+    while subprocess.run(kill).returncode == 0:
         pass
+    with (tmp_path / "ppo_procgen" / "lock").open() as lock:  # until the kernel has let go of what it held
+        fcntl.flock(lock, fcntl.LOCK_EX)
     outputs = [shell(*words, **given).communicate()[0] for _ in range(2)]
     assert [output.count("output.txt") for output in outputs] == [2, 0], outputs
     done = [Path(path.read_text().strip()) for path in sorted(tmp_path.glob("ppo_procgen/*/1/done"))]

@@ -89,7 +89,7 @@ def test_a_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
     script.main.__module__ = path_stem
     for cell in cells_of(content):
         runs.cli(script.Args, script.main, trials.words_of(cell))
-        script.check_args(seen[-1])
+        runs.check_args(seen[-1], script.SCRIPT)
         for name, value in cell.items():
             kept = getattr(seen[-1], name if hasattr(seen[-1], name) else name + "_")
             assert kept == float(value) if isinstance(kept, float) else str(kept) == value
