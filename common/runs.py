@@ -380,9 +380,19 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
 
 def load(run_dir: str, template: dict[str, Any]) -> dict[str, Any]:
     """The newest checkpoint of a run, those parts of it that `template` names with its structure; raises UsageError."""
-    _, saved = load_checkpoint(run_dir)
-    check(template.keys() <= saved.keys(), f"{run_dir}: its checkpoint is not of this version of the script")
-    return saved | {name: restore_tree(part, saved[name], run_dir) for name, part in template.items()}
+    saved = _Checkpoint(load_checkpoint(run_dir)[1])
+    saved.run_dir = run_dir
+    saved.update({name: restore_tree(part, saved[name], run_dir) for name, part in template.items()})
+    return saved
+
+
+class _Checkpoint(dict):
+    """Parts of a checkpoint; raises UsageError for one that is not in it."""
+
+    run_dir: str
+
+    def __missing__(self, name: str):
+        raise UsageError(f"{self.run_dir}: its checkpoint is not of this version of the script, it has no {name}")
 
 
 # THE RUN

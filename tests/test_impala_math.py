@@ -99,7 +99,8 @@ def minibatch_of(args, unrolls):
 def outputs(agent, params, unrolls):
     """Logits [T, N, 15] and values [T + 1, N], one step after the other."""
     core, logits, values = jax.tree.map(lambda x: x[0], unrolls.core), [], []
-    look = jax.jit(lambda t, core: agent.apply(params, unrolls.frames.stack(t), unrolls.frames.first[t], core))
+    frames = jax.tree.map(jnp.asarray, unrolls.frames)
+    look = jax.jit(lambda t, core: agent.apply(params, frames.stack(t), frames.first[t], core))
     for t in range(STEPS + 1):
         l, v, core = look(t, core)  # noqa: E741
         logits.append(l[:, 0])
