@@ -313,7 +313,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 
 
 def collect(
-    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check
+    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
 ):
     """Plays an actor's i-th unroll, as `actors.Fleet` asks for it in its thread: Unroll and the next Carry."""
     rollout = begin_rollout(args, carry, envs.derive_seed(args.seed, actor), i)
@@ -324,7 +324,7 @@ def collect(
         rollout, actions = act(args, agent, params, rollout, obs, age, epsilon)
         return actions
 
-    steps = games.play(choose_actions, args.num_steps, watch, check)
+    steps = games.play(choose_actions, args.num_steps, watch, check_stop)
     return Unroll(rollout, steps), Carry(rollout.frames.history(args.num_steps), rollout.last_action)
 
 

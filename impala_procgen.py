@@ -324,7 +324,7 @@ def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) ->
 
 
 def collect(
-    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check
+    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
 ):
     """Plays an actor's i-th unroll, in its thread, as `actors.Fleet` asks for it.
 
@@ -337,7 +337,7 @@ def collect(
         rollout, actions = act(args, agent, params, rollout, obs, age)
         return actions
 
-    steps = games.play(choose_actions, args.num_steps, watch, check)
+    steps = games.play(choose_actions, args.num_steps, watch, check_stop)
     rollout, carry = end_rollout(args, rollout, games.obs, games.age)
     return Unroll(rollout, steps), carry
 

@@ -358,7 +358,7 @@ def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: j
 
 
 def collect(
-    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check
+    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
 ) -> tuple[Unroll, Carry]:
     """Plays the i-th rollout, num_steps steps of each game, as `common.actors.Fleet` asks for it."""
     rollout, rooms, pictures = begin_rollout(args, carry, i), [], {}
@@ -371,7 +371,7 @@ def collect(
             pictures[int(room)] = obs[env, 0].copy()
         return actions
 
-    steps = games.play(choose_actions, args.num_steps, watch, check)
+    steps = games.play(choose_actions, args.num_steps, watch, check_stop)
     rollout, carry = end_rollout(args, agent, params, rollout, games.obs, games.age)
     return Unroll(rollout, steps, np.stack(rooms), pictures), carry
 

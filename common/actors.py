@@ -27,7 +27,7 @@ class ActorError(RuntimeError):
 
 
 class Stopped(Exception):
-    """Ends an actor's thread; raised by `check` in the midst of an unroll."""
+    """Ends an actor's thread; raised by `check_stop` in the midst of an unroll."""
 
 
 @jax.jit
@@ -49,8 +49,8 @@ class Fleet:
     """The actors, their threads and their games. `with` ends them.
 
     Args:
-      collect: collect(games, params, carry, actor=, i=, watch=, check=) -> (unroll, carry), called in an actor's thread
-        for its i-th unroll. It calls check() at every step of the games, and times its parts with `watch`.
+      collect: collect(games, params, carry, actor=, i=, watch=, check_stop=) -> (unroll, carry), called in an actor's
+        thread for its i-th unroll. It calls check_stop() at every step of the games, and times its parts with `watch`.
       games: of each actor.
       carry: what an actor begins with.
       homes: where each actor's parameters and carry lie: a device, or a sharding; the last devices first if not given.
@@ -192,10 +192,12 @@ class Fleet:
             while True:
                 with watch("blocked"):
                     version, params = self._parameters(actor, i)
-                unroll, carry = self._collect(games, params, carry, actor=actor, i=i, watch=watch, check=self._check)
+                unroll, carry = self._collect(
+                    games, params, carry, actor=actor, i=i, watch=watch, check_stop=self._check_stop
+                )
                 item = Item(unroll, carry, games.mark(), version, watch.fractions())
                 with self._changed:
-                    self._check()
+                    self._check_stop()
                     self._ready[actor].append(item)
                     self._changed.notify_all()
                 i += 1
@@ -211,12 +213,12 @@ class Fleet:
         with self._changed:
             oldest = max(i - self._max_lag, min(self._published))
             while max(self._published) < oldest:
-                self._check()
+                self._check_stop()
                 self._changed.wait()
-            self._check()
+            self._check_stop()
             version = oldest if self._lockstep else max(self._published)
             return version, self._published[version][self._homes[actor]]
 
-    def _check(self) -> None:
+    def _check_stop(self) -> None:
         if self._stopping:
             raise Stopped

@@ -288,15 +288,15 @@ class Games:
         self.done = terminated | truncated
         return reward, terminated, truncated
 
-    def play(self, act: Callable, num_steps: int, watch: Stopwatch, check: Callable = lambda: None) -> Steps:
-        """Plays `num_steps` steps with actions int [N] = act(obs, age); calls check() before each."""
+    def play(self, act: Callable, num_steps: int, watch: Stopwatch, check_stop: Callable = lambda: None) -> Steps:
+        """Plays `num_steps` steps with actions int [N] = act(obs, age); calls check_stop() before each."""
         if len(self._actions) >= self._restart_every:
             self._start(derive_seed(self._seed))
         shape = (num_steps, len(self.age))
         rewards, (terminated, truncated, done) = np.zeros(shape, np.float32), np.zeros((3, *shape), bool)
         age = np.zeros((num_steps + 1, shape[1]), np.int32)
         for t in range(num_steps):
-            check()
+            check_stop()
             age[t], done[t] = self.age, self.done
             with watch("inference"):
                 actions = np.asarray(act(self.obs, self.age))

@@ -266,7 +266,7 @@ def test_the_learner_sees_what_the_actors_saw():
         for actor in everyone:
             unroll, carries[actor] = apex.collect(
                 args, agent, games[actor], params, carries[actor],
-                actor=actor, i=i, watch=runs.Stopwatch(), check=lambda: None,
+                actor=actor, i=i, watch=runs.Stopwatch(), check_stop=lambda: None,
             )  # fmt: skip
             unrolls.append(unroll)
         steps = envs.join_steps([unroll.steps for unroll in unrolls])

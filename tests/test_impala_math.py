@@ -285,7 +285,7 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
     for i in range(4):
         collected = [
             impala.collect(args, agent, games[actor], state.params, carries[actor], actor=actor, i=i,
-                           watch=runs.Stopwatch(), check=lambda: None)
+                           watch=runs.Stopwatch(), check_stop=lambda: None)
             for actor in range(2)
         ]  # fmt: skip
         unrolls, carries = zip(*collected, strict=True)
