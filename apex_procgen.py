@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 from common import augment, devices, envs, networks, replay, runs, shaping
-from common.actors import Fleet
+from common.actors import ActorArgs, Fleet
+from common.devices import GAMES, SAME
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
@@ -29,7 +30,7 @@ EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a polic
 
 
 @dataclass(frozen=True)
-class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArgs):
+class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, ActorArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 4096), "max_lag": (0, 64), "epsilon": (0, 1),
         "epsilon_alpha": (0, None), "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536),
@@ -64,7 +65,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArg
     buffer_size: int = 200_000
     """transitions in the replay buffer, 12 kB each"""
     replay_device: Literal["device", "host"] = "device"
-    """where the replay buffer is: on the accelerator, or in the host's memory (the same on a CPU)"""
+    """where the replay buffer is: on the devices that learn, each its own games' part, or in the host's memory"""
     save_replay: bool = True
     """keep the replay buffer in each checkpoint (12 kB a transition); else a resumed run refills it first"""
     learning_starts: int = 50_000
@@ -103,6 +104,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArg
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
         games, unroll = self.num_envs, self.n_step + self.num_steps
+        check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         check(games % self.num_actors == 0, f"--num-actors {self.num_actors}: must divide the number of games, {games}")
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
         check(
@@ -129,6 +131,11 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArg
         runs.check_needs(self, self.per_alpha, "--per-alpha", ("per_beta",))
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
         runs.check_schedule("--per-beta", self.per_beta, 0, 1)
+
+    def shares(self) -> dict[str, int]:
+        """What the devices divide between them."""
+        games = self.num_envs // self.num_actors
+        return {"an actor's games, --num-envs / --num-actors": games, "--batch-size": self.batch_size}
 
 
 def buffer_rows(args: Args) -> int:
@@ -204,6 +211,7 @@ class Carry(NamedTuple):
     """What an actor needs besides its games to go on with n of them."""
 
     history: jax.Array  # uint8 [H, n, 64, 64, 3]: the frames before the newest
+    numbers: jax.Array  # int32 [n]: of these games in the run
     last_action: jax.Array  # int32 [n]: what the games played last
 
 
@@ -228,18 +236,14 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     )
 
 
-@partial(jax.jit, static_argnums=0)
 def initial_replay(args: Args) -> replay.Replay:
     return replay.empty(buffer_rows(args), args.num_envs, args.offsets)
 
 
 @partial(jax.jit, static_argnums=0)
-def initial_carry(args: Args) -> Carry:
-    size = args.num_envs // args.num_actors
-    return Carry(
-        history=envs.empty_history(size, args.offsets),
-        last_action=jnp.zeros(size, jnp.int32),
-    )
+def initial_carry(args: Args, numbers: jax.Array) -> Carry:
+    """Before the first step of the games with these numbers, int32 [n]."""
+    return Carry(envs.empty_history(len(numbers), args.offsets), numbers, last_action=jnp.zeros_like(numbers))
 
 
 # ROLLOUT
@@ -252,9 +256,13 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, n]
     action_value: jax.Array  # float32 [T, n]: of that action
     state_value: jax.Array  # float32 [T, n]: of the best one
+    numbers: jax.Array  # int32 [n]
     last_action: jax.Array  # int32 [n]
     key: jax.Array
     t: jax.Array  # int32 []
+
+
+ROLLOUT = devices.layout(Rollout, steps="frames actions action_value state_value", games="numbers last_action")
 
 
 class Unroll(NamedTuple):
@@ -270,37 +278,45 @@ def epsilons(args: Args) -> np.ndarray:
     return np.float32(args.epsilon ** (1 + place * args.epsilon_alpha))
 
 
-def explore(key: jax.Array, values: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """The best of the values [N, 15], or with probability epsilon [N] any action: int32 [N]."""
-    random_key, action_key = jax.random.split(key)
-    any_action = jax.random.randint(action_key, epsilon.shape, 0, envs.NUM_ACTIONS)
-    return jnp.where(jax.random.bernoulli(random_key, epsilon), any_action, values.argmax(axis=-1))
+def explore(keys: jax.Array, values: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """The best of the values [N, 15], or with probability epsilon [N] any action: int32 [N]; keys are uint32 [N, 2]."""
+
+    def one(key, values, epsilon):
+        random_key, action_key = jax.random.split(key)
+        any_action = jax.random.randint(action_key, (), 0, envs.NUM_ACTIONS)
+        return jnp.where(jax.random.bernoulli(random_key, epsilon), any_action, values.argmax())
+
+    return jax.vmap(one)(keys, values, epsilon)
 
 
 @partial(jax.jit, static_argnums=0)
-def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
+def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
     """An actor's i-th rollout, before its first step."""
-    shape = (args.num_steps, args.num_envs // args.num_actors)
+    shape = (args.num_steps, len(carry.numbers))
     return Rollout(
         frames=envs.Frames.after(carry.history, args.num_steps, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         action_value=jnp.zeros(shape),
         state_value=jnp.zeros(shape),
+        numbers=carry.numbers,
         last_action=carry.last_action,
-        key=jax.random.fold_in(jax.random.PRNGKey(seed), i),
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
     )
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array, epsilon: jax.Array):
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
     t = rollout.t
     frames = rollout.frames.put(t, obs, age)
     values = mean_value(agent.support, devices.in_chunks(partial(agent.apply, params), frames.stack(t)))
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
-    actions = explore(choose_key, values, epsilon)
-    played = envs.stick(stick_key, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+    # Drawn by game, so that it plays the same whichever actor it has.
+    epsilon = jnp.array(epsilons(args))[rollout.numbers]
+    actions = explore(devices.keys_of(choose_key, rollout.numbers), values, epsilon)
+    stick_keys = devices.keys_of(stick_key, rollout.numbers)
+    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
@@ -312,30 +328,32 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     return rollout, played
 
 
-def collect(
-    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
-):
+def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch, check_stop):
     """Plays an actor's i-th unroll, as `actors.Fleet` asks for it in its thread: Unroll and the next Carry."""
-    rollout = begin_rollout(args, carry, envs.derive_seed(args.seed, actor), i)
-    epsilon = epsilons(args).reshape(args.num_actors, -1)[actor]
+    rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):
         nonlocal rollout
-        rollout, actions = act(args, agent, params, rollout, obs, age, epsilon)
+        rollout, actions = act(args, agent, params, rollout, obs, age)
         return actions
 
     steps = games.play(choose_actions, args.num_steps, watch, check_stop)
-    return Unroll(rollout, steps), Carry(rollout.frames.history(args.num_steps), rollout.last_action)
+    history = rollout.frames.history(args.num_steps)
+    return Unroll(rollout, steps), Carry(history, rollout.numbers, rollout.last_action)
 
 
 # REPLAY
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def insert(args: Args, buffer: replay.Replay, rollouts: Sequence[Rollout], steps: envs.Steps) -> replay.Replay:
-    """Adds the actors' rollouts [T, n], side by side, with all their steps [T, N]."""
+@devices.spread(
+    [replay.REPLAY, [ROLLOUT], [envs.STEPS]], replay.REPLAY, when=lambda args: args.replay_device == "device"
+)
+def insert(args: Args, buffer: replay.Replay, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]):
+    """Adds the actors' rollouts and steps [T, n], side by side; each device has the part of its own games."""
     parts = [(r.frames, r.actions, r.action_value, r.state_value) for r in rollouts]
     frames, actions, action_value, state_value = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    steps = envs.join_steps(steps)
     new = replay.Rows(
         frames=frames,
         actions=actions,
@@ -351,9 +369,10 @@ def insert(args: Args, buffer: replay.Replay, rollouts: Sequence[Rollout], steps
 
 @partial(jax.jit, static_argnums=0)
 def sample(args: Args, buffer: replay.Replay, i: jax.Array, beta: jax.Array) -> replay.Batch:
-    """Draws the i-th update's batch."""
-    key = jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, args.num_actors)), i)
-    return replay.sample(buffer, key, beta, batch_size=args.batch_size, n_step=args.n_step, gamma=args.gamma)
+    """Draws the i-th update's batch, or a device's part of it."""
+    key = devices.own_key(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
+    size = args.batch_size // devices.size()
+    return replay.sample(buffer, key, beta, batch_size=size, n_step=args.n_step, gamma=args.gamma)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -430,12 +449,11 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target:
     return q_parts(agent.support, outputs, batch, following=following, judge=judge)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def update(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
+def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
     """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     objective = partial(loss, args, agent, target=state.target)
-    grads, means, parts = devices.gradient(objective, state.params, batch, jnp.ones(args.batch_size))
+    grads, means, parts = devices.gradient(objective, state.params, batch, jnp.ones_like(batch.returns))
     grads = networks.add_l2(grads, state.params, args.l2)
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state)
     params = optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction))
@@ -452,12 +470,16 @@ def update(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> 
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-def learn_in_place(args: Args, agent: Agent, state: TrainState, buffer: replay.Replay, k: jax.Array, beta: jax.Array):
-    """`learn` as one program, so that nothing waits for Python; state and buffer are on the same device."""
+@devices.spread([SAME, replay.REPLAY, SAME, SAME], (SAME, replay.REPLAY, SAME))
+def update(args: Args, agent: Agent, state: TrainState, buffer: replay.Replay, k: jax.Array, beta: jax.Array):
+    """k updates as one program, so that nothing waits for Python: each device draws from its own part of the buffer.
+
+    Returns the state, the buffer with new priorities, and mean metrics.
+    """
 
     def once(state, buffer):
         batch = sample(args, buffer, state.updates, beta)
-        state, td, metrics = update(args, agent, state, batch)
+        state, td, metrics = improve(args, agent, state, batch)
         return state, set_priorities(args, buffer, batch, td), metrics
 
     def add(_, carry):
@@ -465,29 +487,36 @@ def learn_in_place(args: Args, agent: Agent, state: TrainState, buffer: replay.R
         return state, buffer, jax.tree.map(jnp.add, carry[2], metrics)
 
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, state, buffer)[2])
-    state, buffer, total = jax.lax.fori_loop(0, k, add, (state, buffer, zero))
-    return state, buffer, jax.tree.map(lambda x: x / k, total)
+    state, buffer, sums = jax.lax.fori_loop(0, k, add, (state, buffer, zero))
+    return state, buffer, jax.tree.map(lambda x: x / k, sums)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@devices.spread([SAME, GAMES], (SAME, GAMES, SAME))
+def update_on_batch(args: Args, agent: Agent, state: TrainState, batch: replay.Batch):
+    """`improve`, each device on its part of a batch that was drawn elsewhere."""
+    return improve(args, agent, state, batch)
 
 
 def learn(args: Args, agent: Agent, state: TrainState, buffer: replay.Replay, *, k: int, beta: float, watch):
     """k updates: returns the state, the buffer with new priorities, and mean metrics, of none if there is no update."""
     if k == 0:
         return state, buffer, {}
-    if state.updates.devices() == buffer.written.devices():
+    if args.replay_device == "device":
         with watch("update"):
-            state, buffer, metrics = learn_in_place(args, agent, state, buffer, k, beta)
+            state, buffer, metrics = update(args, agent, state, buffer, k, beta)
             return state, buffer, jax.device_get(metrics)
-    # The buffer is elsewhere, or the learner on more devices than that: batches go there, TD errors come back.
+    # The buffer is in the host's memory: batches come from there, TD errors go back.
     home, metrics = buffer.written.sharding, []
     for i in range(int(state.updates), int(state.updates) + k):
         with watch("sample"):
-            batch = jax.block_until_ready(devices.replicate(sample(args, buffer, i, beta)))
+            batch = sample(args, buffer, i, beta)
+            given = jax.block_until_ready(devices.put(args, batch, GAMES))
         with watch("update"):
-            state, td, some = update(args, agent, state, batch)
+            state, td, some = update_on_batch(args, agent, state, given)
             metrics.append(jax.device_get(some))
         with watch("sample"):
-            batch, td = jax.device_put((batch._replace(frames=None, next_frames=None), td), home)
-            buffer = set_priorities(args, buffer, batch, td)
+            buffer = set_priorities(args, buffer, batch, jax.device_put(td, home))
     return state, buffer, jax.tree.map(lambda *x: float(np.mean(x)), *metrics)
 
 
@@ -503,18 +532,19 @@ def updates_due(args: Args, learn_from: int, before: int, after: int) -> int:
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=0)
-def choose(agent: Agent, params: dict, frames: jax.Array, key: jax.Array) -> jax.Array:
-    """Almost always the best actions int32 [N] for stacked frames uint8 [N, 64, 64, C]."""
-    values = mean_value(agent.support, devices.apply(agent.apply, params, frames))
-    return explore(key, values, jnp.full(len(frames), EVALUATION_EPSILON))
+@partial(jax.jit, static_argnums=(0, 1))
+@devices.spread([SAME, GAMES, GAMES], GAMES)
+def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
+    """Almost always the best actions int32 [N] for stacked frames uint8 [N, 64, 64, C], with a key [2] for each."""
+    values = mean_value(agent.support, devices.in_chunks(partial(agent.apply, params), frames))
+    return explore(keys, values, jnp.full(len(frames), EVALUATION_EPSILON))
 
 
-def make_policy(agent: Agent, params: dict) -> Callable:
+def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
 
     def policy(frames, age, key, memory):
-        return choose(agent, params, frames, key), None
+        return choose(args, agent, params, frames, jax.random.split(key, len(frames))), None
 
     return policy
 
@@ -522,8 +552,8 @@ def make_policy(agent: Agent, params: dict) -> Callable:
 def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
     """For evaluate.py: plays the newest checkpoint of a run (see `envs.evaluate_checkpoint`)."""
     agent = make_agent(args)
-    state = devices.replicate(load(args, agent, run_dir)["state"])
-    return envs.evaluate_checkpoint(args, int(state.global_step), make_policy(agent, state.params), **how)
+    state = devices.put(args, load(args, agent, run_dir)["state"], SAME)
+    return envs.evaluate_checkpoint(args, int(state.global_step), make_policy(args, agent, state.params), **how)
 
 
 # MAIN
@@ -540,12 +570,12 @@ def load(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def make_fleet(args: Args, agent: Agent) -> Fleet:
-    make = partial(envs.make_levels, args, args.num_envs // args.num_actors)
-    seeds = [envs.derive_seed(args.seed, 0, 0, actor) for actor in range(args.num_actors)]
+    numbers, seed = devices.games_of_host(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
     return Fleet(
         partial(collect, args, agent),
-        [envs.Games(make, seed, args.restart_every) for seed in seeds],
-        initial_carry(args),
+        [envs.Games(partial(envs.make_levels, args), own, seed, args.restart_every) for own in numbers],
+        [initial_carry(args, own) for own in numbers],
+        homes=devices.of_actors(args, args.num_actors),
         max_lag=args.max_lag,
         lockstep=args.deterministic,
     )
@@ -553,14 +583,21 @@ def make_fleet(args: Args, agent: Agent) -> Fleet:
 
 def make_buffer(args: Args, saved: dict | None) -> replay.Replay:
     """The replay buffer where it is to lie, as it was saved or empty."""
-    home = jax.devices("cpu" if args.replay_device == "host" else None)[0]
-    with jax.default_device(home):
-        if saved and "replay" in saved:
-            template = jax.eval_shape(partial(initial_replay, args))
-            buffer = runs.restore_tree(template, saved.pop("replay"), args.resume)
-        else:
-            buffer = initial_replay(args)
-    return jax.device_put(buffer, home)
+    if args.replay_device == "host":
+        home = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    else:
+        home = devices.shardings(args, replay.REPLAY)
+    if saved and "replay" in saved:
+        template = jax.eval_shape(partial(initial_replay, args))
+        return jax.device_put(runs.restore_tree(template, saved.pop("replay"), args.resume), home)
+    return jax.jit(partial(initial_replay, args), out_shardings=home)()
+
+
+def move(args: Args, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]) -> tuple:
+    """The actors' rollouts and steps where the replay buffer is."""
+    if args.replay_device == "host":
+        return jax.device_put((rollouts, steps), jax.devices("cpu")[0])
+    return devices.put(args, (rollouts, steps), ((ROLLOUT,) * len(rollouts), (envs.STEPS,) * len(steps)))
 
 
 def describe(buffer: replay.Replay) -> str:
@@ -578,7 +615,7 @@ def main(args: Args) -> runs.Run:
 
     with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        state = devices.replicate((saved or initial(args, agent))["state"])
+        state = devices.put(args, (saved or initial(args, agent))["state"], SAME)
         step = int(state.global_step)
         if saved:
             run.restore(step, saved["run"])
@@ -590,12 +627,12 @@ def main(args: Args) -> runs.Run:
         run.say(describe(buffer))
 
         def save():
-            tree = {"state": state, "fleet": fleet.save(), "episodes": episodes.save()}
-            run.save(step, tree | ({"replay": buffer} if args.save_replay else {}))
+            tree = {"state": state} | ({"replay": buffer} if args.save_replay else {})
+            run.save(step, tree, {"fleet": fleet.save(), "episodes": episodes.save()})
 
         fleet.start(int(state.iterations), state.params)
         while True:
-            envs.evaluate_if_due(args, run, step, make_policy(agent, state.params))
+            envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params))
             if run.over(step):
                 break
             with watch("waiting"):
@@ -604,14 +641,16 @@ def main(args: Args) -> runs.Run:
                 break
             i, before = int(state.iterations), step
             with watch("insert"):
-                steps = envs.join_steps([item.unroll.steps for item in items])
-                rollouts = jax.device_put([item.unroll.rollout for item in items], buffer.written.sharding)
-                buffer = jax.block_until_ready(insert(args, buffer, rollouts, steps))
+                rollouts, steps = zip(*(item.unroll for item in items), strict=True)
+                given = move(args, rollouts, steps)
+                buffer = jax.block_until_ready(insert(args, buffer, *given))
+            steps = envs.join_steps(steps)
             step += int((~steps.done).sum())
             beta = float(runs.parse_schedule(args.per_beta)(step))
             k = updates_due(args, int(state.learn_from), before, step)
             state, buffer, metrics = learn(args, agent, state, buffer, k=k, beta=beta, watch=watch)
-            state = devices.replicate(state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1)))
+            state = state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1))
+            state = devices.put(args, state, SAME)
             fleet.publish(i + 1, state.params)
             run.check_finite(step, metrics)
             episodes.add(steps)

@@ -69,7 +69,7 @@ def main(args: Args) -> dict:
     runs.check(here, f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here")
     script = importlib.import_module(name)
     answer = script.evaluate(
-        runs.saved_args(script.Args, args.run_dir, "RUN_DIR"),
+        runs.on_this_machine(runs.saved_args(script.Args, args.run_dir, "RUN_DIR")),
         args.run_dir,
         episodes=args.episodes,
         seed=args.seed,

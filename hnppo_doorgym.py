@@ -25,6 +25,7 @@ from jax.flatten_util import ravel_pytree
 
 import doorgym
 from common import continual, devices, doors, envs, runs, shaping
+from common.devices import SAME, STEPS
 from common.doors import DECISIONS, SLOTS, Rollout
 from common.runs import check
 
@@ -90,6 +91,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     """stop after as many steps in a row with a gradient that is not finite; such a step is not taken"""
     stop_at_success: float = 0.95
     """go on to the next task when this part of the doors was opened in three evaluations in a row; 2 for never"""
+    num_devices: int = 1  # small networks: a batch on one device takes less time than sums over several
     checkpoint_every: int = 163_840
     keep_checkpoints: int = 2
     wandb_project: str = "doorgym"
@@ -101,11 +103,17 @@ class Args(doors.DoorArgs, runs.RunArgs):
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
         runs.check_needs(self, self.method == "hnppo", "--method hnppo", HYPER)
+        check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host")
         batch = DECISIONS * self.num_envs
         check(
             batch % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches}: must divide the batch, {DECISIONS} x num_envs = {batch}",
         )
+
+    def shares(self) -> dict[str, int]:
+        """What the devices divide between them."""
+        size = DECISIONS * self.num_envs // self.num_minibatches
+        return {"the doors, --num-envs": self.num_envs, "a minibatch's samples": size}
 
 
 # NETWORKS
@@ -281,6 +289,9 @@ class TrainState(NamedTuple):
     skipped: jax.Array  # int32 []: steps not taken, for a gradient that was not finite
     skipped_in_a_row: jax.Array  # int32 []
     return_filter: shaping.ReturnFilter
+
+
+STATE = devices.layout(TrainState, return_filter=shaping.FILTER)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -485,8 +496,10 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tu
     )
     advantages = jax.vmap(partial(gae, gamma=args.gamma, gae_lambda=args.gae_lambda), 1, 1)(rewards, values)
     returns = advantages + values[:-1]
+    middle, var = shaping.masked_moments(advantages, jnp.ones_like(advantages))
+    _, spread = shaping.masked_moments(returns, jnp.ones_like(returns))
     metrics = {
-        "losses/explained_variance": 1 - advantages.var() / jnp.maximum(returns.var(), 1e-8),
+        "losses/explained_variance": 1 - var / jnp.maximum(spread, 1e-8),
         "losses/action_std": jnp.exp(log_std).mean(),
     }
     batch = Batch(
@@ -494,7 +507,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tu
         actions=rollout.actions,
         log_probs=log_prob(mean, log_std, rollout.actions),
         values=values[:-1],
-        advantages=(advantages - advantages.mean()) / (advantages.std() + 1e-5),
+        advantages=(advantages - middle) / (jnp.sqrt(var) + 1e-5),
         returns=returns,
     )
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
@@ -520,7 +533,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remem
         return state, (jax.tree.map(lambda x: jnp.where(good, x, jnp.nan), parts), in_a_row)
 
     def epoch(state, key):
-        order = jax.random.permutation(key, len(batch.obs)).reshape(args.num_minibatches, -1)
+        order = jax.random.permutation(devices.own_key(key), len(batch.obs)).reshape(args.num_minibatches, -1)
         state, (parts, in_a_row) = jax.lax.scan(minibatch, state, order)
         parts = jax.tree.map(lambda x: jnp.nan_to_num(jnp.nanmean(x)), parts)  # of the steps that were taken
         return state, (parts, in_a_row.max())
@@ -532,12 +545,13 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remem
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@devices.spread([STATE, STEPS], (STATE, SAME))
 def update(args: Args, agent: Agent, remember: bool, state: TrainState, rollout: Rollout) -> tuple[TrainState, dict]:
     """One update of PPO; `remember` adds the penalty. Returns the next state and metrics float32 []."""
-    chex.assert_shape(rollout.rewards, (DECISIONS, args.num_envs))
+    chex.assert_axis_dimension(rollout.rewards, 0, DECISIONS)
     state, batch, metrics = prepare(args, agent, state, rollout)
     state, more = optimize(args, agent, state, batch, remember=remember)
-    state = state._replace(updates=state.updates + 1, global_step=state.global_step + rollout.rewards.size)
+    state = state._replace(updates=state.updates + 1, global_step=state.global_step + DECISIONS * args.num_envs)
     return state, metrics | more
 
 
@@ -627,7 +641,8 @@ def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> Tr
         while not run.stop and state.finished == state.task:
             rollout, success = collect(args, agent, env, state, watch=watch)
             with watch("update"):
-                state, metrics = update(args, agent, remember, state, rollout)
+                given = devices.put(args, (state, rollout), (STATE, STEPS))
+                state, metrics = update(args, agent, remember, *given)
                 metrics = jax.device_get(metrics)
             step, decisions = int(state.global_step), batch * int(state.updates)
             check_skipped(args, run, step, metrics)
@@ -647,7 +662,7 @@ def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> Tr
             if over or state.best.held == 3:
                 state = finish_task(args, agent, run, state)
             if run.stop or state.finished > state.task or run.checkpoint_due(step):
-                run.save(step, {"state": state})
+                run.save(step, {"state": state}, {})
     return state
 
 

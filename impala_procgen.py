@@ -21,14 +21,15 @@ import numpy as np
 import optax
 
 from common import augment, devices, envs, networks, runs, shaping
-from common.actors import Fleet
+from common.actors import ActorArgs, Fleet
+from common.devices import GAMES, SAME, STEPS
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, runs.RunArgs):
+class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, ActorArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 65536), "max_lag": (0, 64),
         "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
@@ -116,6 +117,16 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.Dra
         runs.check_schedule("--ent-coef", self.ent_coef, 0, None)
         runs.check_schedule("--gamma", self.gamma, 0, 1)
 
+    def shares(self) -> dict[str, int]:
+        """What the devices divide between them."""
+        replayed = num_replayed(self)
+        batch = self.num_envs + replayed
+        shares = {
+            "an actor's games, --num-envs / --num-actors": self.num_envs // self.num_actors,
+            "a minibatch's unrolls": batch // self.num_minibatches,
+        }
+        return shares | ({"the replayed unrolls": replayed, "--replay-size": self.replay_size} if replayed else {})
+
 
 def num_replayed(args: Args) -> int:
     """How many of a batch's unrolls come from the replay buffer."""
@@ -188,17 +199,21 @@ class Unrolls(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the learner remembers of the games, on its first device."""
+    """What the learner remembers of the games."""
 
     reward_filter: shaping.ReturnFilter
     replay: Unrolls | None  # N = replay_size
-    written: jax.Array  # int32 []: unrolls ever put into the replay buffer
+    written: jax.Array  # int32 []: unrolls that each device has ever put into its part of the replay buffer
+
+
+MEMORY = devices.layout(Memory, reward_filter=shaping.FILTER, replay=STEPS)
 
 
 class Carry(NamedTuple):
     """What an actor needs besides its games to go on with n of them."""
 
     history: jax.Array  # uint8 [H, n, 64, 64, 3]: the frames before the newest
+    numbers: jax.Array  # int32 [n]: of these games in the run
     last_action: jax.Array  # int32 [n]: what the games played last
     core: networks.Core
 
@@ -247,12 +262,13 @@ def empty_unrolls(args: Args, size: int) -> Unrolls:
 
 
 @partial(jax.jit, static_argnums=0)
-def initial_carry(args: Args) -> Carry:
-    size = args.num_envs // args.num_actors
+def initial_carry(args: Args, numbers: jax.Array) -> Carry:
+    """Before the first step of the games with these numbers, int32 [n]."""
     return Carry(
-        history=envs.empty_history(size, args.offsets),
-        last_action=jnp.zeros(size, jnp.int32),
-        core=networks.initial_core(args.core, args.hidden, size),
+        history=envs.empty_history(len(numbers), args.offsets),
+        numbers=numbers,
+        last_action=jnp.zeros_like(numbers),
+        core=networks.initial_core(args.core, args.hidden, len(numbers)),
     )
 
 
@@ -265,11 +281,15 @@ class Rollout(NamedTuple):
     frames: envs.Frames  # of T + 1 steps
     actions: jax.Array  # int32 [T, n]
     logits: jax.Array  # float32 [T, n, 15]
+    numbers: jax.Array  # int32 [n]
     last_action: jax.Array  # int32 [n]
     first_core: networks.Core
     core: networks.Core
     key: jax.Array
     t: jax.Array  # int32 []
+
+
+ROLLOUT = devices.layout(Rollout, steps="frames actions logits", games="numbers last_action first_core core")
 
 
 class Unroll(NamedTuple):
@@ -280,17 +300,18 @@ class Unroll(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def begin_rollout(args: Args, carry: Carry, seed: int, i: int) -> Rollout:
+def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
     """An actor's i-th rollout, before its first step."""
-    shape = (args.num_steps, args.num_envs // args.num_actors)
+    shape = (args.num_steps, len(carry.numbers))
     return Rollout(
         frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
+        numbers=carry.numbers,
         last_action=carry.last_action,
         first_core=carry.core,
         core=carry.core,
-        key=jax.random.fold_in(jax.random.PRNGKey(seed), i),
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
     )
 
@@ -303,8 +324,10 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames.stack(t))
     logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, rollout.core, method="decode")
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
-    actions = jax.random.categorical(choose_key, logits[:, 0])
-    played = envs.stick(stick_key, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+    # Drawn by game, so that it plays the same whichever actor it has.
+    actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits[:, 0])
+    stick_keys = devices.keys_of(stick_key, rollout.numbers)
+    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
@@ -320,17 +343,16 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
     """Adds the frames uint8 [n, 3, 64, 64] after the last step, and their ages int32 [n]."""
     rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
-    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.last_action, rollout.core)
+    history = rollout.frames.history(args.num_steps)
+    return rollout, Carry(history, rollout.numbers, rollout.last_action, rollout.core)
 
 
-def collect(
-    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
-):
+def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch, check_stop):
     """Plays an actor's i-th unroll, in its thread, as `actors.Fleet` asks for it.
 
     Returns an Unroll and the next Carry.
     """
-    rollout = begin_rollout(args, carry, envs.derive_seed(args.seed, actor), i)
+    rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):
         nonlocal rollout
@@ -467,26 +489,28 @@ def join(parts: Sequence):
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: envs.Steps, step: int, i: int):
-    """Makes the i-th update's batch of the actors' rollouts [T, n] and all their steps [T, N], at environment step
-    `step`: returns the memory and Unrolls, the new ones first, then those replayed."""
-    gamma = runs.parse_schedule(args.gamma)(step)
+@devices.spread([MEMORY, [ROLLOUT], [envs.STEPS], SAME, SAME], (MEMORY, STEPS))
+def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps], step: int, i: int):
+    """Makes the i-th update's batch of the actors' rollouts and steps [T, n], at environment step `step`: returns the
+    memory and Unrolls, the new ones first, then those replayed."""
+    gamma, steps = runs.parse_schedule(args.gamma)(step), envs.join_steps(steps)
     reward_filter, rewards = shaping.prepare_rewards(args, memory.reward_filter, steps, gamma)
     frames, actions, logits = join([(r.frames, r.actions, r.logits) for r in rollouts])
     core = join([jax.tree.map(lambda x: x[None], r.first_core) for r in rollouts])
     new = Unrolls(frames, core, Batch(actions, logits, rewards, steps.terminated, steps.done))
     if not args.replay_fraction:
         return memory._replace(reward_filter=reward_filter), new
-    key = jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, args.num_actors)), i)
-    filled = jnp.minimum(memory.written, args.replay_size)
+    key = devices.own_key(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
+    num_envs, size = steps.done.shape[1], args.replay_size // devices.size()  # of this device
+    filled = jnp.minimum(memory.written, size)
     empty = filled == 0  # in the first update, which draws from the new ones
-    drawn = jax.random.randint(key, num_replayed(args), 0, jnp.where(empty, args.num_envs, filled))
+    drawn = jax.random.randint(key, num_replayed(args) // devices.size(), 0, jnp.where(empty, num_envs, filled))
     old = jax.tree.map(lambda x, held: jnp.where(empty, x[:, drawn], held[:, drawn]), new, memory.replay)
-    places = (memory.written + jnp.arange(args.num_envs)) % args.replay_size
+    places = (memory.written + jnp.arange(num_envs)) % size
     replay = jax.tree.map(lambda held, x: held.at[:, places].set(x), memory.replay, new)
-    written = memory.written + args.num_envs
+    written = memory.written + num_envs
     # Counted modulo the size once it is full, so that it never overflows.
-    written = jnp.where(written < 2 * args.replay_size, written, written - args.replay_size)
+    written = jnp.where(written < 2 * size, written, written - size)
     return Memory(reward_filter, replay, written), join([new, old])
 
 
@@ -496,7 +520,7 @@ def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array)
     time, env = steps[None, :-1], games[:, None]
 
     def keys_of(game):
-        return jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, game)))(steps[:-1])
+        return devices.keys_of(jax.random.fold_in(key, game), steps[:-1])
 
     inputs = Inputs(
         frames=unrolls.frames.stack(steps[None], env),
@@ -526,7 +550,8 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, r
     def epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
         games = unrolls.batch.done.shape[1]
-        order = jax.random.permutation(shuffle_key, games).reshape(args.num_minibatches, -1)
+        order = jax.random.permutation(devices.own_key(shuffle_key), games).reshape(args.num_minibatches, -1)
+        sample_key = devices.own_key(sample_key)
         learner, parts = jax.lax.scan(lambda learner, games: minibatch(learner, sample_key, games), learner, order)
         return learner, jax.tree.map(jnp.mean, parts)
 
@@ -536,6 +561,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, r
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@devices.spread([SAME, STEPS], (SAME, SAME))
 def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tuple[TrainState, dict]:
     """One IMPALA update: returns the next state and metrics, float32 [].
 
@@ -546,12 +572,13 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     key, shuffle_key = jax.random.split(state.key)
+    new = args.num_envs // devices.size()  # of this device's unrolls, those that were not replayed
     params, opt_state, parts = optimize(
         args, agent, state, unrolls, rates=(learning_rate, ent_coef, gamma), key=shuffle_key
     )
-    spread = parts.pop("target_square") - parts.pop("target") ** 2
+    variance = parts.pop("target_square") - parts.pop("target") ** 2
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
-        "losses/explained_variance": 1 - 2 * parts["value_loss"] / jnp.maximum(spread, 1e-8),
+        "losses/explained_variance": 1 - 2 * parts["value_loss"] / jnp.maximum(variance, 1e-8),
         "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
@@ -561,7 +588,7 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + (~unrolls.batch.done[:, : args.num_envs]).sum(),
+        global_step=state.global_step + devices.total((~unrolls.batch.done[:, :new]).sum()),
         updates=state.updates + 1,
     )
     return state, metrics
@@ -570,12 +597,14 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=0)
-def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; its memory is the core."""
-    features = devices.apply(partial(agent.apply, method="encode"), params, frames)
+@partial(jax.jit, static_argnums=(0, 1))
+@devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES), every_host=False)
+def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each; its
+    memory is the core."""
+    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
     logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, core, method="decode")
-    return jax.random.categorical(key, logits[:, 0]), core
+    return jax.vmap(jax.random.categorical)(keys, logits[:, 0]), core
 
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
@@ -583,7 +612,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
     def policy(frames, age, key, core):
         core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
-        return choose(agent, params, frames, age, key, core)
+        return choose(args, agent, params, frames, age, jax.random.split(key, len(frames)), core)
 
     return policy
 
@@ -591,7 +620,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
     """For evaluate.py: plays the newest checkpoint of a run (see `envs.evaluate_checkpoint`)."""
     agent = make_agent(args)
-    state = devices.replicate(load(args, agent, run_dir)["state"])
+    state = devices.put(args, load(args, agent, run_dir)["state"], SAME)
     return envs.evaluate_checkpoint(args, int(state.global_step), make_policy(args, agent, state.params), **how)
 
 
@@ -609,12 +638,12 @@ def load(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def make_fleet(args: Args, agent: Agent) -> Fleet:
-    make = partial(envs.make_levels, args, args.num_envs // args.num_actors)
-    seeds = [envs.derive_seed(args.seed, 0, 0, actor) for actor in range(args.num_actors)]
+    numbers, seed = devices.games_of_host(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
     return Fleet(
         partial(collect, args, agent),
-        [envs.Games(make, seed, args.restart_every) for seed in seeds],
-        initial_carry(args),
+        [envs.Games(partial(envs.make_levels, args), own, seed, args.restart_every) for own in numbers],
+        [initial_carry(args, own) for own in numbers],
+        homes=devices.of_actors(args, args.num_actors),
         max_lag=args.max_lag,
         lockstep=args.deterministic,
     )
@@ -627,22 +656,23 @@ def main(args: Args) -> runs.Run:
     saved = load(args, agent, args.resume) if args.resume else None
 
     with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
-        episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
+        episodes, watch = envs.EpisodeStatistics(len(devices.games_of_host(args))), runs.Stopwatch()
         start_from = saved or initial(args, agent)
-        state = devices.replicate(start_from["state"])
-        memory = jax.device_put(start_from["memory"], jax.devices()[0])
-        step = int(state.global_step)
+        state = devices.share(args, start_from["state"], SAME)
+        memory = devices.share(args, start_from["memory"], MEMORY)
+        step, params = int(state.global_step), devices.here(args, state.params)
         if saved:
             run.restore(step, saved["run"])
-            episodes.restore(saved["episodes"])
-            fleet.restore(saved["fleet"], state.params, run)
+            if "fleet" in saved:  # there are as many hosts as there were
+                episodes.restore(saved["episodes"])
+                fleet.restore(saved["fleet"], params, run)
 
         def save():
-            run.save(step, {"state": state, "memory": memory, "fleet": fleet.save(), "episodes": episodes.save()})
+            run.save(step, {"state": state, "memory": memory}, {"fleet": fleet.save(), "episodes": episodes.save()})
 
-        fleet.start(int(state.updates), state.params)
+        fleet.start(int(state.updates), params)
         while True:
-            envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params))
+            envs.evaluate_if_due(args, run, step, make_policy(args, agent, params))
             if run.over(step):
                 break
             with watch("waiting"):
@@ -651,17 +681,16 @@ def main(args: Args) -> runs.Run:
                 break
             i = int(state.updates)
             with watch("transfer"):
-                steps = envs.join_steps([item.unroll.steps for item in items])
-                rollouts = jax.device_put([item.unroll.rollout for item in items], jax.devices()[0])
-                memory, unrolls = remember(args, memory, rollouts, steps, step, i)
-                unrolls = jax.block_until_ready(devices.replicate(unrolls))
+                rollouts, steps = zip(*(item.unroll for item in items), strict=True)
+                given = devices.join(args, (rollouts, steps), ((ROLLOUT,) * len(items), (envs.STEPS,) * len(items)))
+                memory, unrolls = jax.block_until_ready(remember(args, memory, *given, step, i))
             with watch("update"):
                 state, metrics = update(args, agent, state, unrolls)
                 metrics = jax.device_get(metrics)
-            fleet.publish(i + 1, state.params)
-            step = int(state.global_step)
+            step, params = int(state.global_step), devices.here(args, state.params)
+            fleet.publish(i + 1, params)
             run.check_finite(step, metrics)
-            episodes.add(steps)
+            episodes.add(envs.join_steps(steps))
             metrics |= fleet.metrics(i, items) | episodes.metrics() | watch.fractions()
             metrics["charts/return_std"] = np.sqrt(memory.reward_filter.var)
             metrics["charts/SPS"] = run.steps_per_second(step)

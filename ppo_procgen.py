@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from common import augment, bonus, devices, envs, networks, runs, shaping
+from common.devices import GAMES, SAME
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
@@ -38,7 +39,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.Dra
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
     num_envs: int = 64
-    """games played side by side; on a CPU, a multiple of its cores is fastest"""
+    """games played side by side, by all devices together"""
     num_steps: int = 128
     """steps of each game in a rollout; num_envs x num_steps is the batch"""
     num_minibatches: int = 8
@@ -87,6 +88,12 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.Dra
         runs.check_schedule("--ent-coef", self.ent_coef, 0, None)
         runs.check_schedule("--gamma", self.gamma, 0, 1)
 
+    def shares(self) -> dict[str, int]:
+        """What the devices divide between them."""
+        size = self.num_envs * (self.num_steps if self.core == "none" else 1) // self.num_minibatches
+        what = "samples" if self.core == "none" else "games"
+        return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": size}
+
 
 # NETWORK
 
@@ -124,7 +131,7 @@ def make_agent(args: Args) -> Agent:
 
 def policy_and_value(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core):
     """Logits [N, 15], values [N] and the next core for stacked frames [N, 64, 64, C] of one step."""
-    features = devices.apply(partial(agent.apply, method="encode"), params, frames)
+    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
     logits, values, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
     return logits[:, 0], values[:, 0], core
 
@@ -142,15 +149,22 @@ class TrainState(NamedTuple):
     updates: jax.Array  # int32 []
     kl_coef: jax.Array  # float32 []
     reward_filter: shaping.ReturnFilter
-    bonus: bonus.Bonus | None
+    bonus: bonus.Bonus
+
+
+STATE = devices.layout(TrainState, reward_filter=shaping.FILTER, bonus=bonus.BONUS)
 
 
 class Carry(NamedTuple):
     """What is needed besides the games to go on with them."""
 
     history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
+    numbers: jax.Array  # int32 [N]: of these games in the run
     last_action: jax.Array  # int32 [N]: what the games played last
     core: networks.Core
+
+
+CARRY = devices.layout(Carry, steps="history", games="numbers last_action core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -164,9 +178,8 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     core = networks.initial_core(args.core, args.hidden, 1)
-    params, extra = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), core)}, None
-    if args.rnd_coef:
-        params["predictor"], extra = bonus.init(args, init_key, frames)
+    params = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), core)}
+    params["predictor"], extra = bonus.init(args, init_key, frames)
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -180,11 +193,13 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 
 @partial(jax.jit, static_argnums=0)
-def initial_carry(args: Args) -> Carry:
+def initial_carry(args: Args, numbers: jax.Array) -> Carry:
+    """Before the first step of the games with these numbers, int32 [N]."""
     return Carry(
-        history=envs.empty_history(args.num_envs, args.offsets),
-        last_action=jnp.zeros(args.num_envs, jnp.int32),
-        core=networks.initial_core(args.core, args.hidden, args.num_envs),
+        history=envs.empty_history(len(numbers), args.offsets),
+        numbers=numbers,
+        last_action=jnp.zeros_like(numbers),
+        core=networks.initial_core(args.core, args.hidden, len(numbers)),
     )
 
 
@@ -198,6 +213,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
+    numbers: jax.Array  # int32 [N]
     last_action: jax.Array  # int32 [N]
     first_core: networks.Core
     core: networks.Core
@@ -205,15 +221,20 @@ class Rollout(NamedTuple):
     t: jax.Array  # int32 []
 
 
+ROLLOUT = devices.layout(Rollout, steps="frames actions logits values", games="numbers last_action first_core core")
+
+
 @partial(jax.jit, static_argnums=0)
+@devices.spread([CARRY, SAME], ROLLOUT, every_host=False)
 def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
     """The run's i-th rollout, before its first step."""
-    shape = (args.num_steps, args.num_envs)
+    shape = (args.num_steps, len(carry.numbers))
     return Rollout(
         frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         values=jnp.zeros(shape),
+        numbers=carry.numbers,
         last_action=carry.last_action,
         first_core=carry.core,
         core=carry.core,
@@ -223,14 +244,17 @@ def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@devices.spread([SAME, ROLLOUT, GAMES, GAMES], (ROLLOUT, GAMES), every_host=False)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
     t = rollout.t
     frames = rollout.frames.put(t, obs, age)
     logits, values, core = policy_and_value(agent, params, frames.stack(t), age == 0, rollout.core)
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
-    actions = jax.random.categorical(choose_key, logits)
-    played = envs.stick(stick_key, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+    # Drawn by game, so that it plays the same on whichever device it is.
+    actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits)
+    stick_keys = devices.keys_of(stick_key, rollout.numbers)
+    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
@@ -244,10 +268,12 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
+@devices.spread([ROLLOUT, GAMES, GAMES], (ROLLOUT, CARRY), every_host=False)
 def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
     """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their ages int32 [N]."""
     rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
-    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.last_action, rollout.core)
+    history = rollout.frames.history(args.num_steps)
+    return rollout, Carry(history, rollout.numbers, rollout.last_action, rollout.core)
 
 
 def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
@@ -256,11 +282,13 @@ def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Ca
 
     def choose_actions(obs, age):
         nonlocal rollout
+        obs, age = devices.put(args, (obs, age), GAMES)
         rollout, actions = act(args, agent, params, rollout, obs, age)
         return actions
 
     steps = games.play(choose_actions, args.num_steps, watch)
-    rollout, carry = end_rollout(args, rollout, games.obs, games.age)
+    obs, age = devices.put(args, (games.obs, games.age), GAMES)
+    rollout, carry = end_rollout(args, rollout, obs, age)
     return rollout, steps, carry
 
 
@@ -424,13 +452,13 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
       batch, weight: [T, N]; the weight is 0 for what is no transition.
       rates: learning rate and entropy coefficient, float32 [].
     """
-    tx, recurrent = make_optimizer(args), args.core != "none"
+    tx, recurrent, num_envs = make_optimizer(args), args.core != "none", len(rollout.numbers)
     learning_rate, ent_coef = rates
     target = state.bonus.target if args.rnd_coef else None
     objective = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, target=target)
 
     def inputs_of(time, env, games, key):
-        keys = jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(time * args.num_envs + env)
+        keys = jax.vmap(partial(devices.keys_of, key))(time * args.num_envs + rollout.numbers[env])
         return Inputs(
             frames=rollout.frames.stack(time, env),
             next_frames=rollout.frames.stack(time + 1, env) if args.rnd_coef else None,
@@ -444,7 +472,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
         if recurrent:  # whole rollouts of some games
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
-            time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
+            time, env = index[:, None] // num_envs, index[:, None] % num_envs
         inputs = inputs_of(time, env, index, key)
         part = jax.tree.map(lambda x: x[time, env], batch)
         grads, parts, _ = devices.gradient(objective, params, (inputs, part), weight[time, env])
@@ -455,8 +483,8 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
 
     def epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        samples = args.num_envs if recurrent else weight.size
-        order = jax.random.permutation(shuffle_key, samples).reshape(args.num_minibatches, -1)
+        samples = num_envs if recurrent else weight.size  # of this device, which has its part of each minibatch
+        order = jax.random.permutation(devices.own_key(shuffle_key), samples).reshape(args.num_minibatches, -1)
         learner, parts = jax.lax.scan(lambda learner, index: minibatch(learner, sample_key, index), learner, order)
         return learner, jax.tree.map(jnp.mean, parts)
 
@@ -466,6 +494,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@devices.spread([STATE, ROLLOUT, envs.STEPS], (STATE, SAME))
 def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps) -> tuple[TrainState, dict]:
     """One PPO update: returns the next state and metrics, float32 []."""
     learning_rate, ent_coef, gamma = (
@@ -488,7 +517,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + weight.sum(),
+        global_step=state.global_step + devices.total(weight.sum()),
         updates=state.updates + 1,
         kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
     )
@@ -498,11 +527,13 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=0)
-def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C]; its memory is the core."""
+@partial(jax.jit, static_argnums=(0, 1))
+@devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES), every_host=False)
+def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each; its
+    memory is the core."""
     logits, _, core = policy_and_value(agent, params, frames, age == 0, core)
-    return jax.random.categorical(key, logits), core
+    return jax.vmap(jax.random.categorical)(keys, logits), core
 
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
@@ -510,7 +541,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
     def policy(frames, age, key, core):
         core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
-        return choose(agent, params, frames, age, key, core)
+        return choose(args, agent, params, frames, age, jax.random.split(key, len(frames)), core)
 
     return policy
 
@@ -518,10 +549,9 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
     """For evaluate.py: plays the newest checkpoint of a run (see `envs.evaluate_checkpoint`)."""
     agent = make_agent(args)
-    state = devices.replicate(load(args, agent, run_dir)["state"])
-    return envs.evaluate_checkpoint(
-        args, int(state.global_step), make_policy(args, agent, state.params["agent"]), **how
-    )
+    state = load(args, agent, run_dir)["state"]
+    policy = make_policy(args, agent, devices.put(args, state.params["agent"], SAME))
+    return envs.evaluate_checkpoint(args, int(state.global_step), policy, **how)
 
 
 # MAIN
@@ -529,7 +559,7 @@ def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
 
 def initial(args: Args, agent: Agent) -> dict:
     """All that a resume needs besides the games; `main` saves the same."""
-    return {"state": initial_state(args, agent), "carry": initial_carry(args)}
+    return {"state": initial_state(args, agent), "carry": initial_carry(args, devices.games_of_host(args))}
 
 
 def load(args: Args, agent: Agent, run_dir: str) -> dict:
@@ -544,28 +574,33 @@ def main(args: Args) -> runs.Run:
     saved = load(args, agent, args.resume) if args.resume else None
 
     with runs.Run(args, SCRIPT) as run:
-        seed = envs.derive_seed(args.seed, 0)
-        games = envs.Games(partial(envs.make_levels, args, args.num_envs), seed, args.restart_every)
-        episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        start_from = devices.replicate({k: (saved or initial(args, agent))[k] for k in ("state", "carry")})
-        state, carry = start_from["state"], start_from["carry"]
+        numbers = devices.games_of_host(args)
+        make = partial(envs.make_levels, args)
+        games = envs.Games(make, numbers, envs.derive_seed(args.seed, 0), args.restart_every)
+        episodes, watch = envs.EpisodeStatistics(len(numbers)), runs.Stopwatch()
+        start_from = saved or initial(args, agent)
+        state = devices.share(args, start_from["state"], STATE)
+        carry = devices.put(args, start_from["carry"], CARRY)
         step = int(state.global_step)
         if saved:
             run.restore(step, saved["run"])
-            episodes.restore(saved["episodes"])
-            games.restore(saved["games"], run)
+            if "games" in saved:  # there are as many hosts as there were
+                episodes.restore(saved["episodes"])
+                games.restore(saved["games"], run)
 
         def save():
-            run.save(step, {"state": state, "carry": carry, "games": games.mark().save(), "episodes": episodes.save()})
+            own = {"carry": carry, "games": games.mark().save(), "episodes": episodes.save()}
+            run.save(step, {"state": state}, own)
 
         while True:
-            envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params["agent"]))
+            params, i = devices.here(args, state.params["agent"]), int(state.updates)
+            envs.evaluate_if_due(args, run, step, make_policy(args, agent, params))
             if run.over(step):
                 break
-            params, i = state.params["agent"], int(state.updates)
             rollout, steps, carry = collect(args, agent, games, params, carry, i=i, watch=watch)
             with watch("update"):
-                state, metrics = update(args, agent, state, rollout, steps)
+                given = devices.join(args, (rollout, steps), (ROLLOUT, envs.STEPS))
+                state, metrics = update(args, agent, state, *given)
                 metrics = jax.device_get(metrics)
             step = int(state.global_step)
             run.check_finite(step, metrics)

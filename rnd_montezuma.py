@@ -22,14 +22,15 @@ import optax
 import tyro
 
 from common import atari, devices, envs, networks, runs, shaping
-from common.actors import Fleet
+from common.actors import ActorArgs, Fleet
+from common.devices import GAMES, SAME, STEPS
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args(atari.GameArgs, runs.RunArgs):
+class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "hidden": (1, 65536), "predictor_depth": (0, 16), "num_envs": (1, 65536), "num_steps": (1, 65536),
         "obs_norm_init_steps": (1, 10**6), "num_minibatches": (1, None), "update_epochs": (1, 1000), "gamma": (0, 1),
@@ -102,7 +103,8 @@ class Args(atari.GameArgs, runs.RunArgs):
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
-        runs.check_needs(self, self.async_, "--async", ("vtrace",))
+        check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
+        runs.check_needs(self, self.async_, "--async", ("vtrace", "actor_devices"))
         batch = self.num_envs * self.num_steps
         if self.core == "none":
             what, parts = f"the batch, num_envs x num_steps = {batch}", batch
@@ -110,13 +112,20 @@ class Args(atari.GameArgs, runs.RunArgs):
             what, parts = f"the number of games, {self.num_envs} (a core learns from whole rollouts)", self.num_envs
         check(parts % self.num_minibatches == 0, f"--num-minibatches {self.num_minibatches}: must divide {what}")
         check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
-        sample = batch // self.num_minibatches
+        runs.check_devices(self)
+        sample = batch // self.num_minibatches // devices.count(self)
         check(
             round(self.update_proportion * sample) >= 1,
-            f"--update-proportion {self.update_proportion}: leaves the predictor nothing of a minibatch of {sample}, "
-            f"give {1 / sample:.2g} or more",
+            f"--update-proportion {self.update_proportion}: leaves the predictor nothing of each device's {sample} "
+            f"samples of a minibatch, give {1 / sample:.2g} or more",
         )
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
+
+    def shares(self) -> dict[str, int]:
+        """What the devices divide between them."""
+        size = self.num_envs * (self.num_steps if self.core == "none" else 1) // self.num_minibatches
+        what = "samples" if self.core == "none" else "games"
+        return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": size}
 
 
 # NETWORKS
@@ -172,13 +181,9 @@ def make_agent(args: Args) -> Agent:
     return Agent(networks.make_encoder(encoder_args(args)), core, args.hidden)
 
 
-def policy_and_value(
-    agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core, *, one_core: bool = False
-):
-    """Logits [N, 18], values [N, 2] and the next core for stacked frames [N, 84, 84, C] of one step; on one core of a
-    CPU if the learner has the others."""
-    encode = partial(agent.apply, method="encode")
-    features = devices.in_chunks(partial(encode, params), frames) if one_core else devices.apply(encode, params, frames)
+def policy_and_value(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core):
+    """Logits [N, 18], values [N, 2] and the next core for stacked frames [N, 84, 84, C] of one step."""
+    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
     logits, values, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
     return logits[:, 0], values[:, 0], core
 
@@ -235,11 +240,18 @@ class TrainState(NamedTuple):
     bonus_filter: shaping.ReturnFilter
 
 
+STATE = devices.layout(TrainState, bonus_filter=shaping.FILTER)
+
+
 class Carry(NamedTuple):
     """What the actor needs besides its games to go on with them."""
 
     history: jax.Array  # uint8 [H, N, 84, 84, 1]: the frames before the newest
+    numbers: jax.Array  # int32 [N]: of these games in the run
     core: networks.Core
+
+
+CARRY = devices.layout(Carry, steps="history", games="numbers core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -271,10 +283,12 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 
 @partial(jax.jit, static_argnums=0)
-def initial_carry(args: Args) -> Carry:
+def initial_carry(args: Args, numbers: jax.Array) -> Carry:
+    """Before the first step of the games with these numbers, int32 [N]."""
     return Carry(
-        history=envs.empty_history(args.num_envs, args.offsets, atari.FRAME_SHAPE),
-        core=networks.initial_core(args.core, args.hidden, args.num_envs),
+        history=envs.empty_history(len(numbers), args.offsets, atari.FRAME_SHAPE),
+        numbers=numbers,
+        core=networks.initial_core(args.core, args.hidden, len(numbers)),
     )
 
 
@@ -288,6 +302,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 18]
     values: jax.Array  # float32 [T + 1, N, 2]
+    numbers: jax.Array  # int32 [N]
     first_core: networks.Core
     core: networks.Core
     key: jax.Array
@@ -299,6 +314,9 @@ class Rollout(NamedTuple):
         return self.frames.images[self.frames.past + 1 :]
 
 
+ROLLOUT = devices.layout(Rollout, steps="frames actions logits values", games="numbers first_core core")
+
+
 class Unroll(NamedTuple):
     """What the actor hands to the learner."""
 
@@ -308,15 +326,22 @@ class Unroll(NamedTuple):
     pictures: dict[int, np.ndarray]  # a frame uint8 [84, 84] of each of these rooms
 
 
+def in_turns(args: Args) -> bool:
+    """Whether the actor has all devices in its turn; with --async it has one of its own, or one of the learner's."""
+    return not args.async_
+
+
 @partial(jax.jit, static_argnums=0)
+@devices.spread([CARRY, SAME], ROLLOUT, when=in_turns)
 def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
     """The run's i-th rollout, before its first step."""
-    shape = (args.num_steps, args.num_envs)
+    shape = (args.num_steps, len(carry.numbers))
     return Rollout(
         frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, atari.NUM_ACTIONS)),
-        values=jnp.zeros((args.num_steps + 1, args.num_envs, 2)),
+        values=jnp.zeros((args.num_steps + 1, len(carry.numbers), 2)),
+        numbers=carry.numbers,
         first_core=carry.core,
         core=carry.core,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 2)), i),
@@ -329,18 +354,19 @@ def observe(args: Args, agent: Agent, params: dict, rollout: Rollout, *, obs: ja
     next core."""
     t = rollout.t
     frames = rollout.frames.put(t, obs, age)
-    logits, values, core = policy_and_value(
-        agent, params, frames.stack(t), age == 0, rollout.core, one_core=args.async_
-    )
+    logits, values, core = policy_and_value(agent, params, frames.stack(t), age == 0, rollout.core)
     return rollout._replace(frames=frames, values=rollout.values.at[t].set(values)), logits, core
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@devices.spread([SAME, ROLLOUT, GAMES, GAMES], (ROLLOUT, GAMES), when=in_turns)
 def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Chooses actions for obs uint8 [N, 1, 84, 84], age int32 [N]; returns the rollout and actions int32 [N]."""
     t = rollout.t
     rollout, logits, core = observe(args, agent, params, rollout, obs=obs, age=age)
-    actions = jax.random.categorical(jax.random.fold_in(rollout.key, t), logits)
+    # Drawn by game, so that it plays the same on whichever device it is.
+    keys = devices.keys_of(jax.random.fold_in(rollout.key, t), rollout.numbers)
+    actions = jax.vmap(jax.random.categorical)(keys, logits)
     rollout = rollout._replace(
         actions=rollout.actions.at[t].set(actions),
         logits=rollout.logits.at[t].set(logits),
@@ -351,21 +377,21 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@devices.spread([SAME, ROLLOUT, GAMES, GAMES], (ROLLOUT, CARRY), when=in_turns)
 def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
     """Adds the frames after the last step and their values; returns the rollout and the next Carry."""
     rollout, _, _ = observe(args, agent, params, rollout, obs=obs, age=age)
-    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.core)
+    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.numbers, rollout.core)
 
 
-def collect(
-    args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
-) -> tuple[Unroll, Carry]:
-    """Plays the i-th rollout, num_steps steps of each game, as `common.actors.Fleet` asks for it."""
+def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch, check_stop):
+    """Plays the i-th rollout, num_steps steps of each game, as `actors.Fleet` asks for it: Unroll, next Carry."""
     rollout, rooms, pictures = begin_rollout(args, carry, i), [], {}
 
     def choose_actions(obs, age):
         nonlocal rollout
-        rollout, actions = act(args, agent, params, rollout, obs, age)
+        given = devices.put(args, (obs, age), GAMES) if in_turns(args) else (obs, age)
+        rollout, actions = act(args, agent, params, rollout, *given)
         rooms.append(atari.rooms_of(games.info))
         for room, env in zip(*np.unique(rooms[-1], return_index=True), strict=True):
             pictures[int(room)] = obs[env, 0].copy()
@@ -382,9 +408,10 @@ def collect(
 @jax.jit
 def add_frames(stats: FrameStatistics, frames: jax.Array) -> FrameStatistics:
     """The statistics with frames uint8 [B, 84, 84, 1] added."""
-    mean = frames.mean(axis=0, dtype=jnp.float32)
-    var = ((frames - mean) ** 2).mean(axis=0)
-    return FrameStatistics(*shaping.merge_moments(*stats, len(frames), mean, var))
+    count = devices.total(len(frames))
+    mean = devices.total(frames.sum(axis=0, dtype=jnp.float32)) / count
+    var = devices.total(((frames - mean) ** 2).sum(axis=0)) / count
+    return FrameStatistics(*shaping.merge_moments(*stats, count, mean, var))
 
 
 def whiten(stats: FrameStatistics, frames: jax.Array) -> jax.Array:
@@ -407,7 +434,7 @@ def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
         return novelty(args, state.frame_stats, *both, frames)
 
     both = state.target, state.params["predictor"]
-    raw = mask * jax.lax.map(partial(devices.apply, of_frames, both), rollout.reached)
+    raw = mask * jax.lax.map(partial(devices.in_chunks, partial(of_frames, both)), rollout.reached)
     # The return runs on through an episode's end, and is not clipped.
     ended = jnp.zeros_like(mask)
     bonus_filter, bonus = shaping.normalize(state.bonus_filter, raw, ended, mask, args.int_gamma, clip=jnp.inf)
@@ -573,7 +600,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     batch = Batch(actions=rollout.actions, logits=logits, advantages=total, returns=both + values[:-1])
     metrics |= {
         "charts/intrinsic_reward": mean_of(bonus),
-        "charts/intrinsic_reward_max": bonus.max(),
+        "charts/intrinsic_reward_max": devices.highest(bonus.max()),
         "charts/prediction_error": mean_of(raw),
         "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
     }
@@ -592,7 +619,7 @@ def optimize(
     Args:
       batch, weight: [T, N]; the weight is 0 for what is no transition.
     """
-    tx, recurrent = make_optimizer(args), args.core != "none"
+    tx, recurrent, num_envs = make_optimizer(args), args.core != "none", len(rollout.numbers)
     of_policy = partial(loss, args, agent)
     of_predictor = partial(predictor_loss, args, state.frame_stats, state.target)
 
@@ -601,7 +628,7 @@ def optimize(
         if recurrent:  # whole rollouts of some games
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
-            time, env = index[:, None] // args.num_envs, index[:, None] % args.num_envs
+            time, env = index[:, None] // num_envs, index[:, None] % num_envs
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
             first=rollout.frames.first[time, env],
@@ -612,7 +639,7 @@ def optimize(
         # The predictor learns from the frames that gave the bonus, of a random part of the transitions.
         shape = part.actions.shape
         drawn = jax.random.choice(
-            key, part.actions.size, (round(args.update_proportion * part.actions.size),), replace=False
+            devices.own_key(key), part.actions.size, (round(args.update_proportion * part.actions.size),), replace=False
         )
         time, env = (jnp.broadcast_to(x, shape).reshape(-1)[drawn] for x in (time, env))
         predictor_grads, error, _ = devices.gradient(
@@ -625,8 +652,8 @@ def optimize(
 
     def epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        samples = args.num_envs if recurrent else weight.size
-        order = jax.random.permutation(shuffle_key, samples).reshape(args.num_minibatches, -1)
+        samples = num_envs if recurrent else weight.size  # of this device, which has its part of each minibatch
+        order = jax.random.permutation(devices.own_key(shuffle_key), samples).reshape(args.num_minibatches, -1)
         keys = jax.random.split(sample_key, args.num_minibatches)
         learner, parts = jax.lax.scan(lambda learner, x: minibatch(learner, *x), learner, (keys, order))
         return learner, jax.tree.map(jnp.mean, parts)
@@ -637,6 +664,7 @@ def optimize(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@devices.spread([STATE, ROLLOUT, envs.STEPS], (STATE, SAME, STEPS))
 def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps):
     """One update (Burda et al. 2018, algorithm 1): the next state, metrics float32 [] and bonuses float32 [T, N]."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
@@ -653,7 +681,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + weight.sum(),
+        global_step=state.global_step + devices.total(weight.sum()),
         updates=state.updates + 1,
     )
     metrics |= {f"losses/{name}": value for name, value in parts.items()} | {
@@ -667,11 +695,13 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=0)
-def choose(agent: Agent, params: dict, frames: jax.Array, age: jax.Array, key: jax.Array, core: networks.Core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 84, 84, C]; its memory is the core."""
+@partial(jax.jit, static_argnums=(0, 1))
+@devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES))
+def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 84, 84, C], with a key [2] for each; its
+    memory is the core."""
     logits, _, core = policy_and_value(agent, params, frames, age == 0, core)
-    return jax.random.categorical(key, logits), core
+    return jax.vmap(jax.random.categorical)(keys, logits), core
 
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
@@ -679,7 +709,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
     def policy(frames, age, key, core):
         core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
-        return choose(agent, params, frames, age, key, core)
+        return choose(args, agent, params, frames, age, jax.random.split(key, len(frames)), core)
 
     return policy
 
@@ -691,7 +721,7 @@ def evaluate(
     for each episode, a summary of them and the best one's frames, if asked."""
     check(levels == "test", f"--levels {levels}: has no effect on {SCRIPT}.py's game")
     agent = make_agent(args)
-    state = devices.replicate(load(args, agent, run_dir)["state"])
+    state = devices.put(args, load(args, agent, run_dir)["state"], STATE)
     policy = atari.random_policy if random else make_policy(args, agent, state.params["agent"])
     rows, summary, film = atari.evaluate(args, policy, episodes=episodes, seed=seed, record=video)
     name, updates = "random_episodes" if random else "episodes", int(state.updates)
@@ -716,21 +746,21 @@ def observe_random_play(args: Args, run: runs.Run, state: TrainState) -> TrainSt
         obs = env.step(rng.integers(0, atari.NUM_ACTIONS, args.num_envs))[0]
         stats = add_frames(stats, obs.transpose(0, 2, 3, 1))
     env.close()
-    return state if run.stop else devices.replicate(state._replace(frame_stats=stats))
+    return state if run.stop else devices.put(args, state._replace(frame_stats=stats), STATE)
 
 
 def make_fleet(args: Args, agent: Agent) -> Fleet:
-    """One actor. With --async it plays beside the learner, on the last device; else they take turns everywhere."""
-    seed = envs.derive_seed(args.seed, 1)
-    games = envs.Games(partial(atari.make_montezuma, args, args.num_envs), seed, args.restart_every)
-    home = jax.devices()[-1] if args.async_ else devices.everywhere()
+    """One actor. With --async it plays beside the learner, on one device; else they take turns on all of them."""
+    seed, numbers = envs.derive_seed(args.seed, 1), devices.games_of_host(args)
+    own = devices.of_actors(args, 1)
     return Fleet(
         partial(collect, args, agent),
-        [games],
-        initial_carry(args),
+        [envs.Games(partial(atari.make_montezuma, args), numbers, seed, args.restart_every)],
+        [initial_carry(args, numbers)],
+        homes=own if args.async_ else [devices.shardings(args, SAME)],
+        carry_homes=own if args.async_ else [devices.shardings(args, CARRY)],
         max_lag=int(args.async_),
         lockstep=True,
-        homes=[home],
     )
 
 
@@ -752,7 +782,7 @@ def main(args: Args) -> runs.Run:
 
     with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
         statistics, watch = atari.Statistics(args.num_envs), runs.Stopwatch()
-        state = devices.replicate((saved or initial(args, agent))["state"])
+        state = devices.put(args, (saved or initial(args, agent))["state"], STATE)
         step = int(state.global_step)
         if saved:
             run.restore(step, saved["run"])
@@ -762,7 +792,7 @@ def main(args: Args) -> runs.Run:
             state = observe_random_play(args, run, state)
 
         def save():
-            run.save(step, {"state": state, "fleet": fleet.save(), "statistics": statistics.save()})
+            run.save(step, {"state": state}, {"fleet": fleet.save(), "statistics": statistics.save()})
             if args.room_map:
                 run.save_picture(step, "rooms", atari.draw_rooms(statistics.rooms.visits, statistics.rooms.pictures))
 
@@ -775,9 +805,10 @@ def main(args: Args) -> runs.Run:
                 break
             unroll, updates = items[0].unroll, int(state.updates)
             with watch("transfer"):
-                rollout = jax.block_until_ready(devices.replicate(unroll.rollout))
+                given = devices.put(args, (unroll.rollout, unroll.steps), (ROLLOUT, envs.STEPS))
+                given = jax.block_until_ready(given)
             with watch("update"):
-                state, metrics, bonus = update(args, agent, state, rollout, unroll.steps)
+                state, metrics, bonus = update(args, agent, state, *given)
                 metrics, bonus = jax.device_get((metrics, bonus))
             fleet.publish(updates + 1, state.params["agent"])
             step = int(state.global_step)

@@ -13,13 +13,24 @@ point in time after the unrolls that were taken last, of which each has what is 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from common import runs
 from common.envs import Games, Mark
+
+
+@dataclass(frozen=True)
+class ActorArgs:
+    """The actors' devices."""
+
+    LIMITS: ClassVar = {"actor_devices": (0, None)}
+
+    actor_devices: int = 0
+    """devices that only actors use, the last of this machine; 0: they share those that learn"""
 
 
 class ActorError(RuntimeError):
@@ -49,11 +60,12 @@ class Fleet:
     """The actors, their threads and their games. `with` ends them.
 
     Args:
-      collect: collect(games, params, carry, actor=, i=, watch=, check_stop=) -> (unroll, carry), called in an actor's
-        thread for its i-th unroll. It calls check_stop() at every step of the games, and times its parts with `watch`.
+      collect: collect(games, params, carry, i=, watch=, check_stop=) -> (unroll, carry), called in an actor's thread
+        for its i-th unroll. It calls check_stop() at every step of the games, and times its parts with `watch`.
       games: of each actor.
-      carry: what an actor begins with.
-      homes: where each actor's parameters and carry lie: a device, or a sharding; the last devices first if not given.
+      carries: what each actor begins with.
+      homes: where each actor's parameters lie, as jax.device_put takes it.
+      carry_homes: where its carry lies; with the parameters if not given.
       max_lag, lockstep: see above.
     """
 
@@ -61,16 +73,15 @@ class Fleet:
         self,
         collect: Callable,
         games: Sequence[Games],
-        carry: Any,
+        carries: Sequence[Any],
         *,
+        homes: Sequence[jax.Device | jax.sharding.Sharding],
+        carry_homes: Sequence[Any] = (),
         max_lag: int,
         lockstep: bool,
-        homes: Sequence[jax.Device | jax.sharding.Sharding] = (),
     ):
         self._collect, self._games, self._max_lag, self._lockstep = collect, games, max_lag, lockstep
-        devices = jax.devices()  # the learner has the first, and on a CPU all of them
-        self._homes = homes or [devices[-1 - actor % len(devices)] for actor in range(len(games))]
-        self._carries = [carry] * len(games)
+        self._homes, self._carry_homes, self._carries = homes, carry_homes or homes, list(carries)
         self._marks = [one.mark() for one in games]
         self._changed = threading.Condition()  # guards all that follows
         self._ready = [deque() for _ in games]
@@ -95,7 +106,7 @@ class Fleet:
         if not self._published:
             self.publish(version, params)
         self._stopping = False
-        for actor, home in enumerate(self._homes):
+        for actor, home in enumerate(self._carry_homes):
             carry = jax.device_put(self._carries[actor], home)
             thread = threading.Thread(
                 target=self._run, args=(actor, version, carry), name=f"actor {actor}", daemon=True
@@ -134,7 +145,8 @@ class Fleet:
                 self._changed.wait(0.2)
             items = [queue.popleft() for queue in self._ready] if all(self._ready) and not self._error else None
         if self._error:
-            save()
+            if jax.process_count() == 1:  # other hosts would have to save too, and do not know
+                save()
             run.say(f"an actor failed; the last checkpoint is in {run.path}, to continue with --resume")
             self.check()
         if items:
@@ -192,9 +204,7 @@ class Fleet:
             while True:
                 with watch("blocked"):
                     version, params = self._parameters(actor, i)
-                unroll, carry = self._collect(
-                    games, params, carry, actor=actor, i=i, watch=watch, check_stop=self._check_stop
-                )
+                unroll, carry = self._collect(games, params, carry, i=i, watch=watch, check_stop=self._check_stop)
                 item = Item(unroll, carry, games.mark(), version, watch.fractions())
                 with self._changed:
                     self._check_stop()

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from common import envs
+from common import devices, envs
 
 ENV_ID = "MontezumaRevenge-v5"
 NUM_ACTIONS = 18
@@ -224,7 +224,7 @@ def play(args, policy: Callable, *, episodes: int, seed: int, record: bool = Fal
     Returns `episodes` of Episode (rounded up to a multiple of the games) and, with `record`, the best one's frames in
     colour, uint8 [T, 210, 160, 3].
     """
-    num_envs = min(episodes, 32)
+    num_envs = devices.multiple(args, min(episodes, 32))
     env = make_montezuma(args, num_envs, seed)
     log = _Recorder(env)
     scores, _ = envs.play_episodes(log, policy, args.offsets, episodes=episodes, seed=seed)

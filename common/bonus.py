@@ -4,6 +4,7 @@ episode, and it has no value head of its own; rnd_montezuma.py is the paper's al
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -33,8 +34,11 @@ class BonusArgs:
 class Bonus(NamedTuple):
     """What a resume needs of it, besides the predictor, which learns with the agent."""
 
-    target: dict  # a network that never learns
+    target: dict  # a network that never learns; of no arrays without a bonus
     filter: shaping.ReturnFilter
+
+
+BONUS = devices.layout(Bonus, filter=shaping.FILTER)
 
 
 def _network(args, hidden: int) -> nn.Module:
@@ -45,6 +49,8 @@ def _network(args, hidden: int) -> nn.Module:
 
 def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
     """The predictor's parameters, and the rest; for stacked frames uint8 [1, 64, 64, C]."""
+    if not args.rnd_coef:
+        return {}, Bonus({}, shaping.new_filter(args.num_envs))
     target, predictor = (
         _network(args, hidden).init(jax.random.fold_in(key, i), frames) for i, hidden in enumerate((0, 256))
     )
@@ -69,7 +75,7 @@ def of_transitions(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, 
     0 for what is no transition."""
 
     def after(t):
-        return devices.apply(lambda both, x: novelty(args, *both, x), (bonus.target, predictor), frames.stack(t + 1))
+        return devices.in_chunks(partial(novelty, args, bonus.target, predictor), frames.stack(t + 1))
 
     raw = jax.lax.map(after, jnp.arange(args.num_steps)) * ~steps.done
     if not args.rnd_normalize:

@@ -1,24 +1,32 @@
-"""Which devices there are, and how the network's work is laid out on them.
+"""Which devices there are, and how a run's games are spread over them.
 
-On an accelerator a batch is computed as a whole. On a CPU, where most of XLA's convolutions run on one core, every
-core is a JAX device of its own: each takes its share of a batch, and of that a few samples at a time, so that the
-activations stay in its cache. All other arrays are the same on every device.
+A run has one mesh axis, "device": the cores of a CPU, the GPUs of a host, the hosts of a job. Each device keeps the
+frames of its own games and learns from them; only sums cross over (`total`), of gradients, moments and counts. What
+learns is the same on every device. Which device a game is on decides nothing about how it is played.
+
+On a CPU, where most of XLA's convolutions run on one core, each core is a device, and takes a few samples at a time, so
+that the activations stay in its cache.
 """
 
 import contextlib
+import math
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils as multihost
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 CHUNK = 8  # frames
+
+# Where an array lies: the same on every device; or with each device its own games, [N, ...] or [T, N, ...].
+SAME, GAMES, STEPS = P(), P("device"), P(None, "device")
 
 
 def on_cpu() -> bool:
@@ -39,14 +47,226 @@ def use_every_core() -> None:
             jax.config.update("jax_num_cpu_devices", min(1 << (cores.bit_length() - 1), 8))
 
 
-def everywhere() -> NamedSharding | jax.Device:
-    """Every device of a CPU, each with a copy; or the accelerator."""
-    return NamedSharding(_cores(), P()) if on_cpu() else jax.devices()[0]
+def connect() -> None:
+    """Joins the hosts of a job, before JAX starts: those of SLURM or another cluster that JAX knows, or as
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say. Raises RuntimeError or ValueError."""
+    numbers = (os.environ.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
+    processes, process = (int(number) if number else None for number in numbers)
+    jax.distributed.initialize(num_processes=processes, process_id=process, heartbeat_timeout_seconds=30)
 
 
-def replicate(tree):
-    """Puts a tree of arrays `everywhere`."""
-    return jax.device_put(tree, everywhere())
+# THE MESH
+
+
+def hosts(args: Any) -> int:
+    """How many hosts train together."""
+    return jax.process_count() if args.distributed else 1
+
+
+def host(args: Any) -> int:
+    """The number of this one; the first logs, evaluates and writes."""
+    return jax.process_index() if args.distributed else 0
+
+
+def of_learner(args: Any) -> list[jax.Device]:
+    """This host's devices but for those that only actors use, the last `args.actor_devices`."""
+    every = jax.local_devices()
+    return every[: len(every) - getattr(args, "actor_devices", 0)]
+
+
+def of_actors(args: Any, number: int) -> list[jax.Device]:
+    """A device of this host for each actor: in turns the last `args.actor_devices`, or those of the learner."""
+    every = jax.local_devices()[-args.actor_devices :] if args.actor_devices else of_learner(args)[: count(args)]
+    return [every[-1 - actor % len(every)] for actor in range(number)]
+
+
+@lru_cache
+def count(args: Any) -> int:
+    """How many devices of this host learn: `args.num_devices`, or as many as divide all of `args.shares()`."""
+    if args.num_devices:
+        return args.num_devices
+    share = math.gcd(*args.shares().values())
+    fit = [n for n in range(1, len(of_learner(args)) + 1) if share % (n * hosts(args)) == 0]
+    return max(fit, default=1)
+
+
+@lru_cache
+def mesh(args: Any, every_host: bool = True) -> Mesh:
+    """The devices that learn, host by host, or those of this host."""
+    if not every_host or hosts(args) == 1:
+        return Mesh(np.array(of_learner(args)[: count(args)]), "device")
+    own = [[device for device in jax.devices() if device.process_index == i] for i in range(hosts(args))]
+    return Mesh(np.array([device for some in own for device in some[: count(args)]]), "device")
+
+
+def games_of_host(args: Any) -> np.ndarray:
+    """The numbers int32 [n] of the games that this host plays."""
+    share = args.num_envs // hosts(args)
+    return np.arange(share, dtype=np.int32) + host(args) * share
+
+
+def multiple(args: Any, number: int) -> int:
+    """About as many games, a multiple of this host's devices."""
+    each = count(args)
+    return each * max(number // each, 1)
+
+
+def layout(kind: Callable, *, games: str = "", steps: str = "", **parts: Any) -> Any:
+    """Where the fields of a NamedTuple lie: these with each device's games, [N, ...] or [T, N, ...], `parts` as said,
+    all others the same on every device."""
+    lies = dict.fromkeys(games.split(), GAMES) | dict.fromkeys(steps.split(), STEPS) | parts
+    return kind(**{name: lies.get(name, SAME) for name in kind._fields})
+
+
+def spread(
+    takes: Sequence[Any], gives: Any, *, every_host: bool = True, when: Callable = lambda args: True
+) -> Callable:
+    """A decorator for function(args, ..., *arrays), which each device then runs on its own part of the arrays.
+
+    Args:
+      takes: where each of the last arguments lies, `layout`s or parts of them; a list of one for a sequence of such.
+      gives: the same of what the function returns.
+      every_host: on the devices of all hosts; else on those of this host.
+      when: when(args) says whether; else it runs as it is, wherever its arrays are.
+    """
+
+    def decorate(function):
+        @wraps(function)
+        def on_each_device(args, *given):
+            if not when(args):
+                return function(args, *given)
+            static, arrays = given[: -len(takes)], given[-len(takes) :]
+            return jax.shard_map(
+                partial(function, args, *static),
+                mesh=mesh(args, every_host),
+                in_specs=tuple(
+                    type(some)(lies * len(some)) if isinstance(lies, list) else lies
+                    for lies, some in zip(takes, arrays, strict=True)
+                ),
+                out_specs=gives,
+                check_vma=False,
+            )(*arrays)
+
+        return on_each_device
+
+    return decorate
+
+
+def put(args: Any, tree: Any, lies: Any) -> Any:
+    """Puts a tree of arrays, of this host's games where they are of games, on this host's devices that learn."""
+    where = mesh(args, every_host=False)
+    return jax.tree.map(
+        lambda spec, some: jax.device_put(some, NamedSharding(where, spec)), lies, tree, is_leaf=_is_spec
+    )
+
+
+def join(args: Any, tree: Any, lies: Any) -> Any:
+    """Puts a tree of arrays there, of which those of games become one with those of the other hosts."""
+    tree = put(args, tree, lies)
+    return _same_parts(mesh(args), tree, lies) if hosts(args) > 1 else tree
+
+
+def here(args: Any, tree: Any, lies: Any = SAME) -> Any:
+    """This host's part of what was joined; nothing is copied."""
+    return _same_parts(mesh(args, every_host=False), tree, lies) if hosts(args) > 1 else tree
+
+
+def share(args: Any, tree: Any, lies: Any) -> Any:
+    """Puts a tree of arrays, which each host has of all games, on the devices of all hosts."""
+    if hosts(args) == 1:
+        return put(args, tree, lies)
+
+    def own_parts(spec, some):
+        where = NamedSharding(mesh(args), spec)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), some)
+
+    return jax.tree.map(own_parts, lies, jax.device_get(tree), is_leaf=_is_spec)
+
+
+def whole(args: Any, tree: Any) -> Any:
+    """A tree of arrays on the devices of all hosts, as NumPy arrays on each host."""
+
+    def collect(x):
+        return x if x.is_fully_addressable or x.is_fully_replicated else multihost.process_allgather(x, tiled=True)
+
+    return jax.device_get(jax.tree.map(collect, tree) if hosts(args) > 1 else tree)
+
+
+def of_each_host(args: Any, tree: Any) -> dict[str, Any]:
+    """What each host gives of a tree of arrays of the same shapes: a tree of NumPy arrays for each host's number."""
+    tree = jax.device_get(tree)
+    if hosts(args) == 1:
+        return {"0": tree}
+
+    def collect(x):  # as bytes, since JAX would round 64 bits to 32
+        x = np.asarray(x)
+        everyone = multihost.process_allgather(np.frombuffer(x.tobytes(), np.uint8))
+        return [np.frombuffer(some.tobytes(), x.dtype).reshape(x.shape) for some in everyone]
+
+    leaves, structure = jax.tree.flatten(tree)
+    collected = [collect(x) for x in leaves]
+    return {str(i): jax.tree.unflatten(structure, [some[i] for some in collected]) for i in range(hosts(args))}
+
+
+def shardings(args: Any, lies: Any) -> Any:
+    """Where arrays of all games lie, as jax.jit and jax.device_put take it."""
+    return jax.tree.map(partial(NamedSharding, mesh(args)), lies, is_leaf=_is_spec)
+
+
+def _same_parts(where: Mesh, tree: Any, lies: Any) -> Any:
+    """The arrays whose parts on this host's devices are as they are, on a mesh of more or fewer hosts."""
+
+    def of_parts(spec, x):
+        parts = [part.data for part in x.addressable_shards]
+        axes = (*spec, *[None] * (x.ndim - len(spec)))
+        shape = [n * where.size if axis else n for n, axis in zip(parts[0].shape, axes, strict=True)]
+        return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(where, spec), parts)
+
+    return jax.tree.map(lambda spec, some: jax.tree.map(partial(of_parts, spec), some), lies, tree, is_leaf=_is_spec)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+# WITHIN A SPREAD FUNCTION
+
+
+def _spread() -> bool:
+    """Whether what is traced runs on each device of a mesh."""
+    try:
+        lax.axis_index("device")
+    except NameError:
+        return False
+    return True
+
+
+def total(tree: Any) -> Any:
+    """The sum over all devices."""
+    return lax.psum(tree, "device") if _spread() else tree
+
+
+def highest(x: jax.Array) -> jax.Array:
+    """The maximum over all devices."""
+    return lax.pmax(x, "device") if _spread() else x
+
+
+def size() -> int:
+    """How many devices there are."""
+    return lax.axis_size("device") if _spread() else 1
+
+
+def own_key(key: jax.Array) -> jax.Array:
+    """A key of this device's own."""
+    return jax.random.fold_in(key, lax.axis_index("device")) if _spread() else key
+
+
+def keys_of(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    """A key for each number int32 [N], such as a game's: uint32 [N, 2], wherever it is drawn."""
+    return jax.vmap(partial(jax.random.fold_in, key))(numbers)
+
+
+# CHUNKS
 
 
 def in_chunks(function: Callable, x):
@@ -69,16 +289,6 @@ def _worth_keeping(primitive, *_, **__) -> bool:
     return primitive.name not in moves
 
 
-def apply(function: Callable, params, frames: jax.Array):
-    """`function(params, frames)` for frames [B, ...]: arrays [B, ...]. On a CPU, by core and a few at a time."""
-
-    def share(params, frames, shared=False):
-        out = in_chunks(partial(function, params), frames)
-        return lax.all_gather(out, "device", tiled=True) if shared else out
-
-    return _by_core(share, len(frames), P())(params, frames) if on_cpu() else share(params, frames)
-
-
 def gradient(loss: Callable, params, batch, weight: jax.Array, *, whole: bool = False) -> tuple[Any, dict, dict]:
     """The gradient of a loss that says what it is *for each sample*: the contract of every loss in this project.
 
@@ -98,7 +308,7 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, whole: bool = 
 
     Raises ValueError if `loss` returns anything but parts per sample. Shapes do not show a mean within an expression.
     """
-    weight = weight / jnp.maximum(weight.sum(), 1)
+    weight = weight / jnp.maximum(total(weight.sum()), 1)
 
     def objective(params, some):
         batch, weight = some
@@ -107,26 +317,22 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, whole: bool = 
         return means["loss"], (means, parts)
 
     differentiate = jax.grad(objective, has_aux=True)
+    data = batch, weight
     if whole or not on_cpu():
-        grads, (means, parts) = differentiate(params, (batch, weight))
-        return grads, means, parts
+        grads, (means, parts) = differentiate(params, data)
+        return *total((grads, means)), parts
 
-    def share(params, data, shared):
-        samples, steps = len(data[1]), data[1].size // len(data[1])
-        chunks = _chunks(data, _divisor(samples, max(CHUNK // steps, 1)))
-        grads, (means, _) = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], chunks))
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, means))
+    samples, steps = len(weight), weight.size // len(weight)
+    chunks = _chunks(data, _divisor(samples, max(CHUNK // steps, 1)))
+    grads, (means, _) = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], chunks))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, means))
 
-        def add(total, chunk):
-            grads, (means, parts) = differentiate(params, chunk)
-            return jax.tree.map(jnp.add, total, (grads, means)), parts
+    def add(sums, chunk):
+        grads, (means, parts) = differentiate(params, chunk)
+        return jax.tree.map(jnp.add, sums, (grads, means)), parts
 
-        total, parts = lax.scan(add, zero, chunks)
-        parts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
-        return lax.psum(total, "device") if shared else total, parts
-
-    (grads, means), parts = _by_core(share, len(weight), (P(), P("device")))(params, (batch, weight))
-    return grads, means, parts
+    sums, parts = lax.scan(add, zero, chunks)
+    return *total(sums), jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
 
 
 def _per_sample(parts, shape: tuple[int, ...]) -> dict:
@@ -142,18 +348,6 @@ def _per_sample(parts, shape: tuple[int, ...]) -> dict:
                 "which devices.gradient takes by weight"
             )
     return parts
-
-
-def _cores() -> Mesh:
-    return Mesh(np.array(jax.devices()), "device")
-
-
-def _by_core(function: Callable, size: int, out_specs) -> Callable:
-    """`function(whole, batch)`, batch split over the cores, if they divide its `size`."""
-    if size % jax.device_count():
-        return lambda whole, batch: function(whole, batch, shared=False)
-    split = partial(function, shared=True)
-    return jax.shard_map(split, mesh=_cores(), in_specs=(P(), P("device")), out_specs=out_specs, check_vma=False)
 
 
 def _divisor(number: int, most: int) -> int:

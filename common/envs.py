@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from common import devices
 from common.runs import MAX_SEED, Evaluation, Run, Stopwatch, UsageError, check, write_json
 
 NUM_ACTIONS = 15  # of every Procgen game
@@ -159,7 +160,7 @@ def load_qt() -> None:
 def make_procgen(
     env_id: str,
     num_envs: int,
-    seed: int,
+    seed: int | Sequence[int],
     *,
     distribution_mode: str = "easy",
     num_levels: int = 0,
@@ -169,7 +170,7 @@ def make_procgen(
 
     Args:
       env_id: one of GAMES.
-      seed: 0 to MAX_SEED; with the same actions it gives the same frames and rewards.
+      seed: 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
       distribution_mode: "easy" or "hard".
       num_levels: how many levels, from `start_level` on; 0 draws from all levels (`start_level` has no effect).
 
@@ -188,7 +189,7 @@ def make_procgen(
     )
 
 
-def make_levels(args, num_envs: int, seed: int, levels: str = "train"):
+def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
     """Makes a script's game (`args`: env_id, distribution_mode, num_levels, start_level) on "train" or "test" levels.
 
     Test levels are all levels above the training ones; where those are unlimited, test and train are the same.
@@ -232,9 +233,13 @@ class Steps(NamedTuple):
         return jnp.asarray(self.ended).at[-1].set(self.ended[-1] | self.restarts)
 
 
+STEPS = devices.layout(Steps, games="restarts", steps="rewards terminated truncated done age")
+
+
 def join_steps(parts: Sequence[Steps]) -> Steps:
     """The steps of several actors' games as one, in this order."""
-    return jax.tree.map(lambda *x: np.concatenate(x, axis=-1), *parts)
+    xp = jnp if isinstance(parts[0].rewards, jax.Array) else np
+    return jax.tree.map(lambda *x: xp.concatenate(x, axis=-1), *parts)
 
 
 class Mark(NamedTuple):
@@ -258,15 +263,17 @@ class Games:
     seed derived from the last, when each has played `restart_every` steps or more at the end of a `play`. It happens
     after as many steps of a game however many games there are, and wherever checkpoints fall.
 
+    A game's own seed comes of this one and its number, so it is the same game beside whichever others it is played.
+
     Attributes:
       obs: uint8 [N, C, H, W], the newest frames, and info, what EnvPool says besides.
       age: int32 [N], steps since each episode's first frame (0 on it).
       done: bool [N], True where `obs` is the last frame of an episode: the next step is no transition.
     """
 
-    def __init__(self, make: Callable[[int], object], seed: int, restart_every: int):
-        """`make(seed)` returns an EnvPool with Gymnasium's API."""
-        self._make, self._restart_every = make, restart_every
+    def __init__(self, make: Callable[[int, list[int]], object], numbers: Sequence[int], seed: int, restart_every: int):
+        """`make(N, seeds)` returns an EnvPool with Gymnasium's API; `numbers` are those of the N games in the run."""
+        self._make, self._numbers, self._restart_every = make, numbers, restart_every
         self._env = None
         self._start(seed)
 
@@ -275,7 +282,7 @@ class Games:
         if self._env is not None:
             self._env.close()
         self._seed, self._actions = seed, []
-        self._env = self._make(seed)
+        self._env = self._make(len(self._numbers), [derive_seed(seed, int(number)) for number in self._numbers])
         self.obs, self.info = self._env.reset()
         self.age = self.info["elapsed_step"]
         self.done = np.zeros(len(self.age), bool)
@@ -323,10 +330,10 @@ class Games:
         self._env.close()
 
 
-def stick(key: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, age: jax.Array) -> jax.Array:
+def stick(keys: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, age: jax.Array) -> jax.Array:
     """What sticky actions make the games play: with this probability, but on an episode's first frame, the action
-    before. All int32 [N]."""
-    again = jax.random.bernoulli(key, probability, actions.shape) & (age > 0)
+    before. Keys uint32 [N, 2], all else int32 [N]."""
+    again = jax.vmap(jax.random.bernoulli, (0, None))(keys, probability) & (age > 0)
     return jnp.where(again, last_action, actions)
 
 
@@ -488,7 +495,7 @@ def evaluate(
     Returns mean, std, min and max of the raw returns and the mean normalised by RETURN_RANGES, and the frames; or
     None if `stop` said yes.
     """
-    env = make_levels(args, min(episodes, 64), seed, levels)
+    env = make_levels(args, devices.multiple(args, min(episodes, 64)), seed, levels)
     played = play_episodes(env, policy, args.offsets, episodes=episodes, seed=seed, record=record, stop=stop)
     env.close()
     if played is None:

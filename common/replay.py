@@ -14,7 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from common import envs
+from common import devices, envs
 
 
 class Rows(NamedTuple):
@@ -36,6 +36,9 @@ class Replay(NamedTuple):
     rows: Rows
     priorities: jax.Array  # float32 [L, N]: to the power of alpha; 0 for what cannot be drawn (yet)
     written: jax.Array  # int32 []: rows ever written
+
+
+REPLAY = devices.layout(Replay, steps="rows priorities")
 
 
 class Batch(NamedTuple):
@@ -133,7 +136,8 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
     """Draws transitions with probabilities proportional to their priorities: one of each of B equal parts of their sum.
 
     The sum is taken anew, first over rows and then within one: of 200,000 numbers that is less work than a network has
-    with one frame. `beta` says how far the importance weights correct for the priorities.
+    with one frame. `beta` says how far the importance weights correct for the priorities. Where each device has games
+    of its own, it draws the same number of them as the others, for which the weights correct too.
     """
     rows, priorities = replay.rows, replay.priorities
     draw_key, sample_key = jax.random.split(key)
@@ -146,8 +150,9 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
     within = jnp.cumsum(priorities[row], axis=1)
     rest = point - jnp.where(row > 0, upto[row - 1], 0)
     env = jnp.minimum((within <= rest[:, None]).sum(axis=1), priorities.shape[1] - 1)
-    probability = priorities[row, env] / upto[-1]  # 0 at an edge, where rounding chose what cannot be drawn
-    weight = jnp.where(probability > 0, ((priorities > 0).sum() * probability) ** -beta, 0)
+    # 0 at an edge, where rounding chose what cannot be drawn.
+    probability = priorities[row, env] / upto[-1] / devices.size()
+    weight = jnp.where(probability > 0, (devices.total((priorities > 0).sum()) * probability) ** -beta, 0)
     returns, discounts, after = n_step_return(rows, row, env, n_step=n_step, gamma=gamma)
     return Batch(
         frames=rows.frames.stack(row, env),  # rows before the first are, as negative indices, the last ones
@@ -155,7 +160,7 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
         actions=rows.actions[row, env],
         returns=returns,
         discounts=discounts,
-        weight=weight / jnp.maximum(weight.max(), 1e-30),
+        weight=weight / jnp.maximum(devices.highest(weight.max()), 1e-30),
         row=row,
         env=env,
         keys=jax.random.split(sample_key, batch_size),

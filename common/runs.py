@@ -16,11 +16,14 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +59,7 @@ class RunArgs:
     # it is resumed, and check(), which raises UsageError. A script inherits groups, and adds its own of each.
     LIMITS: ClassVar = {
         "seed": (0, MAX_SEED), "total_timesteps": (1, 2**31 - 2**24), "checkpoint_every": (1, None),
-        "keep_checkpoints": (1, None),
+        "keep_checkpoints": (1, None), "num_devices": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("seed",)
 
@@ -70,12 +73,20 @@ class RunArgs:
     """environment steps between checkpoints"""
     keep_checkpoints: int = 3
     """how many of the newest checkpoints to keep"""
+    num_devices: int = 0
+    """devices of this machine that learn: GPUs, or cores of a CPU (at most 8); 0 for as many as divide the games"""
+    distributed: bool = False
+    """train on several hosts together, each with its share of the games; SLURM or JAX's own variables say which"""
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """Weights & Biases; auto is online if logged in, else offline"""
     wandb_project: str = "procgen"
     """W&B project"""
     wandb_entity: str = ""
     """W&B team or user; empty for your default"""
+
+    def shares(self) -> dict[str, int]:
+        """What the devices that learn divide between them: in words, and how many."""
+        return {"--num-envs": self.num_envs}
 
 
 # Flags that have another name today, and flags that are gone.
@@ -99,8 +110,24 @@ def check_args(args: Any, script: str) -> None:
     for group in groups:
         if "check" in vars(group):
             group.check(args)
+    check_devices(args)
     if args.resume:
         check_same(args, saved_args(type(args), args.resume, "--resume", script), fixed(type(args)))
+
+
+def check_devices(args: Any) -> None:
+    """Raises UsageError if this run cannot be spread over the devices and hosts that it is to have."""
+    most, hosts = len(devices.of_learner(args)), devices.hosts(args)
+    check(most > 0, f"--actor-devices {getattr(args, 'actor_devices', 0)}: leaves none of this machine's to learn")
+    check(args.num_devices <= most, f"--num-devices {args.num_devices}: there are {most} to learn on this machine")
+    for what, share in args.shares().items():
+        check(share % hosts == 0, f"--distributed: the {hosts} hosts do not divide {what}, {share}")
+        fit = [n for n in range(1, most + 1) if share % (n * hosts) == 0]
+        must = " or ".join(map(str, fit)) if hosts == 1 else f"{' or '.join(map(str, fit))} on each of {hosts} hosts"
+        check(
+            args.num_devices in (0, *fit),
+            f"--num-devices {args.num_devices}: does not divide {what}, {share}; give {must}",
+        )
 
 
 def fixed(args_class: type) -> tuple[str, ...]:
@@ -132,12 +159,34 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
         with _PARSING:
             args = _parse(args_class, argv, default, module.__doc__)
+        if getattr(args, "distributed", False):
+            args.check()  # before JAX starts: not every script can
+            _join_hosts()
         main(args)
     except (UsageError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
         sys.exit(130)
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        if not re.search("gloo|nccl|unavailable|deadline", str(error), re.IGNORECASE):
+            traceback.print_exc()
+        reason = str(error).splitlines()[0]
+        print(f"error: this host or another has failed ({reason}); go on with --resume", file=sys.stderr, flush=True)
+        os._exit(1)  # not sys.exit, which would wait for the others
+
+
+def _join_hosts() -> None:
+    try:
+        devices.connect()
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"--distributed: the hosts were not found ({reason}); start it with srun, or set JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID on each"
+        ) from None
 
 
 def set_up_jax() -> None:
@@ -321,6 +370,12 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
         raise UsageError(f"{source} {run_dir}: its args.json is not of this version of the script") from None
 
 
+def on_this_machine(args: Any) -> Any:
+    """The arguments of a run, to play what it has learnt on whatever devices there are here."""
+    anywhere = {"num_devices": 0, "actor_devices": 0, "distributed": False}
+    return dataclasses.replace(args, **{name: anywhere[name] for name in anywhere if hasattr(args, name)})
+
+
 def check_same(args: Any, saved: Any, names: Sequence[str]) -> None:
     """Raises UsageError if one of these fields differs from the saved run's."""
     for name in names:
@@ -333,6 +388,12 @@ def _checkpoint_manager(run_dir: Path, keep: int | None = None):
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, create=keep is not None)
+    if jax.process_count() > 1:  # each host for itself
+        if keep is not None:
+            Path(run_dir, "checkpoints").mkdir(exist_ok=True)
+        one = jax.process_index()
+        options.create = False
+        options.multiprocessing_options = ocp.options.MultiprocessingOptions(one, {one}, f"host{one}")
     return ocp.CheckpointManager(Path(run_dir, "checkpoints").absolute(), options=options)
 
 
@@ -375,14 +436,22 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
     for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
         name = jax.tree_util.keystr(path)
         check(want.shape == got.shape, f"{differ} ({name} is {got.shape} there, {want.shape} here)")
-    return jax.tree.map(jax.numpy.asarray, tree)
+    return tree
 
 
 def load(run_dir: str, template: dict[str, Any]) -> dict[str, Any]:
-    """The newest checkpoint of a run, those parts of it that `template` names with its structure; raises UsageError."""
+    """The newest checkpoint of a run, those parts of it that `template` names with its structure; raises UsageError.
+
+    What is of one host only is in it where there are as many hosts as there were.
+    """
     saved = _Checkpoint(load_checkpoint(run_dir)[1])
     saved.run_dir = run_dir
-    saved.update({name: restore_tree(part, saved[name], run_dir) for name, part in template.items()})
+    own = saved["hosts"]
+    same = len(own) == jax.process_count()
+    if same:
+        saved.update(own[str(jax.process_index())])
+    wanted = {name: part for name, part in template.items() if same or name in saved}
+    saved.update({name: restore_tree(part, saved[name], run_dir) for name, part in wanted.items()})
     return saved
 
 
@@ -421,12 +490,16 @@ class Run:
     """One run of a script. `args` is a dataclass with the fields read below.
 
     Attributes:
-      path: the run directory.
-      stop: the name of the signal that asked the run to end, else None.
+      path: the run directory. Of several hosts only the first writes there, logs and evaluates.
+      stop: the name of the signal that asked the run to end, else None. Hosts agree on it in `over`.
     """
 
     def __init__(self, args: Any, script: str):
         """Creates the run directory (or opens `args.resume`); raises UsageError where that is not possible."""
+        self.first = devices.host(args) == 0
+        if not self.first:  # what it writes is of no use to anybody
+            self._nowhere = tempfile.TemporaryDirectory()
+            args = dataclasses.replace(args, run_dir=self._nowhere.name, resume="", wandb_mode="disabled")
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
         mode = _wandb_mode(args)
         try:
@@ -442,8 +515,9 @@ class Run:
             raise UsageError(f"{flag} {root}: cannot write there ({error.strerror})") from None
         self.stop, self._script, self._args = None, script, args
         self._lines, self._evaluated, self._saved, self._begun = 0, 0, 0, False
+        self._signal, self._written = None, None
         self._old_handlers = {}
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, quiet=not self.first)
         columns = "[progress.description]{task.description}", BarColumn(None), "{task.fields[status]}"
         self._progress = Progress(
             *(TextColumn(c) if isinstance(c, str) else c for c in columns),
@@ -477,10 +551,12 @@ class Run:
 
     def _on_signal(self, number: int, frame) -> None:
         # Asked twice: do not wait for the iteration's end. One signal to a whole group may come twice, though, at once.
-        if self.stop and time.monotonic() - self._asked > 2:
+        if self._signal and time.monotonic() - self._asked > 2:
             raise KeyboardInterrupt
-        if not self.stop:
-            self.stop, self._asked = signal.Signals(number).name, time.monotonic()
+        if not self._signal:
+            self._signal, self._asked = signal.Signals(number).name, time.monotonic()
+            if devices.hosts(self._args) == 1:
+                self.stop = self._signal
 
     def say(self, sentence: str) -> None:
         """Prints one line, above the progress line where there is one."""
@@ -505,11 +581,14 @@ class Run:
         if finished and not self._begun:
             self.say(f"the run is at step {step} already; to go on, give a larger --total-timesteps")
         self._begun = True
+        if devices.hosts(self._args) > 1:  # all of them stop before the same update
+            signals = devices.of_each_host(self._args, np.bool_(self._signal))
+            self.stop = self._signal or ("a signal on another host" if any(signals.values()) else None)
         return finished or bool(self.stop)
 
     def evaluation_due(self, step: int) -> bool:
         """Whether a multiple of `args.eval_every` (0: none), or the end, has come since the last evaluation."""
-        if step <= self._evaluated:
+        if step <= self._evaluated or not self.first:
             return False
         return step >= self._args.total_timesteps or crossed(self._args.eval_every, self._evaluated, step)
 
@@ -550,16 +629,24 @@ class Run:
             return 0.0
         return (step - self._start_step) / (time.perf_counter() - self._start_time)
 
-    def save(self, step: int, tree: dict[str, Any]) -> None:
-        """Writes a checkpoint of a dict of trees of arrays, under a temporary name, then renames it."""
-        if step not in self._checkpoints.all_steps():
+    def save(self, step: int, tree: dict[str, Any], own: dict[str, Any]) -> None:
+        """Writes a checkpoint, under a temporary name, then renames it: a dict of trees of arrays that all hosts have
+        together, and one of what each has of its own. All of them call it."""
+        if step != self._written:
             import orbax.checkpoint as ocp
             from flax import serialization
 
-            progress = {"lines": np.int64(self._lines), "evaluated": np.int64(self._evaluated)}
-            arrays = serialization.to_state_dict(jax.device_get(tree | {"run": progress}))
-            self._checkpoints.save(step, args=ocp.args.StandardSave(arrays), force=True)
-        self._saved = step
+            progress = {"lines": self._lines, "evaluated": self._evaluated} | self._where()
+            content = devices.whole(self._args, tree) | {"hosts": devices.of_each_host(self._args, own)}
+            content["run"] = {name: np.int64(number) for name, number in progress.items()}
+            if self.first:
+                self._checkpoints.save(
+                    step, args=ocp.args.StandardSave(serialization.to_state_dict(content)), force=True
+                )
+        self._saved = self._written = step
+
+    def _where(self) -> dict[str, int]:
+        return {"devices": devices.mesh(self._args).size, "hosts": devices.hosts(self._args)}
 
     def check_finite(self, step: int, metrics: dict[str, float]) -> None:
         """Raises DivergedError if a metric is NaN or infinite; the checkpoints before are kept."""
@@ -576,6 +663,12 @@ class Run:
     def restore(self, step: int, saved: dict[str, np.ndarray]) -> None:
         """Goes back to a checkpoint: drops what was logged after it, since it is about to be logged again."""
         self._lines, self._evaluated, self._saved = int(saved["lines"]), int(saved["evaluated"]), step
+        self._written = step
+        before, now = (f"{where['devices']} devices of {where['hosts']} hosts" for where in (saved, self._where()))
+        if before != now:
+            self.say(f"this run was on {before} and goes on with {now}: it will not be the same run")
+        if not self.first:
+            return
         path = self.path / "metrics.jsonl"
         kept = path.read_bytes().splitlines(keepends=True)[: self._lines]
         self._metrics.close()

@@ -6,6 +6,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from common import devices
+from common.devices import total
+
 
 def shape_reward(reward: jax.Array) -> jax.Array:
     """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards stay, large ones shrink (Pohlen et al. 2018, section 3.2)."""
@@ -21,16 +24,19 @@ class ReturnFilter(NamedTuple):
     var: jax.Array  # []
 
 
+FILTER = devices.layout(ReturnFilter, games="discounted")
+
+
 def new_filter(num_envs: int) -> ReturnFilter:
     return ReturnFilter(jnp.zeros(num_envs), jnp.float32(0), jnp.float32(0), jnp.float32(1))
 
 
 def merge_moments(count, mean, var, more, more_mean, more_var):
     """Count, mean and variance of two sets joined, from those of each (Chan et al. 1979)."""
-    total = jnp.maximum(count + more, 1)
+    both = jnp.maximum(count + more, 1)
     apart = more_mean - mean
-    var = (var * count + more_var * more + apart**2 * count * more / total) / total
-    return count + more, mean + apart * more / total, var
+    var = (var * count + more_var * more + apart**2 * count * more / both) / both
+    return count + more, mean + apart * more / both, var
 
 
 def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array, clip=10.0):
@@ -55,7 +61,7 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
         return jnp.where(end, 0.0, now), now
 
     discounted, returns = jax.lax.scan(forward, state.discounted, (rewards, ended, mask))
-    moments = merge_moments(state.count, state.mean, state.var, mask.sum(), *masked_moments(returns, mask))
+    moments = merge_moments(state.count, state.mean, state.var, total(mask.sum()), *masked_moments(returns, mask))
     state = ReturnFilter(discounted, *moments)
     return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -clip, clip)
 
@@ -78,7 +84,7 @@ def prepare_rewards(args, state: ReturnFilter, steps, gamma: jax.Array) -> tuple
 
 
 def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance [] of x where mask."""
-    count = jnp.maximum(mask.sum(), 1)
-    mean = (x * mask).sum() / count
-    return mean, ((x - mean) ** 2 * mask).sum() / count
+    """Mean and variance [] of x where mask, over all devices."""
+    count = jnp.maximum(total(mask.sum()), 1)
+    mean = total((x * mask).sum()) / count
+    return mean, total(((x - mean) ** 2 * mask).sum()) / count

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
-from common import atari, envs, runs
+from common import atari, devices, envs, runs
 from experiments import trials
 from ppo_procgen import Args, main
 
@@ -25,12 +25,15 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 runs.set_up_jax()
+# More devices than most tests use, on however many cores; the processes that tests start have as many.
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+jax.config.update("jax_num_cpu_devices", 4)
 
 # Small enough to compile in seconds; the games are real.
 TINY = {
     "env_id": "bigfish", "num_envs": 4, "num_steps": 32, "num_minibatches": 2, "update_epochs": 2,
     "encoder": "nature", "pool": "flatten", "width": 1, "hidden": 16, "learning_rate": "0.003",
-    "total_timesteps": 384, "eval_episodes": 0, "wandb_mode": "disabled",
+    "total_timesteps": 384, "eval_episodes": 0, "wandb_mode": "disabled", "num_devices": 2,
 }  # fmt: skip
 
 
@@ -74,10 +77,11 @@ def assert_same_run(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-def start(*argv):
-    """Runs a script in a process of its own."""
+def start(*argv, **variables):
+    """Runs a script in a process of its own, with these environment variables besides."""
     command = [sys.executable, *map(str, argv)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = os.environ | variables
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def run_here(program, flags, folder, lock, stopping, look=lambda alive: None):
@@ -143,7 +147,15 @@ def programs(script, args):
 
         return call
 
+    put = devices.put
+
+    def note(args, tree, lies):
+        numbers = [x.tobytes() for x in jax.tree.leaves(tree) if isinstance(x, np.ndarray)]
+        log.setdefault(threading.current_thread().name, []).append(("put", "", numbers))
+        return put(args, tree, lies)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "put", note)
         for name, function in list(vars(script).items()):
             if hasattr(function, "lower") and hasattr(function, "trace"):
                 patch.setattr(script, name, stand_in(name, function))

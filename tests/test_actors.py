@@ -51,7 +51,8 @@ def running():
 
 def make(collect, num_actors=2, max_lag=1, lockstep=False, carry=None):
     games = [Count(actor) for actor in range(num_actors)]
-    return Fleet(collect, games, carry, max_lag=max_lag, lockstep=lockstep, homes=[jax.devices()[0]] * num_actors)
+    homes = [jax.devices()[0]] * num_actors
+    return Fleet(collect, games, [carry] * num_actors, max_lag=max_lag, lockstep=lockstep, homes=homes)
 
 
 def wait_until(condition):
@@ -65,14 +66,14 @@ def queues(fleet):
     return {len(queue) for queue in fleet._ready}
 
 
-def echo(games, params, carry, *, actor, i, watch, check_stop):
+def echo(games, params, carry, *, i, watch, check_stop):
     """An unroll is who made it, its number, what the parameters were; the carry counts."""
     check_stop()
     games.played += 3
     for part in ("inference", "game"):
         with watch(part):
             pass
-    return (actor, i, int(params), int(carry)), carry + 1
+    return (games.number, i, int(params), int(carry)), carry + 1
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -104,7 +105,7 @@ def test_lag_and_queue_are_bounded_and_unrolls_in_order(max_lag, lockstep):
 def test_full_queue_holds_the_actors_back():
     played = []
 
-    def collect(games, params, carry, *, actor, i, watch, check_stop):
+    def collect(games, params, carry, *, i, watch, check_stop):
         played.append(i)
         return i, carry
 
@@ -122,7 +123,7 @@ def test_parameters_are_copies():
     """The learner donates its own, which deletes them."""
     state = jnp.ones(3)
 
-    def collect(games, params, carry, *, actor, i, watch, check_stop):
+    def collect(games, params, carry, *, i, watch, check_stop):
         return params + 0, carry
 
     with make(collect, 1) as fleet:
@@ -136,8 +137,8 @@ def test_parameters_are_copies():
 def test_an_exception_reaches_the_learner_and_every_thread_ends():
     saved = []
 
-    def collect(games, params, carry, *, actor, i, watch, check_stop):
-        if actor == 1 and i == 1:
+    def collect(games, params, carry, *, i, watch, check_stop):
+        if games.number == 1 and i == 1:
             raise ZeroDivisionError("the game broke")
         return i, carry
 
@@ -157,7 +158,7 @@ def test_an_exception_reaches_the_learner_and_every_thread_ends():
 def test_take_gives_up_when_asked():
     release, asked = threading.Event(), []
 
-    def collect(games, params, carry, *, actor, i, watch, check_stop):
+    def collect(games, params, carry, *, i, watch, check_stop):
         while not release.wait(0.01):  # a game that hangs until it is told to stop
             check_stop()
         return i, carry

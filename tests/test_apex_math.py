@@ -16,7 +16,9 @@ from test_apex_run import TINY
 
 import apex_procgen as apex
 from common import devices, envs, replay, runs
+from common.devices import SAME
 
+draw = jax.jit(replay.sample, static_argnames=("batch_size", "n_step", "gamma"))
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
 GAMES = 4
@@ -161,37 +163,66 @@ def full_buffer(args, device):
     return jax.device_put(buffer._replace(rows=rows, priorities=rng.random(shape, np.float32)), device)
 
 
-@pytest.fixture
-def as_on_an_accelerator(monkeypatch):
-    """The learner has the first device only, and computes a batch as a whole."""
-    monkeypatch.setattr(devices, "on_cpu", lambda: False)
-
-
 def new_state(args, agent):
-    return devices.replicate(apex.initial_state(args, agent))
+    return devices.put(args, apex.initial_state(args, agent), SAME)
 
 
-def test_update_on_every_core_equals_the_whole(monkeypatch):
+def make_accelerator_args(**flags):
+    """Other arguments than those of the whole runs: nothing that was compiled for a CPU is used."""
+    return make_args(run_dir="whole", dtype="float32", num_devices=1, **flags)
+
+
+def test_an_update_on_two_devices_equals_the_whole_on_one(monkeypatch):
     """Also the TD errors, which come back sample by sample."""
     args = make_args()
     agent, batch = apex.make_agent(args), frames_batch(args)
-    state, td, metrics = apex.update(args, agent, new_state(args, agent), batch)
-    assert len(td) % len(jax.devices()) == 0
+    state, td, metrics = apex.update_on_batch(args, agent, new_state(args, agent), batch)
+    assert len(td.sharding.device_set) == args.num_devices == 2
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    whole = replace(
-        args, run_dir="whole", dtype="float32"
-    )  # other arguments: nothing that was compiled on a CPU is used
-    want_state, want_td, want = apex.update(whole, agent, new_state(whole, agent), batch)
+    whole = make_accelerator_args()
+    want_state, want_td, want = apex.update_on_batch(whole, agent, new_state(whole, agent), batch)
     np.testing.assert_allclose(td, want_td, rtol=1e-3, atol=1e-4)
     for name, x in want.items():
         np.testing.assert_allclose(metrics[name], x, rtol=1e-3, atol=1e-5, err_msg=name)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), state.opt_state, want_state.opt_state)
 
 
-def test_updates_in_one_program_equal_those_by_transfers(as_on_an_accelerator):
+def test_each_device_draws_from_its_own_games():
+    """An update on two devices, by hand: half of the batch comes of each half of the games, with weights for that."""
+    args = make_args()
+    agent, whole, beta = apex.make_agent(args), full_buffer(args, jax.devices()[0]), 0.7
+    placed = jax.device_put(full_buffer(args, jax.devices()[0]), devices.shardings(args, replay.REPLAY))
+    state, buffer, metrics = apex.update(args, agent, new_state(args, agent), placed, 1, beta)
+    parts, batches, weights, key = [], [], [], jax.random.PRNGKey(envs.derive_seed(args.seed, 1))
+    for i in range(2):
+        games = slice(2 * i, 2 * i + 2)
+        frames = jax.tree.map(lambda x: x[:, games], whole.rows.frames)  # noqa: B023
+        rows = jax.tree.map(lambda x: x[:, games], whole.rows._replace(frames=None))._replace(frames=frames)  # noqa: B023
+        parts.append(replay.Replay(rows, whole.priorities[:, games], whole.written))
+        own = jax.random.fold_in(jax.random.fold_in(key, 0), i)
+        batches.append(draw(parts[i], own, beta, batch_size=8, n_step=args.n_step, gamma=args.gamma))
+        p = np.asarray(parts[i].priorities, np.float64)
+        probability = p[batches[i].row, batches[i].env] / p.sum() / 2
+        weights.append((2 * p.size * probability) ** -beta)
+    batch = jax.tree.map(lambda *x: jnp.concatenate(x), *batches)
+    weight = np.concatenate(weights) / np.max(weights)
+    batch = devices.put(args, batch._replace(weight=weight.astype(np.float32)), devices.GAMES)
+    want, td, same = apex.update_on_batch(args, agent, new_state(args, agent), batch)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6), state.params, want.params)
+    for name, x in same.items():
+        np.testing.assert_allclose(metrics[name], x, rtol=1e-4, err_msg=name)
+    for i in range(2):
+        own = replay.set_priorities(parts[i], batches[i], np.asarray(td)[8 * i : 8 * i + 8], per_alpha=args.per_alpha)
+        np.testing.assert_allclose(buffer.priorities[:, 2 * i : 2 * i + 2], own.priorities, rtol=1e-3, atol=1e-5)
+        assert (own.priorities != parts[i].priorities).sum() > 4
+
+
+def test_updates_in_one_program_equal_those_by_transfers(monkeypatch):
     """The same buffer on the learner's device, and on another: same parameters, priorities, metrics. And the target
     network is copied every fourth update."""
-    args = make_args(run_dir="whole", dtype="float32")
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    monkeypatch.setattr(devices, "own_key", lambda key: key)  # a host draws for all devices, and has no key of its own
+    args, host = make_accelerator_args(seed=3), make_accelerator_args(seed=3, replay_device="host")
     agent, watch = apex.make_agent(args), runs.Stopwatch()
     first, other = jax.devices()[0], jax.devices()[-1]
     assert first != other
@@ -201,7 +232,7 @@ def test_updates_in_one_program_equal_those_by_transfers(as_on_an_accelerator):
     assert "sample" not in watch.seconds
     one, there, same, each = new_state(args, agent), full_buffer(args, other), [], []
     for _ in range(6):
-        one, there, some = apex.learn(args, agent, one, there, k=1, beta=0.5, watch=watch)
+        one, there, some = apex.learn(host, agent, one, there, k=1, beta=0.5, watch=watch)
         each.append(some)
         leaves = zip(jax.tree.leaves(one.params), jax.tree.leaves(one.target), strict=True)
         same.append(all(np.array_equal(a, b) for a, b in leaves))
@@ -239,10 +270,30 @@ def test_exploration_is_the_papers():
     np.testing.assert_allclose(apex.epsilons(args), 0.4 ** np.arange(1, 9), rtol=1e-5)
     assert apex.epsilons(make_args(num_envs=1, num_actors=1)) == np.float32(0.4)
     values, epsilon = jnp.tile(jnp.arange(15.0), (4000, 1)), jnp.repeat(jnp.array([0.0, 0.3]), 2000)
-    actions = np.asarray(apex.explore(jax.random.PRNGKey(0), values, epsilon))
+    actions = np.asarray(apex.explore(jax.random.split(jax.random.PRNGKey(0), 4000), values, epsilon))
     assert (actions[:2000] == 14).all()
     assert (actions[2000:] != 14).mean() == pytest.approx(0.3 * 14 / 15, abs=0.03)
     assert len(np.unique(actions)) == 15
+
+
+def test_a_game_is_played_the_same_beside_any_others():
+    """Its number alone decides over its random draws, and how much it explores."""
+    args, rng = make_args(epsilon=0.9, epsilon_alpha=0.5), np.random.default_rng(0)
+    agent, obs = apex.make_agent(args), rng.integers(0, 256, (6, 4, 3, 64, 64), np.uint8)
+    params, played, age = apex.initial_state(args, agent).params, [], np.arange(6) % 4
+    for numbers in ([0, 1, 2, 3], [2, 3], [3, 0]):
+        rollout = apex.begin_rollout(args, apex.initial_carry(args, np.int32(numbers)), 0)
+        actions = []
+        for t in range(6):
+            ages = np.full(len(numbers), age[t], np.int32)
+            rollout, some = apex.act(args, agent, params, rollout, obs[t, numbers], ages)
+            actions.append(some)
+        played.append(np.stack([rollout.actions[:6], actions]))
+    everyone, *some = played
+    assert len(np.unique(everyone)) > 5
+    assert (everyone[0] != everyone[1]).any()  # some actions stuck
+    for numbers, own in zip(([2, 3], [3, 0]), some, strict=True):
+        np.testing.assert_array_equal(own, everyone[..., numbers])
 
 
 def test_updates_follow_the_steps_played():
@@ -259,21 +310,24 @@ def test_the_learner_sees_what_the_actors_saw():
     args = make_args()
     agent, everyone = apex.make_agent(args), range(args.num_actors)
     params, buffer = apex.initial_state(args, agent).params, apex.initial_replay(args)
-    games = [envs.Games(partial(envs.make_levels, args, 2), 3 + actor, restart_every=64) for actor in everyone]
-    carries, ends, restarts = [apex.initial_carry(args)] * 2, 0, 0
+    numbers = np.arange(4, dtype=np.int32).reshape(2, 2)
+    games = [envs.Games(partial(envs.make_levels, args), own, 3, restart_every=64) for own in numbers]
+    carries, ends, restarts = [apex.initial_carry(args, own) for own in numbers], 0, 0
     for i in range(18):
         unrolls = []
         for actor in everyone:
             unroll, carries[actor] = apex.collect(
                 args, agent, games[actor], params, carries[actor],
-                actor=actor, i=i, watch=runs.Stopwatch(), check_stop=lambda: None,
+                i=i, watch=runs.Stopwatch(), check_stop=lambda: None,
             )  # fmt: skip
             unrolls.append(unroll)
         steps = envs.join_steps([unroll.steps for unroll in unrolls])
         ends, restarts = ends + steps.ended.sum(), restarts + steps.restarts.sum()
-        buffer = apex.insert(args, buffer, [unroll.rollout for unroll in unrolls], steps)
+        buffer = apex.insert(args, buffer, *apex.move(args, *zip(*unrolls, strict=True)))
     assert ends > 2
     assert restarts == 4 * 4
+    assert len(buffer.priorities.sharding.device_set) == 2
+    buffer = jax.device_put(buffer, jax.devices()[0])
     rows = buffer.rows
     values_of = jax.jit(lambda frames: apex.mean_value(agent.support, agent.apply(params, frames)))
     for i in range(16):
@@ -336,11 +390,11 @@ def test_known_values_are_learnt(atoms):
     history = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
     frames = envs.Frames(np.concatenate([history, images]), steps.age[:-1], (0,))
     values = np.zeros((400, GAMES), np.float32)
-    rollout = apex.Rollout(frames, actions, values, values, last_action=None, key=None, t=None)
-    buffer = apex.insert(args, jax.device_put(apex.initial_replay(args), jax.devices()[0]), [rollout], steps)
+    rollout = apex.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
+    buffer = apex.insert(args, apex.make_buffer(args, None), [rollout], [steps])
     state, watch = new_state(args, agent), runs.Stopwatch()
     for i in range(0, 200, 10):
-        state = devices.replicate(state._replace(global_step=jnp.int32(i)))
+        state = devices.put(args, state._replace(global_step=jnp.int32(i)), SAME)
         state, buffer, _ = apex.learn(args, agent, state, buffer, k=10, beta=1.0, watch=watch)
     values = np.asarray(apex.mean_value(agent.support, agent.apply(state.params, ROOMS)))
     np.testing.assert_allclose([values[i, i + 1] for i in range(3)], [0.9 * 2.8, 2.8, 2], atol=0.25)

@@ -36,6 +36,7 @@ TINY = {
     "pool": "flatten", "hidden": 16, "learning_rate": "0.003", "target_network_frequency": 4, "total_timesteps": 600,
     "eval_episodes": 0, "wandb_mode": "disabled", "deterministic": True, "sticky_actions": 0.25,
     "checkpoint_every": 200, "max_lag": 2, "dropout": 0.1, "augment": "translate", "restart_every": 64,
+    "num_devices": 2,
 }  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted,
 def test_resume_equals_uninterrupted(train, uninterrupted, stop, played):
     """Stopped before learning starts, where the games are about to start anew, and after that."""
     half = train(total_timesteps=stop).path
-    games = runs.load_checkpoint(half)[1]["fleet"]["games"]
+    games = runs.load_checkpoint(half)[1]["hosts"]["0"]["fleet"]["games"]
     assert [len(games[actor]["actions"]) for actor in games] == [played, played]
     assert_same_run_and_replay(uninterrupted, train(resume=str(half)).path)
 
@@ -94,6 +95,34 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, m
     assert len(read_metrics(stopped.path)) == 6
     assert runs.load_checkpoint(stopped.path)[0] == read_metrics(stopped.path)[-1]["global_step"]
     assert_same_run_and_replay(uninterrupted, train(resume=str(stopped.path)).path)
+
+
+def test_actors_with_devices_of_their_own_play_the_same(train, uninterrupted, monkeypatch):
+    """The learner has the first two of four devices, and each actor one of the others."""
+    homes, make = [], apex.Fleet.__init__
+
+    def look(self, *given, **how):
+        homes.append(how["homes"])
+        make(self, *given, **how)
+
+    monkeypatch.setattr(apex.Fleet, "__init__", look)
+    assert_same_run_and_replay(uninterrupted, train(actor_devices=2).path)
+    assert homes == [[jax.devices()[3], jax.devices()[2]]]
+
+
+def test_a_buffer_in_the_hosts_memory(train, uninterrupted):
+    """The games are the same until something is learnt, on two devices; and a resumed run is one that was not stopped,
+    also where the buffer comes from and goes to the devices."""
+    whole = train(replay_device="host", total_timesteps=250).path
+    half = train(replay_device="host", total_timesteps=150).path
+    assert runs.load_checkpoint(half)[1]["state"]["updates"] > 0
+    assert_same_run_and_replay(whole, train(replay_device="host", total_timesteps=250, resume=str(half)).path)
+    want = read_metrics(uninterrupted)
+    for line, same in zip(read_metrics(whole), want, strict=False):
+        assert line["global_step"] == same["global_step"]
+        assert line["charts/updates"] == same["charts/updates"]
+    moved = train(replay_device="device", total_timesteps=350, num_devices=1, resume=str(half)).path
+    assert read_metrics(moved)[-1]["charts/updates"] == int(0.5 * (read_metrics(moved)[-1]["global_step"] - 100) / 16)
 
 
 def test_evaluation_does_not_disturb_training(train, uninterrupted):
@@ -153,16 +182,18 @@ FLAGS = {
     "n_step": 5, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
     "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
     "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "eval_every": 100, "eval_episodes": 2,
+    "num_devices": 1,
 }  # fmt: skip
-# Tested elsewhere: these change files or where things are, or let the clock in.
+# Tested elsewhere: these change files or where things are, or let the clock in, and several hosts are refused.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "deterministic", "save_replay", "replay_device", *ENCODER_FLAGS,
+    "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
+    *ENCODER_FLAGS,
 }  # fmt: skip
 # These need others, and these are for the host.
 OTHER_NETWORK = {"channels": "", "blocks": 2, "downsample": "auto"}
 NEEDS = {"start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 2}, "encoder": OTHER_NETWORK,
-         "width": OTHER_NETWORK}  # fmt: skip
+         "width": OTHER_NETWORK, "num_envs": {"num_actors": 1}}  # fmt: skip
 HOST = {"total_timesteps", "max_lag", "replay_ratio", "restart_every", "eval_every", "eval_episodes"}
 
 
@@ -180,11 +211,12 @@ def test_every_flag_changes_something(flag, tmp_path):
 @pytest.mark.parametrize("replay_device", ["device", "host"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, replay_device):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""
-    cores = jax.devices()
     if replay_device == "host":
-        monkeypatch.setattr(jax, "devices", lambda kind=None: cores[:1] if kind == "cpu" else cores[-1:])
+        last = jax.devices()[-1:]
+        monkeypatch.setattr(jax, "local_devices", lambda: last)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    lines = read_metrics(train(replay_device=replay_device, total_timesteps=250, eval_episodes=2).path, clocks=True)
+    flags = {"replay_device": replay_device, "total_timesteps": 250, "eval_episodes": 2, "num_devices": 1}
+    lines = read_metrics(train(**flags).path, clocks=True)
     assert "losses/loss" in lines[-2]
     assert ("time/sample" in lines[-2]) == (replay_device == "host")  # else it is in the update's one program
     assert "eval/test_levels/mean_return" in lines[-1]
@@ -239,6 +271,8 @@ BAD = {
     "atoms": (["--num-atoms", 0], "--num-atoms 0", "from 1 to 1024"),
     "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
     "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
+    "devices": (["--num-devices", 3], "--num-devices 3", "does not divide --batch-size, 128; give 1 or 2 or 4"),
+    "no learners": (["--actor-devices", 4], "--actor-devices 4", "leaves none of this machine's to learn"),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other actors": (None, "--num-actors 1", "keeps its own, 2"),
     "other returns": (None, "--n-step 5", "keeps its own, 3"),
@@ -264,6 +298,11 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
     if words is None:
         words = ["--resume", finished, *more[case]]
     assert_one_sentence(apex, words, names, valid, monkeypatch, capfd)
+
+
+def test_one_host_only():
+    with pytest.raises(runs.UsageError, match=r"^--distributed: apex_procgen.py trains on one host"):
+        runs.check_args(apex.Args(distributed=True), apex.SCRIPT)
 
 
 def test_commands_in_the_readme_are_valid():

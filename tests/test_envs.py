@@ -55,7 +55,7 @@ def test_episode_statistics_leave_out_steps_that_are_no_transition():
 
 @pytest.fixture(scope="module")
 def make():
-    return lambda seed: envs.make_procgen("bigfish", 3, seed)
+    return lambda num_envs, seeds: envs.make_procgen("bigfish", num_envs, seeds)
 
 
 class Quiet:
@@ -73,16 +73,30 @@ def play(games, steps, rng):
 def test_games_come_back_where_they_were(make, rollouts):
     """Before, at and after the point where they start anew (60 steps of each game, at a rollout's end)."""
     rng = np.random.default_rng(0)
-    games = envs.Games(make, seed=5, restart_every=60)
+    games = envs.Games(make, range(3), seed=5, restart_every=60)
     steps = [play(games, 20, rng) for _ in range(rollouts)]
     assert [step.restarts.tolist() for step in steps] == [[i == 2] * 3 for i in range(rollouts)]
-    copy = envs.Games(make, seed=6, restart_every=60)
+    copy = envs.Games(make, range(3), seed=6, restart_every=60)
     mark = games.mark()
     went_on = play(games, 20, np.random.default_rng(1))  # a mark stays where it is, also over a restart
     copy.restore(mark.save(), Quiet())
     for a, b in zip(play(copy, 20, np.random.default_rng(1)), went_on, strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(games.obs, copy.obs)
+
+
+def test_a_game_is_the_same_beside_whichever_others_it_is_played(make):
+    """Games 4 and 5 of six, which another host may play by themselves, over a point where they start anew."""
+    actions = np.random.default_rng(0).integers(0, 15, (80, 6))
+
+    def play(numbers):
+        games, choices = envs.Games(make, numbers, seed=5, restart_every=20), iter(actions[:, list(numbers)])
+        steps = [games.play(lambda obs, age: next(choices), 20, runs.Stopwatch()) for _ in range(4)]
+        return [step.rewards for step in steps] + [step.age for step in steps] + [games.obs]
+
+    for together, alone in zip(play(range(6)), play([4, 5]), strict=True):
+        axis = 1 if together.ndim == 2 else 0
+        np.testing.assert_array_equal(np.take(together, [4, 5], axis), alone)
 
 
 def test_a_restart_ends_no_episode_in_the_statistics():
@@ -102,7 +116,7 @@ def test_a_restart_ends_the_return_that_rewards_are_normalised_by():
 
 def test_envpool_resets_one_step_late(make):
     """The step after an episode's end ignores its action, gives no reward and returns a first frame."""
-    games = envs.Games(make, seed=5, restart_every=10**6)
+    games = envs.Games(make, range(3), seed=5, restart_every=10**6)
     ends = 0
     for _ in range(400):
         ended = games.done

@@ -1,6 +1,7 @@
 """Hypernetwork PPO against float64 NumPy, rlax and what can be done by hand."""
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 import rlax
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import doorgym
 import hnppo_doorgym as hn
-from common import continual, doors, runs
+from common import continual, devices, doors, runs, shaping
 from common.doors import DECISIONS, Rollout
 
 TINY = {
@@ -349,6 +351,42 @@ def test_learns_which_action_is_rewarded(method):
         state, _ = hn.update(args, agent, False, state, rollout)
     start = far(np.zeros(6), obs).mean()
     assert far(np.asarray(hn.act(agent, actor, obs)), obs).mean() < 0.5 * start
+
+
+def test_what_an_update_learns_from():
+    """The old policy's densities and the advantages, in float64; on two devices the same as on one."""
+    args, agent = make(num_devices=2)
+    state, rollout = begun(args, agent), random_rollout(args)
+    params = agent.networks(state.learner)
+    mean, log_std = float64(agent.actor.apply(params["actor"], rollout.obs[:-1]))
+    values = float64(agent.critic.apply(params["critic"], rollout.obs))
+    filters, rewards = shaping.normalize(
+        state.return_filter, rollout.rewards, np.arange(DECISIONS)[:, None] + np.zeros(4) == DECISIONS - 1,
+        np.ones((DECISIONS, 4), bool), args.gamma,
+    )  # fmt: skip
+    advantages = np.zeros((DECISIONS + 1, 4))
+    for t in reversed(range(DECISIONS)):
+        delta = rewards[t] + args.gamma * values[t + 1] - values[t]
+        advantages[t] = delta + args.gamma * args.gae_lambda * advantages[t + 1]
+    advantages = advantages[:-1]
+    want = {
+        "obs": rollout.obs[:-1], "actions": rollout.actions, "values": values[:-1], "returns": advantages + values[:-1],
+        "advantages": (advantages - advantages.mean()) / advantages.std(),
+        "log_probs": scipy.stats.norm.logpdf(rollout.actions, mean, np.exp(log_std)).sum(axis=-1),
+    }  # fmt: skip
+    lies = hn.Batch(*[devices.GAMES] * len(hn.Batch._fields))
+    prepare = devices.spread([hn.STATE, devices.STEPS], (hn.STATE, lies, devices.SAME))(
+        lambda args, *given: hn.prepare(args, agent, *given)
+    )
+    for n in (1, 2):
+        moved, batch, metrics = jax.jit(prepare, static_argnums=0)(replace(args, num_devices=n), state, rollout)
+        np.testing.assert_allclose(moved.return_filter.var, filters.var, rtol=1e-4)
+        explained = 1 - advantages.var() / want["returns"].var()
+        np.testing.assert_allclose(metrics["losses/explained_variance"], explained, rtol=1e-3, atol=1e-3)
+        for name, x in want.items():
+            # Each device has the decisions of its own doors.
+            x = np.concatenate([part.reshape(-1, *x.shape[2:]) for part in np.split(x, n, axis=1)])
+            np.testing.assert_allclose(getattr(batch, name), x, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
 # GRADIENTS THAT ARE NOT FINITE

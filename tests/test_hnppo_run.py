@@ -171,6 +171,17 @@ def test_penalty_is_what_beta_zero_lacks(train):
     assert not any("losses/penalty" in line for line in lines)
 
 
+def test_two_devices_learn_the_same_as_one(tmp_path):
+    """A first update from a whole batch, where it is not drawn at random what a minibatch has of each."""
+    flags = PLAIN | {"method": "ppo", "num_minibatches": 1, "tasks": "0", "task_timesteps": 256}
+    flags |= {"run_dir": str(tmp_path), "eval_episodes": 1}
+    one, two = (read_metrics(hn.main(hn.Args(**flags, num_devices=n)).path) for n in (1, 2))
+    assert len(one) == len(two) == 2
+    assert one[0].keys() == two[0].keys()
+    for name, x in one[0].items():
+        np.testing.assert_allclose(two[0][name], x, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
 @pytest.mark.parametrize("method", ["ppo", "finetune"])
 def test_other_methods(tmp_path, method):
     """Two tasks, then evaluate.py: from scratch, the first one has a policy of its own; otherwise there is but one."""
@@ -239,13 +250,13 @@ FLAGS = {
     "hyper_width": 8, "chunked": True, "hidden": 16, "num_layers": 2, "num_envs": 4, "num_minibatches": 4,
     "update_epochs": 1, "learning_rate": 0.01, "hyper_learning_rate": 1e-4, "gamma": 0.9, "gae_lambda": 0.5,
     "clip_coef": 0.01, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01, "adam_eps": 0.1, "eval_episodes": 3,
-    "stop_at_success": 0.0, "seed": 2,
+    "stop_at_success": 0.0, "seed": 2, "num_devices": 2,
 }  # fmt: skip
 # Tested elsewhere: these change files, speed, or what happens when (`test_what_a_run_writes` shows it); beta is
-# in the penalty's own tests.
+# in the penalty's own tests, and several hosts are refused.
 ELSEWHERE = {
     "hardness", "num_threads", "beta", "max_skipped", "task_timesteps", "eval_every", "run_dir", "resume",
-    "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project", "wandb_entity",
+    "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project", "wandb_entity", "distributed",
 }  # fmt: skip
 
 
@@ -285,6 +296,7 @@ BAD = {
     "worlds": (["--num-worlds", 0], "--num-worlds 0", "from 1"),
     "nan": (["--beta", "nan"], "--beta nan", "0 or more"),
     "embedding": (["--task-embedding-dim", 0], "--task-embedding-dim 0", "from 1"),
+    "devices": (["--num-devices", 3], "--num-devices 3", "64; give 1 or 2 or 4"),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other script": (None, "--resume", "ppo_procgen.py"),
     "other robot": (None, "--robot gripper", "keeps its own, hook"),
@@ -307,6 +319,11 @@ def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
     elif words is None:
         words = ["--resume", whole, *more[case]]
     assert_one_sentence(hn, words, names, valid, monkeypatch, capfd)
+
+
+def test_one_host_only():
+    with pytest.raises(runs.UsageError, match=r"^--distributed: hnppo_doorgym.py trains on one host$"):
+        runs.check_args(hn.Args(distributed=True), hn.SCRIPT)
 
 
 def test_commands_in_the_readme_are_valid():

@@ -1,5 +1,6 @@
 """V-trace, IMPALA's loss and update against independent oracles."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from test_ppo_math import random_steps
 
 import impala_procgen as impala
 from common import augment, devices, envs, networks, runs
+from common.devices import GAMES, SAME
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -66,17 +68,17 @@ def test_vtrace_advantages_equal_rlax():
     test_vtrace_targets_equal_rlax.hypothesis.inner_test(3, 1.0)
 
 
-STEPS, GAMES = 12, 4
+STEPS, NUM_ENVS = 12, 4
 
 
 def make_args(**flags):
     return impala.Args(**{
-        "num_envs": GAMES, "num_steps": STEPS, "num_minibatches": 2, "update_epochs": 2, "encoder": "nature",
+        "num_envs": NUM_ENVS, "num_steps": STEPS, "num_minibatches": 2, "update_epochs": 2, "encoder": "nature",
         "width": 1, "hidden": 8, "learning_rate": "0.001", "pool": "flatten",
     } | flags)  # fmt: skip
 
 
-def random_unrolls(rng, args, size=GAMES):
+def random_unrolls(rng, args, size=NUM_ENVS):
     shape = args.num_steps, size
     steps, empty = random_steps(rng, *shape), impala.empty_unrolls(args, size)
     images = rng.integers(0, 256, empty.frames.images.shape, np.uint8)
@@ -117,7 +119,7 @@ def test_loss_equals_the_sums_by_hand(core):
     logits, values = outputs(agent, params, unrolls)
     minibatch = minibatch_of(args, unrolls)
     parts = jax.jit(partial(impala.loss, args, agent, gamma=0.9, ent_coef=0.02))(params, minibatch)
-    for n in range(GAMES):
+    for n in range(NUM_ENVS):
         game = jax.tree.map(lambda x: x[:, n], unrolls.batch)  # noqa: B023
         want_total, want = oracle.impala_loss(args, 0.02, logits[:, n], values[:, n], game, 0.9)
         for name, x in (want | {"loss": want_total}).items():
@@ -133,18 +135,19 @@ def test_loss_equals_the_sums_by_hand(core):
     ],
 )
 def test_gradient_does_not_depend_on_chunks_and_devices(size, flags, monkeypatch):
-    """By sequence, and of that a few frames at a time, on one core or two; or as an accelerator does it."""
-    args = make_args(num_envs=size, **flags)
+    """By sequence, and of that a few frames at a time, on one core or four; or as an accelerator does it."""
+    args = make_args(num_envs=size, num_actors=1, num_minibatches=1, **flags)
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(1), args, size)
     params, minibatch = impala.initial_state(args, agent).params, minibatch_of(args, unrolls)
 
-    def gradient():
+    @devices.spread([SAME, GAMES], (SAME, SAME, GAMES))
+    def gradient(args, params, minibatch):
         objective = partial(impala.loss, args, agent, gamma=0.9, ent_coef=0.01)
         return devices.gradient(objective, params, minibatch, ~minibatch[1].done)
 
-    got = jax.jit(gradient)()
+    got = jax.jit(partial(gradient, replace(args, num_devices=1 if size % 4 else 4)))(params, minibatch)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    want = jax.jit(lambda: gradient())()
+    want = jax.jit(partial(gradient, replace(args, num_devices=1)))(params, minibatch)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), got[:2], want[:2])
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), got[2], want[2])
 
@@ -196,7 +199,7 @@ def test_augmentation_is_of_the_learners_frames_or_a_regulariser():
     seen = inputs.frames[:, :-1], grey[:, :-1]
     flat = [agent.apply(params, x.reshape(-1, 64, 64, 6), jnp.zeros(x.shape[0] * x.shape[1], bool), ()) for x in seen]
     (logits, values, _), (new_logits, new_values, _) = flat
-    want = augment.drac_loss(logits, values, new_logits, new_values).reshape(GAMES, STEPS)
+    want = augment.drac_loss(logits, values, new_logits, new_values).reshape(NUM_ENVS, STEPS)
     np.testing.assert_allclose(drac["drac_loss"], want, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(drac["loss"], plain["loss"] + 0.5 * want, rtol=1e-4, atol=1e-5)
 
@@ -226,7 +229,7 @@ def tiny(request):
 
 def run_update(tiny, unrolls, state=None):
     state = impala.initial_state(tiny.args, tiny.agent) if state is None else state
-    return jax.device_get(impala.update(tiny.args, tiny.agent, devices.replicate(state), devices.replicate(unrolls)))
+    return jax.device_get(impala.update(tiny.args, tiny.agent, jax.tree.map(jnp.copy, state), unrolls))
 
 
 def test_steps_that_are_no_transition_change_nothing(tiny):
@@ -247,17 +250,20 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
 
 
 def test_replay_holds_the_newest_and_draws_from_them():
-    args = make_args(replay_fraction=0.5, replay_size=6, num_actors=2, normalize_rewards=True, core="lstm")
+    args = make_args(
+        num_devices=1, replay_fraction=0.5, replay_size=6, num_actors=2, normalize_rewards=True, core="lstm"
+    )
     memory, seen, drawn, rng = impala.initial_memory(args), {}, [], np.random.default_rng(0)
     for i in range(9):
         rollouts = []
         for actor in range(2):
             # Each game's core carries its number: which update, which game.
             number = jnp.float32(100 * i + 2 * actor) + jnp.arange(2.0)
-            carry = impala.initial_carry(args)._replace(core=(jnp.tile(number[:, None], (1, 8)),) * 2)
-            rollouts.append(impala.begin_rollout(args, carry, 0, i))
-        steps = random_steps(rng, STEPS, GAMES)
-        memory, unrolls = impala.remember(args, memory, rollouts, steps, 0, i)
+            carry = impala.initial_carry(args, np.arange(2))._replace(core=(jnp.tile(number[:, None], (1, 8)),) * 2)
+            rollouts.append(impala.begin_rollout(args, carry, i))
+        parts = [random_steps(rng, STEPS, NUM_ENVS // 2) for _ in range(2)]
+        steps = envs.join_steps(parts)
+        memory, unrolls = impala.remember(args, memory, rollouts, parts, 0, i)
         numbers = np.asarray(unrolls.core[0][0, :, 0])
         assert numbers[:4].tolist() == [100 * i + k for k in range(4)]
         assert len(numbers) == 8
@@ -278,20 +284,22 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
     """What the learner rebuilds (stacks, ages, cores) is what the actor saw: with no lag, on real games, all ratios are
     1 as long as nothing is learnt, across episode ends and where games start anew too."""
     args, agent = tiny.args, tiny.agent
-    games = [envs.Games(partial(envs.make_levels, args, GAMES // 2), 3 + actor, 150) for actor in range(2)]
+    numbers = np.arange(NUM_ENVS, dtype=np.int32).reshape(2, -1)
+    games = [envs.Games(partial(envs.make_levels, args), own, 3, 150) for own in numbers]
     state, memory = impala.initial_state(args, agent)._replace(global_step=np.int32(1000)), impala.initial_memory(args)
     state.params["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
-    state, carries, ends = jax.device_get(state), [impala.initial_carry(args)] * 2, 0
+    state, carries, ends = jax.device_get(state), [impala.initial_carry(args, own) for own in numbers], 0
     for i in range(4):
         collected = [
-            impala.collect(args, agent, games[actor], state.params, carries[actor], actor=actor, i=i,
+            impala.collect(args, agent, games[actor], state.params, carries[actor], i=i,
                            watch=runs.Stopwatch(), check_stop=lambda: None)
             for actor in range(2)
         ]  # fmt: skip
         unrolls, carries = zip(*collected, strict=True)
-        steps = envs.join_steps([unroll.steps for unroll in unrolls])
+        parts = [unroll.steps for unroll in unrolls]
+        steps = envs.join_steps(parts)
         assert steps.restarts.all() == (i % 2 == 1)
-        memory, unrolls = impala.remember(args, memory, [unroll.rollout for unroll in unrolls], steps, 0, i)
+        memory, unrolls = impala.remember(args, memory, [unroll.rollout for unroll in unrolls], parts, 0, i)
         ends += steps.ended.sum()
         _, metrics = run_update(tiny, unrolls, state)
         assert metrics["losses/entropy"] < 2.6

@@ -37,6 +37,7 @@ TINY = {
     "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "encoder": "nature",
     "pool": "flatten", "width": 1, "hidden": 16, "learning_rate": "0:0.003,2200:0.003,2201:1e35",
     "total_timesteps": 360, "restart_every": 24, "eval_episodes": 0, "wandb_mode": "disabled", "deterministic": True,
+    "num_devices": 2,
 }  # fmt: skip
 # Everything that has a state of its own is on, and there is a checkpoint after each update.
 STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "core": "lstm", "replay_fraction": 0.5,
@@ -124,13 +125,14 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
         shutil.copytree(folder, tmp_path / folder.name / "checkpoints" / folder.name)
         saved = runs.load_checkpoint(tmp_path / folder.name)[1]
         anew = number % 2 == 0
-        assert (saved["episodes"]["length"] == 0).all() == anew
+        own = saved["hosts"]["0"]
+        assert (own["episodes"]["length"] == 0).all() == anew
         assert (saved["memory"]["reward_filter"]["discounted"] == 0).all() or not anew
         for actor in range(2):
-            seed = envs.derive_seed(1, 0, 0, actor)
+            seed = envs.derive_seed(1, 0)
             for _ in range((number - 1) // 2):
                 seed = envs.derive_seed(seed)
-            games = saved["fleet"]["games"][str(actor)]
+            games = own["fleet"]["games"][str(actor)]
             assert (int(games["seed"]), games["actions"].shape) == (seed, (32 if anew else 16, 2))
 
 
@@ -270,17 +272,17 @@ FLAGS = {
     "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
     "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "normalize_rewards": True,
     "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "core": "lstm",
-    "total_timesteps": 100, "num_actors": 1, "num_envs": 8, "num_steps": 8, "update_epochs": 1, "num_minibatches": 4,
+    "total_timesteps": 100, "num_actors": 1, "num_envs": 8, "num_steps": 8, "update_epochs": 1, "num_minibatches": 1,
     "replay_fraction": 0.5, "replay_size": 4, "learning_rate": "0:0.003,1000:0.001", "gamma": "0.5", "rho_bar": 0.5,
     "c_bar": 0.5, "pg_rho_bar": 0.5, "vtrace_lambda": 0.5, "vf_coef": 0.1, "ent_coef": "0.1", "max_grad_norm": 0.01,
     "optimizer": "rmsprop", "adam_eps": 0.1, "l2": 0.1, "seed": 2, "dropout": 0.5, "augment": "translate",
     "augment_prob": 1.0, "augment_mode": "drac", "drac_coef": 0.5, "restart_every": 16, "eval_every": 100,
-    "eval_episodes": 1,
+    "eval_episodes": 1, "num_devices": 1,
 }  # fmt: skip
 # Tested elsewhere: these change files, or let the clock in.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "deterministic", "max_lag", *ENCODER_FLAGS,
+    "wandb_entity", "deterministic", "max_lag", "distributed", "actor_devices", *ENCODER_FLAGS,
 }  # fmt: skip
 # These need others, and these are for the host.
 NEEDS = {
@@ -333,8 +335,8 @@ def test_two_thousand_frames(tmp_path):
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 2  # one, and after it was stopped
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--levels", "train"])
-    assert json.loads((run_dir / "eval.json").read_text())["train_levels"]["episodes"] == 3
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train"])
+    assert json.loads((run_dir / "eval.json").read_text())["train_levels"]["episodes"] == 4
 
 
 BAD = {

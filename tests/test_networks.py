@@ -16,6 +16,7 @@ import impala_procgen as impala
 import ppo_procgen as ppo
 from benchmarks import encoders
 from common import cpu, devices, networks, runs
+from common.devices import GAMES, SAME
 from common.networks import EncoderArgs
 from common.runs import UsageError
 
@@ -99,7 +100,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize(("name", "size"), [("impala", 5), *[(name, 32) for name in GRADIENTS]])
 def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
-    """Also where cores have no even share (5 samples), and against what an accelerator computes."""
+    """Over four devices (one where they have no even share), against what one accelerator computes."""
     rng = np.random.default_rng(0)
     encoder = networks.make_encoder(GRADIENTS[name])
     frames, target = rng.integers(0, 256, (size, 64, 64, 3), np.uint8), rng.normal(size=(size, 8))
@@ -111,12 +112,16 @@ def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
         error = ((encoder.apply(params, batch[0]) - batch[1]) ** 2).sum(axis=1, keepdims=True)
         return {"loss": error, "double": 2 * error}
 
-    def run():
-        return devices.gradient(loss, params, (frames, target), weight)
+    def run(number):
+        args = ppo.Args(num_envs=size, num_steps=1, num_minibatches=1, num_devices=number)
+        spread = devices.spread([SAME, GAMES, GAMES], (SAME, SAME, GAMES))
+        of = spread(lambda args, params, data, weight: devices.gradient(loss, params, data, weight))
+        return jax.jit(lambda: of(args, params, (frames, target), weight))()
 
-    got, outputs = jax.jit(run)(), devices.apply(encoder.apply, params, frames)
+    got = run(1 if size % 4 else 4)
+    outputs = devices.in_chunks(partial(encoder.apply, params), frames)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    want = jax.jit(lambda: run())()
+    want = run(1)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3 * np.abs(w).max())
     np.testing.assert_allclose(outputs, encoder.apply(params, frames), rtol=1e-3, atol=1e-4)

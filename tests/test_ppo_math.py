@@ -159,7 +159,7 @@ def make_tiny(**flags):
     rng, agent = np.random.default_rng(0), ppo.make_agent(args)
     steps = random_steps(rng, 8, 3)
     state = ppo.initial_state(args, agent)
-    rollout = ppo.begin_rollout(args, ppo.initial_carry(args), 0)
+    rollout = ppo.begin_rollout(args, ppo.initial_carry(args, np.arange(3)), 0)
     for t in range(8):
         obs = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
         rollout, _ = ppo.act(args, agent, state.params["agent"], rollout, obs, steps.age[t])
@@ -326,10 +326,10 @@ def test_same_parameters_give_the_probabilities_that_acted(core):
         num_envs=4, num_steps=150, num_minibatches=2, update_epochs=1, encoder="nature", width=1, hidden=8,
         pool="flatten", learning_rate="0", sticky_actions=0.25, core=core, clip_coef=1e-3,
     )  # fmt: skip
-    agent, games = ppo.make_agent(args), envs.Games(partial(envs.make_levels, args, 4), 3, args.restart_every)
+    agent, games = ppo.make_agent(args), envs.Games(partial(envs.make_levels, args), range(4), 3, args.restart_every)
     state, ends = ppo.initial_state(args, agent), 0
     state.params["agent"]["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
-    state, carry = devices.replicate((state, ppo.initial_carry(args)))
+    carry = ppo.initial_carry(args, np.arange(4))
     for i in range(2):
         acting = state.params["agent"]
         rollout, steps, carry = ppo.collect(args, agent, games, acting, carry, i=i, watch=runs.Stopwatch())

@@ -19,7 +19,7 @@ from common import atari, devices, envs, runs, shaping
 
 T, GAMES = 8, 4
 SMALL = {"num_envs": GAMES, "num_steps": T, "num_minibatches": 2, "update_epochs": 2, "channels": "4,4,4", "hidden": 8,
-         "learning_rate": "0:0.005,5000:0.0005", "async_": True}  # fmt: skip
+         "learning_rate": "0:0.005,5000:0.0005", "async_": True, "num_devices": 2}  # fmt: skip
 
 
 # ADVANTAGES
@@ -151,17 +151,26 @@ def test_novelty_is_the_mean_square_between_predictor_and_target(tiny):
         np.testing.assert_allclose(got, ((truth - guess) ** 2).mean(axis=1), rtol=1e-3)
 
 
+NUMBERS = np.arange(GAMES, dtype=np.int32)
+
+
+def made_up(args, agent, params):
+    """A rollout of made-up frames, the Carry after it, steps with episode ends, the frames, and who drew them."""
+    rng = np.random.default_rng(0)
+    steps = random_steps(rng, T, GAMES)
+    rollout = rnd.begin_rollout(args, rnd.initial_carry(args, NUMBERS), 0)
+    frames = rng.integers(0, 256, (T + 1, GAMES, 1, 84, 84), np.uint8)
+    for t in range(T):
+        rollout, _ = rnd.act(args, agent, params, rollout, frames[t], steps.age[t])
+    return *rnd.end_rollout(args, agent, params, rollout, frames[T], steps.age[T]), steps, frames, rng
+
+
 def make_tiny(**flags):
     """Args, agent, state, rollout and steps of made-up frames, with episode ends."""
     args = rnd.Args(**SMALL | flags)
-    rng, agent = np.random.default_rng(0), rnd.make_agent(args)
-    steps = random_steps(rng, T, GAMES)
+    agent = rnd.make_agent(args)
     state = rnd.initial_state(args, agent)
-    rollout = rnd.begin_rollout(args, rnd.initial_carry(args), 0)
-    frames = rng.integers(0, 256, (T + 1, GAMES, 1, 84, 84), np.uint8)
-    for t in range(T):
-        rollout, _ = rnd.act(args, agent, state.params["agent"], rollout, frames[t], steps.age[t])
-    rollout, carry = rnd.end_rollout(args, agent, state.params["agent"], rollout, frames[T], steps.age[T])
+    rollout, carry, steps, frames, rng = made_up(args, agent, state.params["agent"])
     state = state._replace(frame_stats=rnd.add_frames(state.frame_stats, frames[0].transpose(0, 2, 3, 1)))
     return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, carry=carry, steps=steps, rng=rng)
 
@@ -179,6 +188,26 @@ def tiny(tinies):
 def run_update(tiny, rollout, steps, **flags):
     args = replace(tiny.args, **flags)
     return jax.device_get(rnd.update(args, tiny.agent, jax.tree.map(jnp.copy, tiny.state), rollout, steps))
+
+
+def test_it_plays_the_same_on_all_devices_in_turns_as_on_one(tinies):
+    tiny = tinies["gru"]
+    args = replace(tiny.args, async_=False)
+    rollout, carry, *_ = made_up(args, tiny.agent, tiny.state.params["agent"])
+    assert len(rollout.logits.sharding.device_set) == 2
+    assert len(tiny.rollout.logits.sharding.device_set) == 1
+    np.testing.assert_array_equal(rollout.actions, tiny.rollout.actions)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), (rollout, carry), (tiny.rollout, tiny.carry)
+    )
+
+
+def test_two_devices_learn_the_same_as_one(tiny):
+    """From a whole batch, where it is not drawn at random what a minibatch has of each."""
+    flags = {"num_minibatches": 1, "update_epochs": 1, "update_proportion": 1.0, "norm_adv": True, "vtrace": True}
+    one, two = (run_update(tiny, tiny.rollout, tiny.steps, **flags, num_devices=n) for n in (1, 2))
+    assert (one[2] > 0).sum() == (~tiny.steps.done).sum()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), two, one)
 
 
 def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
@@ -278,7 +307,8 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
 
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_predictor_learns_from_a_random_quarter_of_the_bonus_frames(tinies, core, monkeypatch):
-    """Each minibatch draws a quarter without repeats; over time every transition comes up, and no junk counts."""
+    """Of each minibatch, each device draws a quarter of its own games' part, without repeats; over time every
+    transition comes up, and no junk counts."""
     tiny, seen = tinies[core], []
     rollout = tiny.rollout
     images = np.zeros(rollout.frames.images.shape, np.uint8)
@@ -294,9 +324,10 @@ def test_predictor_learns_from_a_random_quarter_of_the_bonus_frames(tinies, core
     run_update(tiny, rollout, tiny.steps, update_epochs=16)
     jax.effects_barrier()
     quarter, real = T * GAMES // 2 // 4, ~tiny.steps.done.reshape(-1)
-    assert len(seen) == 16 * 2
+    assert len(seen) == 16 * 2 * 2
     for drawn, weight in seen:
-        assert len(set(drawn.tolist())) == len(drawn) == quarter
+        assert len(set(drawn.tolist())) == len(drawn) == quarter / 2
+        assert len(set((drawn % GAMES // 2).tolist())) == 1
         np.testing.assert_array_equal(weight, real[drawn])
     assert len({tuple(sorted(drawn.tolist())) for drawn, _ in seen}) > 20
     assert set(np.concatenate([drawn for drawn, _ in seen]).tolist()) == set(range(T * GAMES))
@@ -304,7 +335,7 @@ def test_predictor_learns_from_a_random_quarter_of_the_bonus_frames(tinies, core
 
 def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
     """Two states are visited again and again, a third is not: a known answer."""
-    args = rnd.Args(**SMALL)
+    args = rnd.Args(**SMALL | {"hidden": 32})  # in which few units are dead
     agent, rng = rnd.make_agent(args), np.random.default_rng(0)
     state = rnd.initial_state(args, agent)
     states = np.zeros((3, *atari.FRAME_SHAPE), np.uint8)
@@ -319,7 +350,7 @@ def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
 
     age, nothing = np.ones((T + 1, GAMES), np.int32), np.zeros((T, GAMES), bool)
     steps = envs.Steps(np.zeros((T, GAMES), np.float32), nothing, nothing, nothing, age, np.zeros(GAMES, bool))
-    rollout = rnd.begin_rollout(args, rnd.initial_carry(args), 0)
+    rollout = rnd.begin_rollout(args, rnd.initial_carry(args, NUMBERS), 0)
     first, curve = bonus(state), []
     for _ in range(150):
         images = jnp.array(states[rng.integers(0, 2, rollout.frames.images.shape[:2])])
@@ -340,7 +371,8 @@ def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
 def without_learning(loss, params, batch, weight):
     """`devices.gradient`, but that it is 0."""
     parts = loss(params, batch)
-    means = {name: (weight * part).sum() / weight.sum() for name, part in parts.items()}
+    count = devices.total(weight.sum())
+    means = {name: devices.total((weight * part).sum()) / count for name, part in parts.items()}
     return jax.tree.map(jnp.zeros_like, params), means, parts
 
 
@@ -351,16 +383,17 @@ def test_the_learner_sees_what_was_acted_on(core, monkeypatch):
     monkeypatch.setattr(devices, "gradient", without_learning)
     args = rnd.Args(**SMALL, core=core, vtrace=True, max_episode_steps=10, restart_every=20, clip_coef=1e-3)
     agent = rnd.make_agent(args)
-    games = envs.Games(partial(atari.make_montezuma, args, GAMES), 3, args.restart_every)
-    state, carry = rnd.initial_state(args, agent), rnd.initial_carry(args)
+    games = envs.Games(partial(atari.make_montezuma, args), NUMBERS, 3, args.restart_every)
+    state, carry = rnd.initial_state(args, agent), rnd.initial_carry(args, NUMBERS)
     state.params["agent"]["params"]["policy"]["kernel"] *= 10_000  # it starts nearly uniform: no mistake would show
-    state, seen = devices.replicate(state), []
+    state, seen = devices.put(args, state, rnd.STATE), []
     local = jax.device_put(jax.device_get(state.params["agent"]), jax.devices()[-1])
-    how = {"actor": 0, "watch": runs.Stopwatch(), "check": lambda: None}
+    how = {"watch": runs.Stopwatch(), "check_stop": lambda: None}
     for i in range(6):
         unroll, carry = rnd.collect(args, agent, games, local, carry, i=i, **how)
         seen.append(unroll)
-        state, metrics, _ = rnd.update(args, agent, state, devices.replicate(unroll.rollout), unroll.steps)
+        given = devices.put(args, (unroll.rollout, unroll.steps), (rnd.ROLLOUT, envs.STEPS))
+        state, metrics, _ = rnd.update(args, agent, state, *given)
         assert metrics["losses/rho"] == pytest.approx(1, abs=1e-3)
         assert abs(metrics["losses/approx_kl"]) < 1e-5
         assert metrics["losses/clipfrac"] == 0
@@ -383,7 +416,7 @@ def test_two_rollouts_are_one_of_twice_the_length():
     age = np.arange(9)[:, None] * np.ones(GAMES, np.int32)
     for size in (4, 8):
         args = rnd.Args(**SMALL | {"num_steps": size, "core": "gru"})
-        agent, carry, parts[size] = rnd.make_agent(args), rnd.initial_carry(args), []
+        agent, carry, parts[size] = rnd.make_agent(args), rnd.initial_carry(args, NUMBERS), []
         params = rnd.initial_state(args, agent).params["agent"]
         for i in range(8 // size):
             rollout = rnd.begin_rollout(args, carry, i)

@@ -32,7 +32,7 @@ from common.actors import ActorError
 TINY = {
     "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "channels": "4,4,4", "hidden": 8,
     "obs_norm_init_steps": 5, "learning_rate": "0:0.003,2200:0.003,2201:1e35", "total_timesteps": 240,
-    "max_episode_steps": 30, "restart_every": 20, "wandb_mode": "disabled",
+    "max_episode_steps": 30, "restart_every": 20, "wandb_mode": "disabled", "num_devices": 2,
 }  # fmt: skip
 # Everything that has a state of its own is on.
 ASYNC = {"async_": True, "vtrace": True, "core": "gru", "checkpoint_every": 1, "keep_checkpoints": 9}
@@ -95,7 +95,8 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
     for folder in whole.checkpoints:
         shutil.copytree(folder, tmp_path / folder.name / "checkpoints" / folder.name)
         saved = runs.load_checkpoint(tmp_path / folder.name)[1]
-        games, statistics = saved["fleet"]["games"]["0"], saved["statistics"]
+        own = saved["hosts"]["0"]
+        games, statistics = own["fleet"]["games"]["0"], own["statistics"]
         played.append((int(games["seed"]), len(games["actions"])))
         anew = len(played) % 2 == 0
         assert (statistics["episodes"]["length"] == 0).all() == anew
@@ -162,7 +163,31 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    assert "losses/policy_loss" in read_metrics(train(**flags | {"total_timesteps": 100}))[-1]
+    path = train(**flags | {"total_timesteps": 100, "num_devices": 1})
+    assert "losses/policy_loss" in read_metrics(path)[-1]
+
+
+@pytest.mark.parametrize("whole", [ASYNC], indirect=True, ids=["async"])
+def test_an_actor_with_a_device_of_its_own_plays_the_same(train, whole, monkeypatch):
+    """The learner has the first two of four devices, and the actor the last."""
+    homes, put = [], rnd.Fleet.__init__
+
+    def look(self, *given, **how):
+        homes.append(how["homes"])
+        put(self, *given, **how)
+
+    monkeypatch.setattr(rnd.Fleet, "__init__", look)
+    assert_same_run(whole.path, train(**whole.flags, actor_devices=1))
+    assert homes == [[jax.devices()[3]]]
+
+
+@pytest.mark.parametrize("whole", [SYNC], indirect=True, ids=["sync"])
+def test_one_device_plays_the_same_as_two(train, whole):
+    """Until there is something learnt: shuffles are each device's own."""
+    first = read_metrics(train(num_devices=1, total_timesteps=50))[0]
+    want = read_metrics(whole.path)[0]
+    for name in ("global_step", "charts/intrinsic_reward", "charts/prediction_error", "losses/explained_variance"):
+        np.testing.assert_allclose(first[name], want[name], rtol=1e-3, err_msg=name)
 
 
 # ROOMS
@@ -248,11 +273,12 @@ class Corridor:
 def test_evaluation_tells_scores_and_rooms_and_films_the_best_episode(monkeypatch):
     monkeypatch.setattr(atari, "make_montezuma", Corridor)
     Corridor.made = []
-    rows, summary, film = atari.evaluate(rnd.Args(), atari.random_policy, episodes=2, seed=3, record=True)
+    args = rnd.Args(num_devices=2)
+    rows, summary, film = atari.evaluate(args, atari.random_policy, episodes=2, seed=3, record=True)
     assert [(row["score"], row["steps"], row["rooms"]) for row in rows] == [(200, 2, [1]), (2, 2, [2])]
     monkeypatch.setattr(atari, "min", lambda *_: 2, raising=False)  # two games, three episodes each
     Corridor.made = []
-    rows, summary, film = atari.evaluate(rnd.Args(), atari.random_policy, episodes=6, seed=3, record=True)
+    rows, summary, film = atari.evaluate(args, atari.random_policy, episodes=6, seed=3, record=True)
     scores = [(row["score"], row["steps"], row["rooms"]) for row in rows]
     assert scores[:3] == [(200, 2, [1]), (300, 3, [1]), (400, 4, [1])]
     assert scores[3:] == [(2, 2, [2]), (3, 3, [3]), (4, 4, [4])]
@@ -310,9 +336,9 @@ def test_two_thousand_frames(tmp_path, capfd):
     picture = np.asarray(Image.open(run_dir / "rooms.png"))
     assert picture[:200, 600:900].std() > 30  # room 1
 
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--video"])
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--video"])
     result = json.loads((run_dir / "eval.json").read_text())
-    assert result["episodes"]["episodes"] == 3
+    assert result["episodes"]["episodes"] == 4
     assert result["episodes"]["rooms"] == [1]
     assert result["episodes"]["update"] == len(lines)
     import av
@@ -334,12 +360,12 @@ FLAGS = {
     "vtrace": True, "obs_norm_init_steps": 6, "num_minibatches": 4, "update_epochs": 1,
     "learning_rate": "0:0.003,1000:0.001", "gamma": 0.9, "int_gamma": 0.9, "gae_lambda": 0.5, "ext_coef": 0.0,
     "int_coef": 0.5, "norm_adv": True, "clip_coef": 0.01, "vf_coef": 0.1, "ent_coef": 0.1, "update_proportion": 0.5,
-    "max_grad_norm": 0.01, "adam_eps": 0.1, "seed": 2, "restart_every": 40,
+    "max_grad_norm": 0.01, "adam_eps": 0.1, "seed": 2, "restart_every": 40, "num_devices": 1,
 }  # fmt: skip
-# Tested elsewhere: these change files, not metrics.
+# Tested elsewhere: these change files or where things are, not metrics, and several hosts are refused.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "room_map", "wandb_mode", "wandb_project",
-    "wandb_entity",
+    "wandb_entity", "actor_devices", "distributed",
 }  # fmt: skip
 # These need others, and these are for the host.
 NEEDS = {"vtrace": {"async_": True}}
@@ -386,7 +412,19 @@ BAD = {
     "channels": (["--channels", "32,64"], "--channels 32,64", "3 numbers"),
     "discount": (["--int-gamma", 1.5], "--int-gamma 1.5", "from 0 to 1"),
     "share": (["--update-proportion", 2], "--update-proportion 2", "from 0 to 1"),
-    "no share": (["--update-proportion", 0], "--update-proportion 0.0", "give 0.00024 or more"),
+    "no share": (
+        ["--update-proportion", 0, "--num-devices", 1],
+        "--update-proportion 0.0",
+        "4096 samples of a minibatch, give 0.00024 or more",
+    ),
+    "no share on each": (
+        ["--update-proportion", 0.0004, "--num-devices", 4],
+        "--update-proportion 0.0004",
+        "1024 samples of a minibatch, give 0.00098 or more",
+    ),
+    "devices": (["--num-devices", 3], "--num-devices 3", "the games, --num-envs, 128; give 1 or 2 or 4"),
+    "no learners": (["--async", "--actor-devices", 4], "--actor-devices 4", "leaves none of this machine's to learn"),
+    "actors of their own": (["--actor-devices", 1], "--actor-devices 1", "--async"),
     "no goal": (["--ext-coef", 0, "--int-coef", 0], "--ext-coef 0.0", "--int-coef"),
     "no channels": (["--channels", ""], "--channels ''", "3 numbers"),
     "nan": (["--ext-coef", "nan"], "--ext-coef nan", "0 or more"),
@@ -420,6 +458,11 @@ def test_levels_mean_nothing_here(whole, capfd):
         runs.cli(evaluate.Args, evaluate.main, [str(whole.path), "--levels", "train"])
     assert stopped.value.code == 2
     assert "--levels train: has no effect" in capfd.readouterr().err
+
+
+def test_one_host_only():
+    with pytest.raises(runs.UsageError, match=r"^--distributed: rnd_montezuma.py trains on one host"):
+        runs.check_args(rnd.Args(distributed=True), rnd.SCRIPT)
 
 
 def test_commands_in_the_readme_are_valid():

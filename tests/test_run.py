@@ -85,7 +85,7 @@ FLAGS = {
     "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "normalize_rewards": True,
     "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "total_timesteps": 100,
     "num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 1, "learning_rate": "0:0.003,1000:0.001",
-    "gamma": "0.5", "gae_lambda": 0.5, "clip_coef": 0.01, "kl_coef": 0.0, "kl_target": 1e-6,
+    "num_devices": 1, "gamma": "0.5", "gae_lambda": 0.5, "clip_coef": 0.01, "kl_coef": 0.0, "kl_target": 1e-6,
     "vf_coef": 0.1, "vf_clip": 0.01, "ent_coef": "0.1", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
     "dropout": 0.5, "core": "gru", "augment": "translate", "augment_prob": 1.0, "augment_mode": "drac",
     "drac_coef": 0.5, "rnd_coef": 1, "rnd_normalize": True, "restart_every": 32, "eval_every": 100, "eval_episodes": 1,
@@ -93,7 +93,7 @@ FLAGS = {
 # Tested elsewhere: these change files, not metrics.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", *ENCODER_FLAGS,
+    "wandb_entity", "distributed", *ENCODER_FLAGS,
 }  # fmt: skip
 # These need others, and these are for the host.
 NEEDS = {
@@ -190,9 +190,9 @@ def test_four_thousand_frames(tmp_path):
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
 
     before = json.loads((run_dir / "eval.json").read_text())
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--levels", "train", "--video"])
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train", "--video"])
     after = json.loads((run_dir / "eval.json").read_text())
-    assert after["train_levels"]["episodes"] == 3
+    assert after["train_levels"]["episodes"] == 4
     assert after["test_levels"] == before["test_levels"]
     video = run_dir / "videos" / f"train_levels_{after['global_step']}.mp4"
     import av

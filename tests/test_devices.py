@@ -1,0 +1,237 @@
+"""Several devices and several hosts train the same as one: cores of this machine, and processes on it."""
+
+import signal
+import socket
+import time
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, assert_one_sentence, flags_of, read_metrics, start, wait_for
+
+import apex_procgen as apex
+import hnppo_doorgym as hnppo
+import impala_procgen as impala
+import ppo_procgen as ppo
+import rnd_montezuma as rnd
+from common import runs
+
+# One minibatch, of all samples, so that no device decides which are in it.
+ACTOR_CRITIC = TINY | {"num_minibatches": 1, "sticky_actions": 0.25, "normalize_rewards": True, "num_envs": 8}
+SCRIPTS = {
+    ppo: ACTOR_CRITIC | {
+        "core": "gru", "rnd_coef": 0.1, "rnd_normalize": True, "augment": "translate", "num_steps": 4,
+        "total_timesteps": 60,
+    },
+    impala: ACTOR_CRITIC | {"num_steps": 8, "deterministic": True, "core": "lstm", "total_timesteps": 120},
+    # Which samples are drawn depends on the device: what does not is how the games are played.
+    apex: {
+        "num_envs": 8, "num_steps": 16, "buffer_size": 512, "learning_starts": 300, "batch_size": 16, "n_step": 3,
+        "num_atoms": 5, "encoder": "nature", "pool": "flatten", "width": 1, "hidden": 16, "total_timesteps": 250,
+        "eval_episodes": 0, "wandb_mode": "disabled", "deterministic": True, "sticky_actions": 0.25,
+    },
+    rnd: {
+        "num_envs": 8, "num_steps": 8, "num_minibatches": 1, "channels": "4,4,4", "hidden": 8, "total_timesteps": 120,
+        "update_proportion": 1.0, "obs_norm_init_steps": 4, "wandb_mode": "disabled", "norm_adv": True,
+    },
+    hnppo: {
+        "tasks": "0,1", "num_envs": 4, "num_worlds": 2, "num_minibatches": 1, "update_epochs": 2, "hidden": 8,
+        "num_layers": 1, "hyper_width": 16, "task_timesteps": 512, "eval_episodes": 2, "wandb_mode": "disabled",
+    },
+}  # fmt: skip
+
+
+def train(script, folder, **flags):
+    """A run's last checkpoint and its metrics."""
+    path = script.main(script.Args(**flags, run_dir=str(folder))).path
+    return runs.load_checkpoint(path)[1], read_metrics(path)
+
+
+def assert_close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-4)
+
+
+def read_programs(script, monkeypatch):
+    """The text of each program of a script that is compiled from now on, by name."""
+    texts = {}
+
+    def reading(name, function):
+        def call(*given):
+            if name not in texts and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+                texts[name] = function.lower(*given).compile().as_text()
+            return function(*given)
+
+        return call
+
+    for name in {"act", "remember", "insert", "update"} & set(vars(script)):
+        monkeypatch.setattr(script, name, reading(name, getattr(script, name)))
+    return texts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
+def test_one_two_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
+    """To float32 rounding; and no program gathers what is on another device, such as its frames."""
+    one, lines = train(script, tmp_path, **SCRIPTS[script] | {"num_devices": 1})
+    texts = read_programs(script, monkeypatch)
+    for number in (2, 4):
+        several, others = train(script, tmp_path, **SCRIPTS[script] | {"num_devices": number})
+        learnt = "learner" if script is hnppo else "params"
+        assert_close(one["state"][learnt], several["state"][learnt])
+        for line, other in zip(lines, others, strict=True):
+            assert line.keys() == other.keys()
+            for name in ("charts/episodic_return", "losses/loss", "losses/grad_norm", "losses/explained_variance"):
+                np.testing.assert_allclose(line.get(name, 0), other.get(name, 0), rtol=2e-3, atol=2e-4, err_msg=name)
+        if number == 2:
+            texts.clear()
+    assert "update" in texts or script is apex  # which has only played
+    for name, text in texts.items():
+        assert "all-gather" not in text, name
+        assert "all-to-all" not in text, name
+        assert ("all-reduce" in text) == (name in ("update", "remember")), name
+
+
+def test_parts_of_a_batch_on_several_devices_are_the_batch(tmp_path):
+    """Ape-X's update of a batch that was drawn elsewhere."""
+    args = apex.Args(**SCRIPTS[apex] | {"replay_device": "host"})
+    agent, rng = apex.make_agent(args), np.random.default_rng(0)
+    frames = rng.integers(0, 256, (2, 16, 64, 64, 6), np.uint8)
+    returns, discounts, weight = rng.random((3, 16), np.float32)
+    actions = rng.integers(0, 15, 16).astype(np.int32)
+    places, keys = np.zeros(16, np.int32), jax.random.split(jax.random.PRNGKey(0), 16)
+    batch = apex.replay.Batch(*frames, actions, returns, discounts, weight, places, places, keys)
+    results = []
+    for number in (1, 4):
+        spread = apex.Args(**vars(args) | {"num_devices": number})
+        state = apex.initial_state(args, agent)
+        results.append(jax.device_get(apex.update_on_batch(spread, agent, state, batch)))
+    assert_close(*results)
+
+
+def test_devices_draw_from_their_own_part_of_the_buffer(tmp_path):
+    """Ape-X learns on four devices, and priorities are set where they were drawn."""
+    flags = SCRIPTS[apex] | {"num_devices": 4, "num_envs": 8, "learning_starts": 160, "total_timesteps": 400}
+    saved, lines = train(apex, tmp_path, **flags)
+    assert lines[-1]["charts/updates"] > 3
+    priorities = saved["replay"]["priorities"]
+    assert all(len(np.unique(own)) > 16 for own in np.split(priorities, 4, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "names", "valid"),
+    [
+        (ppo, "--num-devices 3 --num-envs 8", "--num-devices 3: does not divide the games", "give 1 or 2 or 4"),
+        (ppo, "--num-devices 4 --num-envs 8 --core gru", "a minibatch's games, 1", "give 1"),
+        (ppo, "--num-devices 5", "--num-devices 5", "there are 4"),
+        (impala, "--num-devices 4 --num-envs 16 --num-minibatches 8", "a minibatch's unrolls, 2", "1 or 2"),
+        (impala, "--actor-devices 4", "--actor-devices 4", "leaves none"),
+        (apex, "--num-devices 3 --actor-devices 1 --batch-size 32", "--batch-size, 32", "1 or 2"),
+        (apex, "--num-devices 4 --actor-devices 1", "--num-devices 4", "there are 3"),
+        (rnd, "--actor-devices 1", "--actor-devices 1", "--async"),
+    ],
+)  # fmt: skip
+def test_what_devices_cannot_divide_is_said(script, flags, names, valid, monkeypatch, capfd):
+    assert_one_sentence(script, flags.split(), names, valid, monkeypatch, capfd)
+
+
+def test_a_run_that_goes_on_with_other_devices_says_so(tmp_path, capfd):
+    flags = ACTOR_CRITIC | {"run_dir": str(tmp_path), "total_timesteps": 256}
+    path = ppo.main(ppo.Args(**flags)).path
+    ppo.main(ppo.Args(**flags | {"resume": str(path), "total_timesteps": 500, "num_devices": 4}))
+    assert (
+        "on 2 devices of 1 hosts and goes on with 4 devices of 1 hosts: it will not be the same"
+        in capfd.readouterr().err
+    )
+    assert read_metrics(path)[-1]["global_step"] >= 500
+
+
+def test_actors_have_devices_of_their_own(tmp_path):
+    """They play the same there."""
+    flags = SCRIPTS[impala] | {"total_timesteps": 300}
+    with_own = train(impala, tmp_path, **flags | {"actor_devices": 2, "num_devices": 2})
+    shared = train(impala, tmp_path, **flags | {"num_devices": 2})
+    assert_close(with_own[0]["state"], shared[0]["state"])
+    homes = impala.make_fleet(impala.Args(**flags | {"actor_devices": 2}), None)._homes
+    assert set(homes) == set(jax.devices()[-2:])
+
+
+# HOSTS
+
+
+def on_two_hosts(script, flags):
+    """The same script in two processes, with a device each."""
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    return [
+        start(
+            f"{script.SCRIPT}.py", *flags_of(flags), "--distributed",
+            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(i),
+            XLA_FLAGS="--xla_force_host_platform_device_count=1",
+        )
+        for i in range(2)
+    ]  # fmt: skip
+
+
+def finish(hosts):
+    """Waits for both; returns what they said."""
+    outputs = [host.communicate(timeout=300)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    return outputs
+
+
+HOSTS = {
+    ppo: ACTOR_CRITIC | {"num_devices": 0, "total_timesteps": 1500, "checkpoint_every": 500},
+    impala: SCRIPTS[impala] | {"num_devices": 0, "num_actors": 1, "total_timesteps": 400},
+}
+
+
+def test_two_hosts_stop_go_on_and_train_as_one_with_two_devices(tmp_path):
+    """PPO, with a signal that reaches the second host only."""
+    hosts = on_two_hosts(ppo, HOSTS[ppo] | {"run_dir": tmp_path / "hosts"})
+    wait_for(lambda: list(tmp_path.glob("hosts/*/checkpoints/[0-9]*/commit_success.txt")), hosts[0], 240)
+    hosts[1].send_signal(signal.SIGTERM)
+    assert "stopped by a signal on another host" in finish(hosts)[0]
+    (path,) = tmp_path.glob("hosts/*")
+    stopped = read_metrics(path)[-1]["global_step"]
+    assert runs.load_checkpoint(path)[0] == stopped < 1500
+    finish(on_two_hosts(ppo, {"resume": path}))
+    saved, lines = train(ppo, tmp_path / "one", **HOSTS[ppo] | {"num_devices": 2})
+    for x, y in zip(
+        jax.tree.leaves(saved["state"]), jax.tree.leaves(runs.load_checkpoint(path)[1]["state"]), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+    assert [line["losses/loss"] for line in lines] == [line["losses/loss"] for line in read_metrics(path)]
+
+
+def test_two_hosts_with_actors_train_as_one_with_two_devices(tmp_path):
+    """IMPALA, in lock-step."""
+    finish(on_two_hosts(impala, HOSTS[impala] | {"run_dir": tmp_path / "hosts"}))
+    (path,) = tmp_path.glob("hosts/*")
+    saved, _ = train(impala, tmp_path / "one", **HOSTS[impala] | {"num_devices": 2})
+    assert_close(saved["state"], runs.load_checkpoint(path)[1]["state"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_that_is_killed_ends_the_others(victim, tmp_path):
+    hosts = on_two_hosts(ppo, HOSTS[ppo] | {"run_dir": tmp_path, "total_timesteps": 10**6})
+    wait_for(lambda: list(tmp_path.glob("*/checkpoints/[0-9]*/commit_success.txt")), hosts[0], 240)
+    hosts[victim].kill()
+    died = time.monotonic()
+    output = hosts[1 - victim].communicate(timeout=120)[0]
+    assert time.monotonic() - died < 60
+    assert hosts[1 - victim].returncode != 0
+    # Ours; or JAX's own, where it is the first to notice.
+    assert "this host or another has failed" in output or "another task died" in output
+    (path,) = tmp_path.iterdir()
+    assert runs.load_checkpoint(path)[0] >= 500
+
+
+@pytest.mark.parametrize("script", [apex, rnd, hnppo], ids=lambda script: script.SCRIPT)
+def test_scripts_for_one_host_say_so(script, monkeypatch, capfd):
+    monkeypatch.setattr(runs.devices, "connect", lambda: None)
+    assert_one_sentence(script, ["--distributed"], "--distributed", "trains on one host", monkeypatch, capfd)
+
+
+def test_hosts_that_cannot_be_found_are_said(monkeypatch, capfd):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    assert_one_sentence(ppo, ["--distributed"], "--distributed", "JAX_COORDINATOR_ADDRESS", monkeypatch, capfd)
