@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from common import cpu, devices
+from common import cpu, devices, gpu
 from common.runs import UsageError, check
 
 
@@ -84,10 +84,23 @@ INITS = {
     "orthogonal": nn.initializers.orthogonal(math.sqrt(2)),
     "kaiming": nn.initializers.he_normal(),
 }
-ACTIVATIONS = {"relu": cpu.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
 
 
 # LAYERS
+
+
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0)."""
+    return (cpu if devices.on_cpu() else gpu).relu(x)
+
+
+ACTIVATIONS = {"relu": relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
+
+
+def max_pool(x: jax.Array) -> jax.Array:
+    """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C] (rounded up), as `nn.max_pool`."""
+    even = x.shape[1] % 2 == x.shape[2] % 2 == 0
+    return cpu.max_pool(x) if devices.on_cpu() and even else gpu.max_pool(x)
 
 
 def conv(features: int, size: int, stride: int, padding: str, **options) -> nn.Conv:
@@ -167,7 +180,7 @@ class ImpalaCNN(nn.Module):
         act, conv = self.layers.act, self.layers.conv
         x = (frames.astype(self.layers.dtype) - 128) / 255
         for features in self.channels:
-            x = cpu.max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
+            x = max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
             for _ in range(self.blocks):
                 x = x + conv(act(conv(act(x), features)), features)
         return self.layers.head(act(self.layers.reduce(x)))
@@ -192,11 +205,11 @@ class XResNet(nn.Module):
         act, conv = self.layers.act, self.layers.conv
         x = (frames.astype(self.layers.dtype) - 128) / 73.9
         if self.stem:
-            x = cpu.max_pool(act(conv(x, self.blocks[0][0])))
+            x = max_pool(act(conv(x, self.blocks[0][0])))
         for i, (features, stride) in enumerate(self.blocks):
             by_pool = stride > 1 and self.max_pool
             y = conv(x, features, stride=1 if by_pool else stride)
-            y = conv(act(cpu.max_pool(y) if by_pool else y), features)
+            y = conv(act(max_pool(y) if by_pool else y), features)
             if self.squeeze:
                 y = y * self.squeeze_excitation(y)
             if i >= len(self.blocks) - self.attention:

@@ -10,12 +10,14 @@ import numpy as np
 import oracle
 import pytest
 from conftest import ENCODER_FLAGS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import apex_procgen as apex
 import impala_procgen as impala
 import ppo_procgen as ppo
 from benchmarks import encoders
-from common import cpu, devices, networks, runs
+from common import cpu, devices, gpu, networks, runs
 from common.networks import EncoderArgs
 from common.runs import UsageError
 
@@ -78,12 +80,44 @@ def test_dilated_convolution_is_not_taken_for_a_plain_one():
     np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 5, 8, 64])
-def test_max_pool_equals_flax_with_ties(size):
-    x = np.random.default_rng(0).integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties
+def same_pool(ours, x, g):
+    """Whether a max-pool is Flax's, and so its gradient for g; the first of equal pixels has it all."""
     theirs = partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
-    np.testing.assert_array_equal(cpu.max_pool(x), theirs(x))
-    np.testing.assert_allclose(gradients(cpu.max_pool, x)[0], gradients(theirs, x)[0], rtol=1e-5, atol=1e-6)
+    (got, backward), (want, want_backward) = jax.vjp(ours, x), jax.vjp(theirs, x)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(backward(g)[0], want_backward(g)[0])
+
+
+@pytest.mark.parametrize("pool", [networks.max_pool, gpu.max_pool])
+@pytest.mark.parametrize("size", [2, 5, 8, 64])
+def test_max_pool_equals_flax_with_ties(pool, size):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties
+    same_pool(pool, x, rng.integers(-9, 9, (3, -(-size // 2), -(-size // 2), 5)).astype(np.float32))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2**31))
+def test_max_pool_of_any_size_equals_flax(height, width, dtype, seed):
+    """Gradients are small whole numbers, so that the order of their additions does not matter in bfloat16."""
+    rng, places = np.random.default_rng(seed), (-(-height // 2), -(-width // 2))
+    x, g = (rng.integers(-3, 3, (2, *size, 3)) for size in ((height, width), places))
+    same_pool(gpu.max_pool, jnp.asarray(x, dtype), jnp.asarray(g, dtype))
+
+
+def test_max_pool_passes_on_what_is_not_a_number():
+    x = np.zeros((1, 8, 8, 1), np.float32)
+    x[0, 3, 4] = np.nan
+    want = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+    np.testing.assert_array_equal(gpu.max_pool(x), want)
+    assert np.isnan(want).any()
+
+
+@pytest.mark.parametrize("relu", [cpu.relu, gpu.relu])
+def test_relu_equals_jax(relu):
+    x = np.array([-2, -0.0, 0, 1e-30, 3], np.float32)
+    np.testing.assert_array_equal(relu(x), nn.relu(x))
+    np.testing.assert_array_equal(gradients(relu, x)[0], gradients(nn.relu, x)[0])
 
 
 GRADIENTS = {
@@ -147,13 +181,13 @@ def test_a_loss_is_told_to_return_parts_per_sample(whole):
             take(loss)
 
 
-def test_accelerators_get_plain_flax(monkeypatch):
-    monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    for spec in GRADIENTS.values():
-        encoder = networks.make_encoder(spec)
-        program = str(jax.make_jaxpr(encoder.init)(jax.random.PRNGKey(0), jnp.zeros((2, 64, 64, 6), jnp.uint8)))
-        assert "custom_vjp" not in program
-        assert "bf16" in program
+def test_accelerators_get_plain_convolutions_in_bfloat16():
+    with encoders.plain_flax():
+        for spec in GRADIENTS.values():
+            encoder = networks.make_encoder(spec)
+            program = str(jax.make_jaxpr(encoder.init)(jax.random.PRNGKey(0), jnp.zeros((2, 64, 64, 6), jnp.uint8)))
+            assert "custom_vjp" not in program
+            assert "bf16" in program
 
 
 # ENCODERS
