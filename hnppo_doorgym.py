@@ -392,7 +392,7 @@ def gae(rewards: jax.Array, values: jax.Array, *, gamma: float, gae_lambda: floa
         advantage = delta + gamma * gae_lambda * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.float32(0), deltas, reverse=True)[1]
+    return jax.lax.scan(backward, jnp.float32(0), deltas, reverse=True, unroll=devices.unroll())[1]
 
 
 class Batch(NamedTuple):

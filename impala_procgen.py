@@ -370,7 +370,8 @@ def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_ba
         correction = delta + decay * correction
         return correction, correction
 
-    targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), (deltas, decays), reverse=True)[1]
+    steps = deltas, decays
+    targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.unroll())[1]
     next_targets = jnp.append(targets[1:], values[-1])
     advantages = jnp.minimum(pg_rho_bar, ratio) * (rewards + discounts * next_targets - values[:-1])
     return targets, advantages

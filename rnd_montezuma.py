@@ -444,7 +444,8 @@ def gae(rewards, values, *, discount, decay, ratio) -> jax.Array:
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.zeros_like(deltas[0]), (deltas, rho * decay), reverse=True)[1]
+    start, steps = jnp.zeros_like(deltas[0]), (deltas, rho * decay)
+    return jax.lax.scan(backward, start, steps, reverse=True, unroll=devices.unroll())[1]
 
 
 def advantages(args: Args, rewards, bonus, *, values, ratio, steps: envs.Steps) -> jax.Array:

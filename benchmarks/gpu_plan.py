@@ -372,8 +372,8 @@ def steps_per_second(cycle: Cycle, ms: dict[str, float], game_ms: float) -> floa
 class Args:
     programs: tyro.conf.Positional[tuple[str, ...]] = ()
     """such as ppo.update, or a script, such as ppo; all of them if none is given"""
-    gpu: tuple[Literal["h100", "a100"], ...] = ("h100", "a100")
-    """GPUs to plan for"""
+    gpu: Literal["all", "h100", "a100"] = "all"
+    """the GPU to plan for"""
     flags: str = ""
     """flags of the scripts, in one string, after a ="""
     game_ms: float = 0.3
@@ -457,7 +457,7 @@ def main(args: Args) -> None:
     for script in wanted:
         read_flags(script, args.flags)
     with planning():
-        for gpu in args.gpu:
+        for gpu in GPUS if args.gpu == "all" else [args.gpu]:
             for script, names in wanted.items():
                 more, longest = plan_script(args, gpu, script, names)
                 rows, kernels = rows + more, kernels + longest

@@ -6,6 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from common import devices
+
 
 def shape_reward(reward: jax.Array) -> jax.Array:
     """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards stay, large ones shrink (Pohlen et al. 2018, section 3.2)."""
@@ -54,7 +56,8 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
         now = jnp.where(valid, gamma * past + reward, past)
         return jnp.where(end, 0.0, now), now
 
-    discounted, returns = jax.lax.scan(forward, state.discounted, (rewards, ended, mask))
+    steps = rewards, ended, mask
+    discounted, returns = jax.lax.scan(forward, state.discounted, steps, unroll=devices.unroll())
     moments = merge_moments(state.count, state.mean, state.var, mask.sum(), *masked_moments(returns, mask))
     state = ReturnFilter(discounted, *moments)
     return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -clip, clip)
