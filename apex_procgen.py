@@ -316,6 +316,7 @@ def collect(
     args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
 ):
     """Plays an actor's i-th unroll, as `actors.Fleet` asks for it in its thread: Unroll and the next Carry."""
+    params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, envs.derive_seed(args.seed, actor), i)
     epsilon = epsilons(args).reshape(args.num_actors, -1)[actor]
 

@@ -330,6 +330,7 @@ def collect(
 
     Returns an Unroll and the next Carry.
     """
+    params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, envs.derive_seed(args.seed, actor), i)
 
     def choose_actions(obs, age):

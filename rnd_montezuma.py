@@ -361,6 +361,7 @@ def collect(
     args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, actor: int, i: int, watch, check_stop
 ) -> tuple[Unroll, Carry]:
     """Plays the i-th rollout, num_steps steps of each game, as `common.actors.Fleet` asks for it."""
+    params = networks.for_acting(agent, params)
     rollout, rooms, pictures = begin_rollout(args, carry, i), [], {}
 
     def choose_actions(obs, age):

@@ -39,7 +39,8 @@ import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 from benchmarks import hlo, records
-from common import atari, devices, doors, envs, runs
+from common import atari, devices, doors, envs, networks, runs
+from common.gpu import layouts
 
 WHEEL = "jax_plugins.xla_cuda12"
 
@@ -179,6 +180,16 @@ def seen(place: Place, games: int, shape: tuple[int, int, int]) -> tuple[jax.Sha
     return frames, array(place, games, dtype=jnp.int32)
 
 
+def played_with(place: Place, agent, params: dict) -> dict:
+    """What `networks.for_acting` returns."""
+    params = result(place, partial(networks.cast_encoder, agent.encoder.layers.dtype), params)
+
+    def lay(x, where):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map(lay, params, layouts(params))
+
+
 def plan_ppo(args: ppo.Args, place: Place) -> Plan:
     agent = ppo.make_agent(args)
     state = result(place, partial(ppo.initial_state, args, agent))
@@ -186,9 +197,10 @@ def plan_ppo(args: ppo.Args, place: Place) -> Plan:
     rollout = result(place, partial(ppo.begin_rollout, args), carry, 0)
     steps = steps_of(place, args.num_steps, args.num_envs)
     frames = seen(place, args.num_envs, envs.FRAME_SHAPE)
+    params = played_with(place, agent, state.params["agent"])
     return Plan(
         {
-            "act": partial(ppo.act.lower, args, agent, state.params["agent"], rollout, *frames),
+            "act": partial(ppo.act.lower, args, agent, params, rollout, *frames),
             "update": partial(ppo.update.lower, args, agent, state, rollout, steps),
         },
         Cycle(
@@ -209,9 +221,10 @@ def plan_impala(args: impala.Args, place: Place) -> Plan:
     rollouts, steps = (rollout,) * args.num_actors, steps_of(place, args.num_steps, args.num_envs)
     unrolls = result(place, partial(impala.remember, args), memory, rollouts, steps, 0, 0)[1]
     frames = seen(place, games, envs.FRAME_SHAPE)
+    params = played_with(place, agent, state.params)
     return Plan(
         {
-            "act": partial(impala.act.lower, args, agent, state.params, rollout, *frames),
+            "act": partial(impala.act.lower, args, agent, params, rollout, *frames),
             "remember": partial(impala.remember.lower, args, memory, rollouts, steps, 0, 0),
             "update": partial(impala.update.lower, args, agent, state, unrolls),
         },
@@ -233,9 +246,18 @@ def plan_apex(args: apex.Args, place: Place) -> Plan:
     rollouts, steps = (rollout,) * args.num_actors, steps_of(place, args.num_steps, args.num_envs)
     batch = result(place, partial(apex.sample, args), buffer, 0, 1.0)
     frames, played = seen(place, games, envs.FRAME_SHAPE), args.num_steps * args.num_envs
+    params = played_with(place, agent, state.params)
     return Plan(
         {
-            "act": partial(apex.act.lower, args, agent, state.params, rollout, *frames, array(place, games)),
+            "act": partial(
+                apex.act.lower,
+                args,
+                agent,
+                params,
+                rollout,
+                *frames,
+                array(place, games),
+            ),
             "insert": partial(apex.insert.lower, args, buffer, rollouts, steps),
             "sample": partial(apex.sample.lower, args, buffer, 0, 1.0),
             "update": partial(apex.update.lower, args, agent, state, batch),
@@ -262,9 +284,10 @@ def plan_rnd(args: rnd.Args, place: Place) -> Plan:
     rollout = result(place, partial(rnd.begin_rollout, args), carry, 0)
     steps = steps_of(place, args.num_steps, args.num_envs)
     frames = seen(place, args.num_envs, atari.FRAME_SHAPE)
+    params = played_with(place, agent, state.params["agent"])
     return Plan(
         {
-            "act": partial(rnd.act.lower, args, agent, state.params["agent"], rollout, *frames),
+            "act": partial(rnd.act.lower, args, agent, params, rollout, *frames),
             "update": partial(rnd.update.lower, args, agent, state, rollout, steps),
         },
         Cycle(

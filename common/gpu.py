@@ -1,7 +1,7 @@
-"""Max-pooling and ReLU in forms that XLA compiles well on a GPU; `networks.py` takes those of cpu.py on a CPU.
+"""What makes networks fast on a GPU: ReLU and max-pooling in forms that XLA compiles well, and layouts of kernels.
 
-Both are about what a gradient keeps and reads, since there memory is what bounds them. benchmarks/gpu_plan.py shows
-what XLA makes of them.
+The forms are about what a gradient keeps and reads, since memory bounds it. `networks.py` takes those of cpu.py on a
+CPU. benchmarks/gpu_plan.py shows what XLA makes of them.
 """
 
 from functools import partial
@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Format, Layout
 
 
 @jax.custom_vjp
@@ -67,3 +68,10 @@ def _max_pool_backward(odd, winner, g):
 
 
 _max_pool.defvjp(_max_pool_forward, _max_pool_backward)
+
+
+def layouts(params):
+    """For `jax.device_put`: where each array lies, and for the kernels of convolutions [H, W, I, O] the order in memory
+    that cuDNN reads them in, output channels first; else each program that is given them makes it anew."""
+    kernels = Layout(major_to_minor=(3, 0, 1, 2))
+    return jax.tree.map(lambda x: Format(kernels, x.sharding) if x.ndim == 4 else x.sharding, params)

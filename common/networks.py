@@ -8,6 +8,7 @@ each costs, in parameters, arithmetic, memory and time on this machine, benchmar
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import flax.linen as nn
@@ -348,6 +349,33 @@ def _parse_xresnet(text: str) -> dict:
     halved = sum(stride == 2 for _, stride in blocks) + stem
     check(halved <= 5, f"--encoder {text}: halves the 64 x 64 frame {halved} times; at most 5 leave 2 x 2 of it")
     return {"blocks": tuple(blocks), "stem": stem, "squeeze": squeeze, "attention": attention}
+
+
+# PARAMETERS TO ACT WITH
+
+
+def for_acting(agent: nn.Module, params: dict) -> dict:
+    """The parameters that a rollout is played with, the encoder's in its own dtype: else each `act` converts them anew.
+
+    The learner keeps float32; where that is the encoder's dtype, these are the same.
+    """
+    dtype = agent.encoder.layers.dtype
+    if dtype == jnp.float32:
+        return params
+    params = cast_encoder(dtype, params)
+    return params if devices.on_cpu() else jax.device_put(params, gpu.layouts(params))
+
+
+@partial(jax.jit, static_argnums=0)
+def cast_encoder(dtype: jnp.dtype, params: dict) -> dict:
+    """An agent's parameters, with those that Flax would convert to the encoder's dtype in it: GroupNorm's, and all that
+    is not the encoder's, stay."""
+
+    def cast(path, x):
+        names = [key.key for key in path]
+        return x.astype(dtype) if "encoder" in names and names[-2].startswith(("Conv", "Dense")) else x
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 # DROPOUT AND MEMORY

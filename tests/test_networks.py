@@ -190,6 +190,45 @@ def test_accelerators_get_plain_convolutions_in_bfloat16():
             assert "bf16" in program
 
 
+@pytest.mark.parametrize(
+    "flags", [{"channels": "4", "blocks": 1, "norm": "group"}, {"encoder": "xresnet:[8,2],se,sa1"}]
+)
+def test_parameters_to_act_with_give_the_same_bit_for_bit(flags):
+    """Operation by operation: a CPU's compiler may leave out a rounding to bfloat16 in one program, not in another."""
+    args = ppo.Args(**flags, hidden=8, dtype="bfloat16")
+    agent = ppo.make_agent(args)
+    shapes = jax.eval_shape(lambda: ppo.initial_state(args, agent)).params["agent"]
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32), shapes)
+    acting = networks.for_acting(agent, params)
+    given = rng.integers(0, 256, (2, 64, 64, 3 * len(args.offsets)), np.uint8), np.ones(2, bool), ()
+    for got, want in zip(agent.apply(acting, *given)[:2], agent.apply(params, *given)[:2], strict=True):
+        np.testing.assert_array_equal(got, want)
+    changed = [path for path, x in jax.tree_util.tree_leaves_with_path(acting) if x.dtype == jnp.bfloat16]
+    assert all("encoder" in str(path) for path in changed)
+    assert len(changed) >= 5
+
+
+def test_parameters_to_act_with_are_the_learners_where_the_encoder_is_float32():
+    args = ppo.Args(width=1, hidden=8)
+    params = {"params": {"encoder": {"Conv_0": {"kernel": jnp.ones((3, 3, 6, 16))}}}}
+    assert networks.for_acting(ppo.make_agent(args), params) is params
+
+
+def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):
+    """A program takes them as they lie: it does not ask for another layout."""
+    args = ppo.Args(width=1, blocks=1, hidden=8, dtype="bfloat16")
+    agent = ppo.make_agent(args)
+    params = ppo.initial_state(args, agent).params["agent"]
+    want = networks.for_acting(agent, params)
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    got = networks.for_acting(agent, params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    asked = jax.jit(lambda params: jax.tree.map(jnp.sum, params)).lower(got).compile().input_formats[0][0]
+    kernels = [form.layout.major_to_minor for form in jax.tree.leaves(asked) if len(form.layout.major_to_minor) == 4]
+    assert set(kernels) == {(3, 0, 1, 2)}
+
+
 # ENCODERS
 
 
