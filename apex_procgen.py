@@ -155,8 +155,9 @@ class Agent(nn.Module):
         atoms = len(self.support)
 
         def stream(outputs, bias_init=nn.initializers.zeros):
-            hidden = nn.relu(nn.Dense(self.hidden)(x))
-            return nn.Dense(outputs * atoms, bias_init=bias_init)(hidden).reshape(len(x), outputs, atoms)
+            dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+            hidden = nn.relu(dense(self.hidden)(x))
+            return dense(outputs * atoms, bias_init=bias_init)(hidden).reshape(len(x), outputs, atoms)
 
         def near_zero(key, shape, dtype=jnp.float32):
             """Values start around 0, as one atom's do, and not in the middle of the support, which is above all that

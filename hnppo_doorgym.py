@@ -110,11 +110,13 @@ class Args(doors.DoorArgs, runs.RunArgs):
 
 # NETWORKS
 
+Dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+
 
 def tanh_layers(x: jax.Array, hidden: int, layers: int) -> jax.Array:
     """Hidden layers of the module that calls it: [..., D] -> [..., hidden]."""
     for _ in range(layers):
-        x = nn.tanh(nn.Dense(hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
+        x = nn.tanh(Dense(hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
     return x
 
 
@@ -128,7 +130,7 @@ class Actor(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array):
         x = tanh_layers(x, self.hidden, self.layers)
-        mean = nn.Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
+        mean = Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
         return mean, self.param("log_std", nn.initializers.zeros, (self.actions,))
 
 
@@ -141,7 +143,7 @@ class Critic(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array):
         x = tanh_layers(x, self.hidden, self.layers)
-        return nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)[..., 0]
+        return Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)[..., 0]
 
 
 CHUNK, CHUNK_EMBEDDING_DIM = 1000, 5
@@ -153,7 +155,7 @@ def torch_dense(features: int, fan_in: int) -> nn.Dense:
     def init(key, shape, dtype=jnp.float32):
         return jax.random.uniform(key, shape, dtype, -1, 1) / np.sqrt(fan_in)
 
-    return nn.Dense(features, kernel_init=init, bias_init=init)
+    return Dense(features, kernel_init=init, bias_init=init)
 
 
 class HyperNetwork(nn.Module):

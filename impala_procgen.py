@@ -133,9 +133,10 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # A small first policy layer makes the first policy nearly uniform.
-        self.policy = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
-        self.value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))
+        # A small first policy layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
+        dense = partial(nn.Dense, precision="highest")
+        self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
+        self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""

@@ -142,15 +142,13 @@ class Agent(nn.Module):
     hidden: int
 
     def setup(self):
-        def dense():
-            return nn.Dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
-
-        self.trunk = dense()
-        self.actor = dense()
-        self.critic = dense()
+        dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+        self.trunk = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
+        self.actor = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
+        self.critic = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
         # A small first policy layer makes the first policy nearly uniform.
-        self.policy = nn.Dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
-        self.values = nn.Dense(2, kernel_init=nn.initializers.orthogonal(0.01))
+        self.policy = dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
+        self.values = dense(2, kernel_init=nn.initializers.orthogonal(0.01))
 
     def encode(self, frames: jax.Array) -> jax.Array:
         """Frames uint8 [B, 84, 84, C] -> features float32 [B, hidden]."""

@@ -414,7 +414,8 @@ class Recurrent(nn.Module):
 
         cell = {"lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}[self.kind](self.hidden)
         scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-        core, x = scan(cell, core, (x, first))
+        with jax.default_matmul_precision("highest"):  # in full float32 on a GPU too
+            core, x = scan(cell, core, (x, first))
         return x, core
 
 
