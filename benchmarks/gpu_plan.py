@@ -100,10 +100,15 @@ SHARE = 0.4  # of the peak rate that convolutions and matrix products reach
 LAUNCH = 3e-6  # seconds a kernel
 
 
+def installed() -> bool:
+    """Whether the wheel with XLA's compiler for NVIDIA GPUs is."""
+    return importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec(WHEEL) is not None
+
+
 def target(gpu: str, count: int = 1) -> list[jax.Device]:
     """So many GPUs of a kind to compile for, in one host."""
     runs.check(
-        importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec(WHEEL) is not None,
+        installed(),
         "the wheel jax-cuda12-plugin is not installed here: `make gpu-plan` makes an environment that has it",
     )
     topology = topologies.get_topology_desc(gpu, "cuda", target_config=GPUS[gpu].description, topology=f"1x1x{count}")
