@@ -210,7 +210,7 @@ class Carry(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
-    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -445,8 +445,8 @@ def update(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> 
     copy = updates % args.target_network_frequency == 0
     target = jax.tree.map(lambda new, old: jnp.where(copy, new, old), params, state.target)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
-        "losses/grad_norm": optax.tree.norm(grads),
-        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
+        "losses/grad_norm": devices.norm(grads),
+        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
     }
     state = state._replace(params=params, target=target, opt_state=opt_state, updates=updates)

@@ -459,9 +459,8 @@ def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, reme
     """The gradient of a minibatch: PPO's, clipped, and the penalty's, which looks one step ahead and is not clipped."""
     weight = jnp.ones(len(batch.obs))
     grads, parts, _ = devices.gradient(partial(loss, args, agent), state.learner, batch, weight, whole=True)
-    # A barrier keeps XLA from computing a gradient of millions of weights again in each of its uses: twice as fast.
-    grads = jax.lax.optimization_barrier(grads)
-    norm = optax.tree.norm(grads)
+    grads = devices.compute_once(grads)
+    norm = devices.norm(grads)
     parts["grad_norm"] = norm
     if args.max_grad_norm:
         scale = jnp.minimum(1.0, args.max_grad_norm / jnp.maximum(norm, 1e-30))
@@ -469,10 +468,10 @@ def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, reme
     if remember:
         # Where Adam would go with this gradient alone: the penalty there says what the step is about to spoil.
         step, _ = make_optimizer(args).update(grads, state.opt_state)
-        ahead = jax.lax.optimization_barrier(optax.apply_updates(state.learner, step)["hyper"])
+        ahead = devices.compute_once(optax.apply_updates(state.learner, step)["hyper"])
         parts["penalty"], spoils = jax.value_and_grad(partial(penalty, agent))(ahead, state)
         grads = grads | {"hyper": jax.tree.map(lambda g, s: g + args.beta * s, grads["hyper"], spoils)}
-        grads = jax.lax.optimization_barrier(grads)
+        grads = devices.compute_once(grads)
     return grads, parts
 
 
@@ -513,8 +512,8 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remem
 
     def minibatch(state, index):
         grads, parts = gradients(args, agent, state, jax.tree.map(lambda x: x[index], batch), remember=remember)
-        good = jnp.isfinite(parts["grad_norm"] + optax.tree.norm(grads))  # one that is not would make everything so
-        learner, opt_state = jax.lax.cond(good, take, lambda grads, *same: same, grads, state.learner, state.opt_state)
+        good = jnp.isfinite(parts["grad_norm"] + devices.norm(grads))  # one that is not would make everything so
+        learner, opt_state = devices.cond(good, take, lambda grads, *same: same, grads, state.learner, state.opt_state)
         in_a_row = jnp.where(good, 0, state.skipped_in_a_row + 1)
         state = state._replace(
             learner=learner, opt_state=opt_state, skipped=state.skipped + ~good, skipped_in_a_row=in_a_row

@@ -206,7 +206,7 @@ class Carry(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
-    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
@@ -524,7 +524,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, r
         grads = networks.add_l2(grads, params, args.l2)
         direction, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
+        return (params, opt_state), parts | {"grad_norm": devices.norm(grads)}
 
     def epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
@@ -555,7 +555,7 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
     spread = parts.pop("target_square") - parts.pop("target") ** 2
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - 2 * parts["value_loss"] / jnp.maximum(spread, 1e-8),
-        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,

@@ -120,6 +120,25 @@ def test_relu_equals_jax(relu):
     np.testing.assert_array_equal(gradients(relu, x)[0], gradients(nn.relu, x)[0])
 
 
+def test_small_parts_of_an_update_are_the_same_on_a_gpu(monkeypatch):
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.normal(size=(3, 4)).astype(np.float32), "b": rng.normal(size=5).astype(np.float32)}
+
+    def results():
+        clips = [devices.clip_by_norm(most) for most in (0.5, 100.0)]
+        clipped = [clip.update(tree, clip.init(tree))[0] for clip in clips]
+        chosen = [devices.cond(jnp.bool_(x), lambda t: t, lambda t: jax.tree.map(jnp.exp, t), tree) for x in (0, 1)]
+        return devices.norm(tree), clipped, chosen, devices.compute_once(tree)
+
+    def states():
+        return jax.tree.structure(devices.clip_by_norm(0.5).init(tree))
+
+    want, states_before = results(), states()
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), results(), want)
+    assert states() == states_before  # a checkpoint of one device is another's
+
+
 GRADIENTS = {
     "impala": SMALL,
     "nature": replace(SMALL, encoder="nature", pool="flatten"),
