@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import assert_refused
 
-from benchmarks import gpu_plan, hlo
+from benchmarks import gpu_plan, hlo, queue_model
 
 needs_compiler = pytest.mark.skipif(not gpu_plan.installed(), reason="the wheel jax-cuda12-plugin is not installed")
 NAMES = [f"{script}.{name}" for script, names in gpu_plan.PROGRAMS.items() for name in names]
@@ -139,6 +139,16 @@ def test_steps_per_second_of_games_that_wait_and_that_go_on():
     side_by_side = cycle._replace(overlap=True)
     assert gpu_plan.steps_per_second(side_by_side, ms, game_ms=0.5) == pytest.approx(1e6 / 30)
     assert gpu_plan.steps_per_second(side_by_side, ms, game_ms=9.0) == pytest.approx(1e6 / 100)
+
+
+def test_one_queue_by_hand():
+    args = queue_model.Args(act_ms=1.0, update_ms=8.0, game_ms=2.0, steps=4, pieces=2, rounds=10)
+    turns, halves, whole, pieces = queue_model.ways(args).values()
+    assert turns == pytest.approx(4 * (1 + 2) + 8)
+    assert halves == pytest.approx(4 * 2 + 1 + 8)  # each half's game while the other is looked at, and the last one's
+    # An act waits for the update: 8 ms, then 3 steps with their games, and the first one's game beside the update.
+    assert 8 + 3 * 3 + 1 <= whole <= turns
+    assert pieces < whole
 
 
 @needs_compiler
