@@ -6,7 +6,7 @@ TRAIN ?= --env-id bigfish --gap-stack --num-levels 10 --encoder nature --width 1
 	--normalize-rewards --eval-every 250000 --eval-episodes 64
 ARGS ?=
 
-.PHONY: train test
+.PHONY: train test gpu-plan gpu-plan-test
 train: .venv/$(REQUIREMENTS)
 	.venv/bin/python ppo_procgen.py $(TRAIN) $(ARGS)
 
@@ -15,8 +15,20 @@ test: .venv/requirements-dev.txt
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest -n 2
 
-.venv/%.txt: %.txt requirements.txt
+# What XLA would run on a GPU, from a machine without one: make gpu-plan ARGS="ppo.update --gpu h100"
+gpu-plan: .venv-gpu-plan/requirements-gpu-plan.txt
+	.venv-gpu-plan/bin/python -m benchmarks.gpu_plan $(ARGS)
+
+gpu-plan-test: .venv-gpu-plan/requirements-gpu-plan.txt
+	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest tests/test_gpu_plan.py
+
+define install
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'error: Python 3.11 or newer is needed; name one: make PYTHON=python3.12')"
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+endef
+.venv/%.txt: %.txt requirements.txt
+	$(install)
+.venv-gpu-plan/%.txt: %.txt requirements.txt
+	$(install)

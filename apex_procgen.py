@@ -162,8 +162,9 @@ class Agent(nn.Module):
         atoms = len(self.support)
 
         def stream(outputs, bias_init=nn.initializers.zeros):
-            hidden = nn.relu(nn.Dense(self.hidden)(x))
-            return nn.Dense(outputs * atoms, bias_init=bias_init)(hidden).reshape(len(x), outputs, atoms)
+            dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+            hidden = nn.relu(dense(self.hidden)(x))
+            return dense(outputs * atoms, bias_init=bias_init)(hidden).reshape(len(x), outputs, atoms)
 
         def near_zero(key, shape, dtype=jnp.float32):
             """Values start around 0, as one atom's do, and not in the middle of the support, which is above all that
@@ -217,7 +218,7 @@ class Carry(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
-    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -330,6 +331,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 
 def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch, check_stop):
     """Plays an actor's i-th unroll, as `actors.Fleet` asks for it in its thread: Unroll and the next Carry."""
+    params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):
@@ -461,8 +463,8 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
     copy = updates % args.target_network_frequency == 0
     target = jax.tree.map(lambda new, old: jnp.where(copy, new, old), params, state.target)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
-        "losses/grad_norm": optax.tree.norm(grads),
-        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
+        "losses/grad_norm": devices.norm(grads),
+        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
     }
     state = state._replace(params=params, target=target, opt_state=opt_state, updates=updates)

@@ -118,11 +118,13 @@ class Args(doors.DoorArgs, runs.RunArgs):
 
 # NETWORKS
 
+Dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+
 
 def tanh_layers(x: jax.Array, hidden: int, layers: int) -> jax.Array:
     """Hidden layers of the module that calls it: [..., D] -> [..., hidden]."""
     for _ in range(layers):
-        x = nn.tanh(nn.Dense(hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
+        x = nn.tanh(Dense(hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
     return x
 
 
@@ -136,7 +138,7 @@ class Actor(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array):
         x = tanh_layers(x, self.hidden, self.layers)
-        mean = nn.Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
+        mean = Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
         return mean, self.param("log_std", nn.initializers.zeros, (self.actions,))
 
 
@@ -149,7 +151,7 @@ class Critic(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array):
         x = tanh_layers(x, self.hidden, self.layers)
-        return nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)[..., 0]
+        return Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)[..., 0]
 
 
 CHUNK, CHUNK_EMBEDDING_DIM = 1000, 5
@@ -161,7 +163,7 @@ def torch_dense(features: int, fan_in: int) -> nn.Dense:
     def init(key, shape, dtype=jnp.float32):
         return jax.random.uniform(key, shape, dtype, -1, 1) / np.sqrt(fan_in)
 
-    return nn.Dense(features, kernel_init=init, bias_init=init)
+    return Dense(features, kernel_init=init, bias_init=init)
 
 
 class HyperNetwork(nn.Module):
@@ -403,7 +405,7 @@ def gae(rewards: jax.Array, values: jax.Array, *, gamma: float, gae_lambda: floa
         advantage = delta + gamma * gae_lambda * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.float32(0), deltas, reverse=True)[1]
+    return jax.lax.scan(backward, jnp.float32(0), deltas, reverse=True, unroll=devices.unroll())[1]
 
 
 class Batch(NamedTuple):
@@ -468,9 +470,8 @@ def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, reme
     """The gradient of a minibatch: PPO's, clipped, and the penalty's, which looks one step ahead and is not clipped."""
     weight = jnp.ones(len(batch.obs))
     grads, parts, _ = devices.gradient(partial(loss, args, agent), state.learner, batch, weight, whole=True)
-    # A barrier keeps XLA from computing a gradient of millions of weights again in each of its uses: twice as fast.
-    grads = jax.lax.optimization_barrier(grads)
-    norm = optax.tree.norm(grads)
+    grads = devices.compute_once(grads)
+    norm = devices.norm(grads)
     parts["grad_norm"] = norm
     if args.max_grad_norm:
         scale = jnp.minimum(1.0, args.max_grad_norm / jnp.maximum(norm, 1e-30))
@@ -478,10 +479,10 @@ def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, reme
     if remember:
         # Where Adam would go with this gradient alone: the penalty there says what the step is about to spoil.
         step, _ = make_optimizer(args).update(grads, state.opt_state)
-        ahead = jax.lax.optimization_barrier(optax.apply_updates(state.learner, step)["hyper"])
+        ahead = devices.compute_once(optax.apply_updates(state.learner, step)["hyper"])
         parts["penalty"], spoils = jax.value_and_grad(partial(penalty, agent))(ahead, state)
         grads = grads | {"hyper": jax.tree.map(lambda g, s: g + args.beta * s, grads["hyper"], spoils)}
-        grads = jax.lax.optimization_barrier(grads)
+        grads = devices.compute_once(grads)
     return grads, parts
 
 
@@ -524,8 +525,8 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remem
 
     def minibatch(state, index):
         grads, parts = gradients(args, agent, state, jax.tree.map(lambda x: x[index], batch), remember=remember)
-        good = jnp.isfinite(parts["grad_norm"] + optax.tree.norm(grads))  # one that is not would make everything so
-        learner, opt_state = jax.lax.cond(good, take, lambda grads, *same: same, grads, state.learner, state.opt_state)
+        good = jnp.isfinite(parts["grad_norm"] + devices.norm(grads))  # one that is not would make everything so
+        learner, opt_state = devices.cond(good, take, lambda grads, *same: same, grads, state.learner, state.opt_state)
         in_a_row = jnp.where(good, 0, state.skipped_in_a_row + 1)
         state = state._replace(
             learner=learner, opt_state=opt_state, skipped=state.skipped + ~good, skipped_in_a_row=in_a_row

@@ -144,9 +144,10 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # A small first policy layer makes the first policy nearly uniform.
-        self.policy = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
-        self.value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))
+        # A small first policy layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
+        dense = partial(nn.Dense, precision="highest")
+        self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
+        self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
@@ -220,7 +221,7 @@ class Carry(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
-    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
@@ -352,6 +353,7 @@ def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Ca
 
     Returns an Unroll and the next Carry.
     """
+    params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):
@@ -392,7 +394,8 @@ def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_ba
         correction = delta + decay * correction
         return correction, correction
 
-    targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), (deltas, decays), reverse=True)[1]
+    steps = deltas, decays
+    targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.unroll())[1]
     next_targets = jnp.append(targets[1:], values[-1])
     advantages = jnp.minimum(pg_rho_bar, ratio) * (rewards + discounts * next_targets - values[:-1])
     return targets, advantages
@@ -545,7 +548,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, r
         grads = networks.add_l2(grads, params, args.l2)
         direction, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
+        return (params, opt_state), parts | {"grad_norm": devices.norm(grads)}
 
     def epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
@@ -579,7 +582,7 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
     variance = parts.pop("target_square") - parts.pop("target") ** 2
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - 2 * parts["value_loss"] / jnp.maximum(variance, 1e-8),
-        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,

@@ -106,9 +106,10 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # A small first policy layer makes the first policy nearly uniform.
-        self.policy = nn.Dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
-        self.value = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))
+        # A small first policy layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
+        dense = partial(nn.Dense, precision="highest")
+        self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
+        self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
@@ -169,7 +170,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers last_action core")
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
-    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -278,6 +279,7 @@ def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) ->
 
 def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
     """Plays the i-th rollout, num_steps steps of each game; returns Rollout, envs.Steps and the next Carry."""
+    params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):
@@ -315,7 +317,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True)[1]
+    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True, unroll=devices.unroll())[1]
 
 
 class Batch(NamedTuple):
@@ -479,7 +481,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
         grads = grads | {"agent": networks.add_l2(grads["agent"], params["agent"], args.l2)}
         direction, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | {"grad_norm": optax.tree.norm(grads)}
+        return (params, opt_state), parts | {"grad_norm": devices.norm(grads)}
 
     def epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
@@ -508,7 +510,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
     )
     metrics |= {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/kl_coef": state.kl_coef,
-        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,

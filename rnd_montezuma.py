@@ -151,15 +151,13 @@ class Agent(nn.Module):
     hidden: int
 
     def setup(self):
-        def dense():
-            return nn.Dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
-
-        self.trunk = dense()
-        self.actor = dense()
-        self.critic = dense()
+        dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+        self.trunk = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
+        self.actor = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
+        self.critic = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
         # A small first policy layer makes the first policy nearly uniform.
-        self.policy = nn.Dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
-        self.values = nn.Dense(2, kernel_init=nn.initializers.orthogonal(0.01))
+        self.policy = dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
+        self.values = dense(2, kernel_init=nn.initializers.orthogonal(0.01))
 
     def encode(self, frames: jax.Array) -> jax.Array:
         """Frames uint8 [B, 84, 84, C] -> features float32 [B, hidden]."""
@@ -256,7 +254,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers core")
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `update` multiplies it by the scheduled learning rate."""
-    clip = optax.clip_by_global_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -386,6 +384,7 @@ def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: j
 
 def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch, check_stop):
     """Plays the i-th rollout, num_steps steps of each game, as `actors.Fleet` asks for it: Unroll, next Carry."""
+    params = networks.for_acting(agent, params)
     rollout, rooms, pictures = begin_rollout(args, carry, i), [], {}
 
     def choose_actions(obs, age):
@@ -471,7 +470,8 @@ def gae(rewards, values, *, discount, decay, ratio) -> jax.Array:
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.zeros_like(deltas[0]), (deltas, rho * decay), reverse=True)[1]
+    start, steps = jnp.zeros_like(deltas[0]), (deltas, rho * decay)
+    return jax.lax.scan(backward, start, steps, reverse=True, unroll=devices.unroll())[1]
 
 
 def advantages(args: Args, rewards, bonus, *, values, ratio, steps: envs.Steps) -> jax.Array:
@@ -648,7 +648,7 @@ def optimize(
         grads = {"agent": policy_grads, "predictor": predictor_grads}
         direction, opt_state = tx.update(grads, opt_state)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | {"rnd_loss": error["loss"], "grad_norm": optax.tree.norm(grads)}
+        return (params, opt_state), parts | {"rnd_loss": error["loss"], "grad_norm": devices.norm(grads)}
 
     def epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
@@ -685,7 +685,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         updates=state.updates + 1,
     )
     metrics |= {f"losses/{name}": value for name, value in parts.items()} | {
-        "losses/param_norm": optax.tree.norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/updates": state.updates,
     }

@@ -4,11 +4,15 @@ python -m benchmarks.encoders
 python -m benchmarks.encoders --encoder "xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"
 """
 
+import contextlib
 import time
 import unittest.mock
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import records
-from common import devices, networks, runs
+from common import devices, gpu, networks, runs
 from common.networks import EncoderArgs
 
 IMPALA = EncoderArgs(width=1)
@@ -42,12 +46,24 @@ NAMED = {
 }
 
 
+@contextlib.contextmanager
+def plain_flax() -> Iterator[None]:
+    """Within it, networks have neither the CPU's nor the GPU's own forms."""
+    with (
+        unittest.mock.patch.multiple(
+            gpu, relu=nn.relu, max_pool=partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
+        ),
+        unittest.mock.patch.object(devices, "on_cpu", return_value=False),
+    ):
+        yield
+
+
 def cost(spec: EncoderArgs, channels: int = 6) -> dict[str, float]:
     """Parameters, and for one frame uint8 [64, 64, channels]: MFLOP of a forward pass (a multiply-add is two) and KiB
     that its gradient keeps of it, in plain Flax without rematerialisation."""
     frames = [jnp.zeros((n, 64, 64, channels), jnp.uint8) for n in (1, 2)]
     encoder = networks.make_encoder(spec)
-    with unittest.mock.patch.object(devices, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
+    with plain_flax(), jax.default_device(jax.devices("cpu")[0]):
         params = jax.eval_shape(encoder.init, jax.random.PRNGKey(0), frames[0])
         flops = jax.jit(encoder.apply).lower(params, frames[1]).cost_analysis()["flops"] / 2  # a GPU does not count
 
@@ -80,7 +96,7 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
     }
     if devices.on_cpu():
         plain = jax.jit(lambda params, frames: both(params, frames))
-        with unittest.mock.patch.object(devices, "on_cpu", return_value=False):
+        with plain_flax():
             plain(params, frames)  # compiled here
         programs["plain Flax"] = (plain, params)
     times = {name: [] for name in programs}

@@ -9,7 +9,6 @@ python -m benchmarks.throughput small --flags="--width 1 --pool flatten --frame-
 import resource
 import shlex
 import time
-import unittest.mock
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ppo_procgen as ppo
-from benchmarks import records
+from benchmarks import encoders, records
 from common import devices, envs, networks, runs
 
 
@@ -63,7 +62,7 @@ def flops(args: ppo.Args) -> tuple[float, float]:
     def total(params):
         return sum(x.sum() for x in outputs(args, agent, params, frames))
 
-    with unittest.mock.patch.object(devices, "on_cpu", return_value=False), jax.default_device(jax.devices("cpu")[0]):
+    with encoders.plain_flax(), jax.default_device(jax.devices("cpu")[0]):
         params = agent.init(
             jax.random.PRNGKey(0), frames, np.ones(16, bool), networks.initial_core(args.core, args.hidden, 16)
         )  # on the CPU: XLA counts there, on a GPU it does not
@@ -108,7 +107,7 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
     ours = jax.jit(lambda p, x: devices.gradient(loss, p, x, jnp.ones(len(x)))[0])
     plain = jax.jit(jax.grad(lambda p, x: loss(p, x)["loss"].mean()))
     ours(params, frames)
-    with unittest.mock.patch.object(devices, "on_cpu", return_value=False):
+    with encoders.plain_flax():
         local = jax.device_put(jax.device_get(params), jax.devices()[0])
         plain(local, frames)
     seconds = {ours: [], plain: []}

@@ -44,7 +44,7 @@ BONUS = devices.layout(Bonus, filter=shaping.FILTER)
 def _network(args, hidden: int) -> nn.Module:
     """Small, as the entry's: the target has no dense layer before its last, the predictor one."""
     encoder = networks.EncoderArgs(width=1, hidden=hidden, dtype=args.dtype)
-    return nn.Sequential([networks.make_encoder(encoder), nn.Dense(256)])
+    return nn.Sequential([networks.make_encoder(encoder), nn.Dense(256, precision="highest")])
 
 
 def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:

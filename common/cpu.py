@@ -1,6 +1,6 @@
-"""Convolutions and pools in forms that XLA compiles well on a CPU; on an accelerator they are the plain ones.
+"""Convolutions and pools in forms that XLA compiles well on a CPU; gpu.py has those of a GPU.
 
-`devices.on_cpu()` chooses between two forms of the same maths. XLA rewrites convolutions to its fast CPU form only
+`devices.on_cpu()` chooses between forms of the same maths. XLA rewrites convolutions to its fast CPU form only
 where their dimensions are in plain NHWC / HWIO order, and, inside a scan, only then (jax issue 12868): autodiff's
 gradients are not, and fall to a naive loop. So both gradients are written here as plain convolutions, and max-pooling
 as maxima of slices.
@@ -8,7 +8,6 @@ as maxima of slices.
 
 from functools import partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -165,13 +164,9 @@ def _conv_backward(pad, saved, g):
 _conv.defvjp(_conv_forward, _conv_backward)
 
 
+@jax.custom_vjp
 def relu(x: jax.Array) -> jax.Array:
     """max(x, 0), whose gradient needs no more than what the next layer keeps anyway."""
-    return _relu(x) if devices.on_cpu() else nn.relu(x)
-
-
-@jax.custom_vjp
-def _relu(x):
     return jnp.maximum(x, 0)
 
 
@@ -184,14 +179,7 @@ def _relu_backward(y, g):
     return (jnp.where(y > 0, g, 0),)
 
 
-_relu.defvjp(_relu_forward, _relu_backward)
-
-
-def max_pool(x: jax.Array) -> jax.Array:
-    """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C] (rounded up)."""
-    if devices.on_cpu() and x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0:
-        return _max_pool(x)
-    return nn.max_pool(x, (3, 3), (2, 2), "SAME")
+relu.defvjp(_relu_forward, _relu_backward)
 
 
 def avg_pool(x: jax.Array) -> jax.Array:
@@ -224,7 +212,8 @@ def _max_backward(winner, g, axis):
 
 
 @jax.custom_vjp
-def _max_pool(x):
+def max_pool(x: jax.Array) -> jax.Array:
+    """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C], H and W even."""
     return _max_pool_forward(x)[0]
 
 
@@ -239,4 +228,4 @@ def _max_pool_backward(saved, g):
     return (_max_backward(row_winner, _max_backward(winner, g, 1), 2),)
 
 
-_max_pool.defvjp(_max_pool_forward, _max_pool_backward)
+max_pool.defvjp(_max_pool_forward, _max_pool_backward)

@@ -18,8 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.experimental import multihost_utils as multihost
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -358,3 +360,42 @@ def _divisor(number: int, most: int) -> int:
 def _chunks(tree, few: int):
     """[B, ...] to [B / few, few, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, few, *x.shape[1:]), tree)
+
+
+# SMALL PARTS OF AN UPDATE
+# On a GPU what counts is how many kernels are launched, each of which takes longer than to work through an array.
+
+
+def norm(tree) -> jax.Array:
+    """The Euclidean norm of all numbers in a tree of arrays, float32 []."""
+    return optax.tree.norm(tree) if on_cpu() else jnp.sqrt((ravel_pytree(tree)[0] ** 2).sum())
+
+
+def clip_by_norm(most: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` with the `norm` above, so that one that is logged too is computed once."""
+    if on_cpu():
+        return optax.clip_by_global_norm(most)
+
+    def clip(grads, params):
+        scale = jnp.minimum(1.0, most / norm(grads))
+        return jax.tree.map(lambda g: scale * g, grads)
+
+    return optax.stateless(clip)
+
+
+def cond(condition: jax.Array, true_function: Callable, false_function: Callable, *arrays):
+    """`lax.cond`. On a GPU, where a branch waits for the host and copies what it keeps, both sides are computed."""
+    if on_cpu():
+        return lax.cond(condition, true_function, false_function, *arrays)
+    return jax.tree.map(partial(jnp.where, condition), true_function(*arrays), false_function(*arrays))
+
+
+def compute_once(tree):
+    """The same tree of arrays. On a CPU XLA may compute an array of millions again in each of its uses: not these."""
+    return lax.optimization_barrier(tree) if on_cpu() else tree
+
+
+def unroll() -> int:
+    """How many steps at once a scan over the steps of a rollout takes, each a few numbers a game. A CPU is faster with
+    one."""
+    return 1 if on_cpu() else 32

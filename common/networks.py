@@ -8,13 +8,14 @@ each costs, in parameters, arithmetic, memory and time on this machine, benchmar
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from common import cpu, devices
+from common import cpu, devices, gpu
 from common.runs import UsageError, check
 
 
@@ -84,10 +85,23 @@ INITS = {
     "orthogonal": nn.initializers.orthogonal(math.sqrt(2)),
     "kaiming": nn.initializers.he_normal(),
 }
-ACTIVATIONS = {"relu": cpu.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
 
 
 # LAYERS
+
+
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0)."""
+    return (cpu if devices.on_cpu() else gpu).relu(x)
+
+
+ACTIVATIONS = {"relu": relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
+
+
+def max_pool(x: jax.Array) -> jax.Array:
+    """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C] (rounded up), as `nn.max_pool`."""
+    even = x.shape[1] % 2 == x.shape[2] % 2 == 0
+    return cpu.max_pool(x) if devices.on_cpu() and even else gpu.max_pool(x)
 
 
 def conv(features: int, size: int, stride: int, padding: str, **options) -> nn.Conv:
@@ -167,7 +181,7 @@ class ImpalaCNN(nn.Module):
         act, conv = self.layers.act, self.layers.conv
         x = (frames.astype(self.layers.dtype) - 128) / 255
         for features in self.channels:
-            x = cpu.max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
+            x = max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
             for _ in range(self.blocks):
                 x = x + conv(act(conv(act(x), features)), features)
         return self.layers.head(act(self.layers.reduce(x)))
@@ -192,11 +206,11 @@ class XResNet(nn.Module):
         act, conv = self.layers.act, self.layers.conv
         x = (frames.astype(self.layers.dtype) - 128) / 73.9
         if self.stem:
-            x = cpu.max_pool(act(conv(x, self.blocks[0][0])))
+            x = max_pool(act(conv(x, self.blocks[0][0])))
         for i, (features, stride) in enumerate(self.blocks):
             by_pool = stride > 1 and self.max_pool
             y = conv(x, features, stride=1 if by_pool else stride)
-            y = conv(act(cpu.max_pool(y) if by_pool else y), features)
+            y = conv(act(max_pool(y) if by_pool else y), features)
             if self.squeeze:
                 y = y * self.squeeze_excitation(y)
             if i >= len(self.blocks) - self.attention:
@@ -337,6 +351,33 @@ def _parse_xresnet(text: str) -> dict:
     return {"blocks": tuple(blocks), "stem": stem, "squeeze": squeeze, "attention": attention}
 
 
+# PARAMETERS TO ACT WITH
+
+
+def for_acting(agent: nn.Module, params: dict) -> dict:
+    """The parameters that a rollout is played with, the encoder's in its own dtype: else each `act` converts them anew.
+
+    The learner keeps float32; where that is the encoder's dtype, these are the same.
+    """
+    dtype = agent.encoder.layers.dtype
+    if dtype == jnp.float32:
+        return params
+    params = cast_encoder(dtype, params)
+    return params if devices.on_cpu() else jax.device_put(params, gpu.layouts(params))
+
+
+@partial(jax.jit, static_argnums=0)
+def cast_encoder(dtype: jnp.dtype, params: dict) -> dict:
+    """An agent's parameters, with those that Flax would convert to the encoder's dtype in it: GroupNorm's, and all that
+    is not the encoder's, stay."""
+
+    def cast(path, x):
+        names = [key.key for key in path]
+        return x.astype(dtype) if "encoder" in names and names[-2].startswith(("Conv", "Dense")) else x
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
 # DROPOUT AND MEMORY
 
 
@@ -373,7 +414,8 @@ class Recurrent(nn.Module):
 
         cell = {"lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}[self.kind](self.hidden)
         scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-        core, x = scan(cell, core, (x, first))
+        with jax.default_matmul_precision("highest"):  # in full float32 on a GPU too
+            core, x = scan(cell, core, (x, first))
         return x, core
 
 

@@ -60,7 +60,8 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
         now = jnp.where(valid, gamma * past + reward, past)
         return jnp.where(end, 0.0, now), now
 
-    discounted, returns = jax.lax.scan(forward, state.discounted, (rewards, ended, mask))
+    steps = rewards, ended, mask
+    discounted, returns = jax.lax.scan(forward, state.discounted, steps, unroll=devices.unroll())
     moments = merge_moments(state.count, state.mean, state.var, total(mask.sum()), *masked_moments(returns, mask))
     state = ReturnFilter(discounted, *moments)
     return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -clip, clip)

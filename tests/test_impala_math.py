@@ -68,6 +68,22 @@ def test_vtrace_advantages_equal_rlax():
     test_vtrace_targets_equal_rlax.hypothesis.inner_test(3, 1.0)
 
 
+def test_unrolled_vtrace_is_the_same_bit_for_bit(monkeypatch):
+    """As it runs on a GPU, here with a rest that does not fill a turn."""
+    rng, args = np.random.default_rng(0), impala.Args()
+    log_ratio, rewards, values = normal(rng, 75), normal(rng, 75), normal(rng, 76)
+    terminated, done = rng.random((2, 75)) < 0.1
+
+    def correct():
+        of = partial(impala.vtrace, gamma=0.97, **bars_of(args))
+        return jax.jit(lambda: of(log_ratio, rewards, values, terminated, done))()
+
+    want = correct()
+    monkeypatch.setattr(devices, "unroll", lambda: 32)
+    for got, one in zip(correct(), want, strict=True):
+        np.testing.assert_array_equal(got, one)
+
+
 STEPS, NUM_ENVS = 12, 4
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import oracle
 import pytest
 from conftest import ENCODER_FLAGS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import apex_procgen as apex
 import impala_procgen as impala
 import ppo_procgen as ppo
 from benchmarks import encoders
-from common import cpu, devices, networks, runs
+from common import cpu, devices, gpu, networks, runs
 from common.devices import GAMES, SAME
 from common.networks import EncoderArgs
 from common.runs import UsageError
@@ -79,12 +81,63 @@ def test_dilated_convolution_is_not_taken_for_a_plain_one():
     np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 5, 8, 64])
-def test_max_pool_equals_flax_with_ties(size):
-    x = np.random.default_rng(0).integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties
+def same_pool(ours, x, g):
+    """Whether a max-pool is Flax's, and so its gradient for g; the first of equal pixels has it all."""
     theirs = partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
-    np.testing.assert_array_equal(cpu.max_pool(x), theirs(x))
-    np.testing.assert_allclose(gradients(cpu.max_pool, x)[0], gradients(theirs, x)[0], rtol=1e-5, atol=1e-6)
+    (got, backward), (want, want_backward) = jax.vjp(ours, x), jax.vjp(theirs, x)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(backward(g)[0], want_backward(g)[0])
+
+
+@pytest.mark.parametrize("pool", [networks.max_pool, gpu.max_pool])
+@pytest.mark.parametrize("size", [2, 5, 8, 64])
+def test_max_pool_equals_flax_with_ties(pool, size):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties
+    same_pool(pool, x, rng.integers(-9, 9, (3, -(-size // 2), -(-size // 2), 5)).astype(np.float32))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2**31))
+def test_max_pool_of_any_size_equals_flax(height, width, dtype, seed):
+    """Gradients are small whole numbers, so that the order of their additions does not matter in bfloat16."""
+    rng, places = np.random.default_rng(seed), (-(-height // 2), -(-width // 2))
+    x, g = (rng.integers(-3, 3, (2, *size, 3)) for size in ((height, width), places))
+    same_pool(gpu.max_pool, jnp.asarray(x, dtype), jnp.asarray(g, dtype))
+
+
+def test_max_pool_passes_on_what_is_not_a_number():
+    x = np.zeros((1, 8, 8, 1), np.float32)
+    x[0, 3, 4] = np.nan
+    want = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+    np.testing.assert_array_equal(gpu.max_pool(x), want)
+    assert np.isnan(want).any()
+
+
+@pytest.mark.parametrize("relu", [cpu.relu, gpu.relu])
+def test_relu_equals_jax(relu):
+    x = np.array([-2, -0.0, 0, 1e-30, 3], np.float32)
+    np.testing.assert_array_equal(relu(x), nn.relu(x))
+    np.testing.assert_array_equal(gradients(relu, x)[0], gradients(nn.relu, x)[0])
+
+
+def test_small_parts_of_an_update_are_the_same_on_a_gpu(monkeypatch):
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.normal(size=(3, 4)).astype(np.float32), "b": rng.normal(size=5).astype(np.float32)}
+
+    def results():
+        clips = [devices.clip_by_norm(most) for most in (0.5, 100.0)]
+        clipped = [clip.update(tree, clip.init(tree))[0] for clip in clips]
+        chosen = [devices.cond(jnp.bool_(x), lambda t: t, lambda t: jax.tree.map(jnp.exp, t), tree) for x in (0, 1)]
+        return devices.norm(tree), clipped, chosen, devices.compute_once(tree)
+
+    def states():
+        return jax.tree.structure(devices.clip_by_norm(0.5).init(tree))
+
+    want, states_before = results(), states()
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), results(), want)
+    assert states() == states_before  # a checkpoint of one device is another's
 
 
 GRADIENTS = {
@@ -152,13 +205,52 @@ def test_a_loss_is_told_to_return_parts_per_sample(whole):
             take(loss)
 
 
-def test_accelerators_get_plain_flax(monkeypatch):
+def test_accelerators_get_plain_convolutions_in_bfloat16():
+    with encoders.plain_flax():
+        for spec in GRADIENTS.values():
+            encoder = networks.make_encoder(spec)
+            program = str(jax.make_jaxpr(encoder.init)(jax.random.PRNGKey(0), jnp.zeros((2, 64, 64, 6), jnp.uint8)))
+            assert "custom_vjp" not in program
+            assert "bf16" in program
+
+
+@pytest.mark.parametrize(
+    "flags", [{"channels": "4", "blocks": 1, "norm": "group"}, {"encoder": "xresnet:[8,2],se,sa1"}]
+)
+def test_parameters_to_act_with_give_the_same_bit_for_bit(flags):
+    """Operation by operation: a CPU's compiler may leave out a rounding to bfloat16 in one program, not in another."""
+    args = ppo.Args(**flags, hidden=8, dtype="bfloat16")
+    agent = ppo.make_agent(args)
+    shapes = jax.eval_shape(lambda: ppo.initial_state(args, agent)).params["agent"]
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32), shapes)
+    acting = networks.for_acting(agent, params)
+    given = rng.integers(0, 256, (2, 64, 64, 3 * len(args.offsets)), np.uint8), np.ones(2, bool), ()
+    for got, want in zip(agent.apply(acting, *given)[:2], agent.apply(params, *given)[:2], strict=True):
+        np.testing.assert_array_equal(got, want)
+    changed = [path for path, x in jax.tree_util.tree_leaves_with_path(acting) if x.dtype == jnp.bfloat16]
+    assert all("encoder" in str(path) for path in changed)
+    assert len(changed) >= 5
+
+
+def test_parameters_to_act_with_are_the_learners_where_the_encoder_is_float32():
+    args = ppo.Args(width=1, hidden=8)
+    params = {"params": {"encoder": {"Conv_0": {"kernel": jnp.ones((3, 3, 6, 16))}}}}
+    assert networks.for_acting(ppo.make_agent(args), params) is params
+
+
+def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):
+    """A program takes them as they lie: it does not ask for another layout."""
+    args = ppo.Args(width=1, blocks=1, hidden=8, dtype="bfloat16")
+    agent = ppo.make_agent(args)
+    params = ppo.initial_state(args, agent).params["agent"]
+    want = networks.for_acting(agent, params)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    for spec in GRADIENTS.values():
-        encoder = networks.make_encoder(spec)
-        program = str(jax.make_jaxpr(encoder.init)(jax.random.PRNGKey(0), jnp.zeros((2, 64, 64, 6), jnp.uint8)))
-        assert "custom_vjp" not in program
-        assert "bf16" in program
+    got = networks.for_acting(agent, params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    asked = jax.jit(lambda params: jax.tree.map(jnp.sum, params)).lower(got).compile().input_formats[0][0]
+    kernels = [form.layout.major_to_minor for form in jax.tree.leaves(asked) if len(form.layout.major_to_minor) == 4]
+    assert set(kernels) == {(3, 0, 1, 2)}
 
 
 # ENCODERS

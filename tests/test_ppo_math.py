@@ -58,6 +58,22 @@ def test_gae_equals_rlax():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_unrolled_gae_is_the_same_bit_for_bit(monkeypatch):
+    """As it runs on a GPU, here with a rest that does not fill a turn."""
+    rng = np.random.default_rng(0)
+    steps = random_steps(rng, 75, 4)
+    values = rng.normal(size=(76, 4)).astype(np.float32)
+
+    def advantages(steps):
+        estimate = jax.vmap(partial(ppo.gae, gamma=0.97, gae_lambda=0.9), 1, 1)
+        _, rewards = shaping.normalize(shaping.new_filter(4), steps.rewards, steps.last, ~steps.done, 0.97)
+        return jax.jit(lambda: estimate(rewards, values, steps.terminated, steps.truncated))()
+
+    want = advantages(steps)
+    monkeypatch.setattr(devices, "unroll", lambda: 32)
+    np.testing.assert_array_equal(advantages(steps), want)
+
+
 def random_batch(rng, *shape):
     """Logits and values of a policy, the Batch of one that is near to it, and weights."""
     weight = rng.random(shape) < 0.8

@@ -1,0 +1,77 @@
+"""What makes networks fast on a GPU: ReLU and max-pooling in forms that XLA compiles well, and layouts of kernels.
+
+The forms are about what a gradient keeps and reads, since memory bounds it. `networks.py` takes those of cpu.py on a
+CPU. benchmarks/gpu_plan.py shows what XLA makes of them.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Format, Layout
+
+
+@jax.custom_vjp
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0), whose gradient looks at its output, which the next layer keeps anyway."""
+    return jnp.maximum(x, 0)
+
+
+def _relu_forward(x):
+    # The barrier is why it pays: without it XLA sees that this is max(x, 0) of an x which it then keeps instead.
+    y = lax.optimization_barrier(jnp.maximum(x, 0))
+    return y, y
+
+
+def _relu_backward(y, g):
+    return (jnp.where(y > 0, g, 0),)
+
+
+relu.defvjp(_relu_forward, _relu_backward)
+
+
+def max_pool(x: jax.Array) -> jax.Array:
+    """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C] (rounded up), as `nn.max_pool`.
+
+    Of that one's gradient XLA makes a scatter: additions in no fixed order, of numbers that were written to memory for
+    it. Here a byte remembers which of its nine pixels won each window, and the gradient is one loop over the pixels.
+    """
+    return _max_pool(x, (x.shape[1] % 2, x.shape[2] % 2))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _max_pool(x, odd):
+    return _max_pool_forward(x, odd)[0]
+
+
+def _max_pool_forward(x, odd):
+    rows, columns = (2 * -(-n // 2) - 1 for n in x.shape[1:3])  # from a pixel of the first window to the last one's
+    # SAME has padding behind all windows; before them too where the size is odd.
+    x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(0, 0, 0), *((before, 1, 0) for before in odd), (0, 0, 0)])
+    y = x[:, :rows:2, :columns:2]
+    winner = jnp.zeros(y.shape, jnp.uint8)
+    for pixel in range(1, 9):
+        i, j = divmod(pixel, 3)
+        seen = x[:, i : i + rows : 2, j : j + columns : 2]
+        winner = jnp.where(seen > y, jnp.uint8(pixel), winner)  # the first of equals, as XLA's own
+        y = jnp.maximum(y, seen)
+    return y, winner
+
+
+def _max_pool_backward(odd, winner, g):
+    def spread(pixel):  # g, where that pixel of each window lies; what would lie in the padding is cut off
+        config = [(place - before, 1 - place, 1) for place, before in zip(divmod(pixel, 3), odd, strict=True)]
+        return lax.pad(jnp.where(winner == pixel, g, 0), jnp.zeros((), g.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+
+    return (sum(spread(pixel) for pixel in range(9)),)
+
+
+_max_pool.defvjp(_max_pool_forward, _max_pool_backward)
+
+
+def layouts(params):
+    """For `jax.device_put`: where each array lies, and for the kernels of convolutions [H, W, I, O] the order in memory
+    that cuDNN reads them in, output channels first; else each program that is given them makes it anew."""
+    kernels = Layout(major_to_minor=(3, 0, 1, 2))
+    return jax.tree.map(lambda x: Format(kernels, x.sharding) if x.ndim == 4 else x.sharding, params)
