@@ -14,7 +14,10 @@
 #   sbatch --array=0-7 experiments/slurm.sh sweep sweeps/coinrun_ppo_grid.yaml
 #   sbatch --array=0-7 experiments/slurm.sh sweep sweeps/doorgym_hnppo_bayes.yaml --count 40
 #   sbatch --array=1-3 experiments/slurm.sh run ppo_procgen.py --env-id bigfish
+#   sbatch --gres=gpu:8 experiments/slurm.sh run ppo_procgen.py --env-id bigfish --num-envs 512           # eight GPUs
+#   sbatch --gres=gpu:8 --nodes=4 --ntasks-per-node=1 experiments/slurm.sh run ppo_procgen.py --num-envs 2048   # four hosts
 #
+# A job of several tasks trains one run on all of them (--distributed): a task a host, with all of its GPUs.
 # Workers share a study's folder, on a file system with locks; with many of them PostgreSQL (--storage) is better than SQLite.
 set -euo pipefail
 kind=${1:?give sweep or run}
@@ -26,7 +29,7 @@ task=${SLURM_ARRAY_TASK_ID:-0}
 case $kind in
   sweep) command=("$python" -m experiments.sweep "$what" --seed "$task" "$@") ;;
   run)
-    folder=${OUT:-runs/slurm}/${SLURM_ARRAY_JOB_ID:-0}/$task
+    folder=${OUT:-runs/slurm}/${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-0}}/$task
     mkdir -p "$folder"
     checkpoint=$(find "$folder" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' ! -name '*.*' -print -quit)
     if [ -n "$checkpoint" ]; then
@@ -37,6 +40,10 @@ case $kind in
     ;;
   *) echo "error: $kind: give sweep or run" >&2; exit 2 ;;
 esac
+if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
+  [ "$kind" = run ] || { echo "error: sweep: takes one task a job, and an array of jobs" >&2; exit 2; }
+  command=(srun --kill-on-bad-exit=1 "${command[@]}" --distributed) # it passes a signal on to every task
+fi
 
 # bash hears a signal at once only while it waits for a command in the background.
 child=

@@ -177,6 +177,19 @@ def test_slurm_goes_on_after_preemption(tmp_path):
     assert_same_run(ppo_procgen.main(ppo_procgen.Args(**given)).path, run)
 
 
+def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
+    """A stand-in for srun says what it is given."""
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "srun $@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    given = {"OUT": tmp_path, "SLURM_NTASKS": 4, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    output = shell("slurm.sh", "run", "ppo_procgen.py", "--num-envs", 256, **given).communicate()[0]
+    assert output.startswith("srun --kill-on-bad-exit=1 ")
+    assert output.endswith(f"ppo_procgen.py --seed 0 --run-dir {tmp_path}/0/0 --num-envs 256 --distributed\n")
+    refused = shell("slurm.sh", "sweep", "some.yaml", **given)
+    assert "one task a job" in refused.communicate()[0]
+    assert refused.returncode == 2
+
+
 def test_all_games_come_to_one_number(tmp_path):
     """Killed within the first game, it goes on, and scores by the competition's constants; then it only scores."""
     words = ["all_games.sh", "ppo_procgen.py", *flags_of(TINY | {"eval_episodes": 4})]
