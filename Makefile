@@ -13,7 +13,7 @@ train: .venv/$(REQUIREMENTS)
 test: .venv/requirements-dev.txt
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 # What XLA would run on a GPU, from a machine without one: make gpu-plan ARGS="ppo.update --gpu h100"
 gpu-plan: .venv-gpu-plan/requirements-gpu-plan.txt

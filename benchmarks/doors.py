@@ -27,7 +27,7 @@ import optax
 
 import hnppo_doorgym as hn
 from benchmarks import records
-from common import runs
+from common import devices, runs
 from common.doors import DECISIONS, make_doors
 
 PUBLISHED = (
@@ -140,7 +140,8 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
         watch = runs.Stopwatch()
         rollout, _ = hn.collect(args, agent, doors, state, watch=watch)
         with watch("update"):
-            state, metrics = hn.update(args, agent, args.method == "hnppo", state, rollout)
+            given = devices.put(args, (state, rollout), (hn.STATE, devices.STEPS))
+            state, metrics = hn.update(args, agent, args.method == "hnppo", *given)
             jax.device_get(metrics)
         times.append(watch.seconds)
     doors.close()

@@ -21,8 +21,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import ppo_procgen as ppo
 from benchmarks import records
 from common import devices, gpu, networks, runs
+from common.devices import GAMES, SAME
 from common.networks import EncoderArgs
 
 IMPALA = EncoderArgs(width=1)
@@ -86,16 +88,20 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
     def loss(params, frames):
         return {"loss": (encoder.apply(params, frames) ** 2).sum(axis=-1)}
 
-    def both(params, frames):
+    def forward(args, params, frames):
+        return devices.in_chunks(partial(encoder.apply, params), frames)
+
+    def both(args, params, frames):
         return devices.gradient(loss, params, frames, jnp.ones(len(frames)))[0]
 
-    everywhere = devices.replicate(params)
+    args = ppo.Args(num_envs=batch, num_steps=1, num_minibatches=1)  # as many devices as a script would take
+    everywhere = devices.put(args, params, SAME)
     programs = {
-        "forward": (jax.jit(lambda params, frames: devices.apply(encoder.apply, params, frames)), everywhere),
-        "gradient": (jax.jit(both), everywhere),
+        "forward": (jax.jit(partial(devices.spread([SAME, GAMES], GAMES)(forward), args)), everywhere),
+        "gradient": (jax.jit(partial(devices.spread([SAME, GAMES], SAME)(both), args)), everywhere),
     }
     if devices.on_cpu():
-        plain = jax.jit(lambda params, frames: both(params, frames))
+        plain = jax.jit(partial(both, args))
         with plain_flax():
             plain(params, frames)  # compiled here
         programs["plain Flax"] = (plain, params)

@@ -1,18 +1,22 @@
-"""What XLA would run on a GPU, planned on a machine without one: memory, kernels, bytes and FLOPs of each script's
-programs, and a model of their time. No line of it is a measurement.
+"""What XLA would run on one GPU or on eight, planned on a machine without one: memory, kernels, bytes and FLOPs of each
+script's programs, what crosses between GPUs, and a model of their time. No line of it is a measurement.
 
 Needs the wheel jax-cuda12-plugin, which `make gpu-plan` installs in an environment of its own, but neither GPU nor
 driver. The flags in quotes are those of the scripts whose programs are planned:
 
 python -m benchmarks.gpu_plan
 python -m benchmarks.gpu_plan ppo.act ppo.update --flags="--num-envs 256 --num-steps 32" --game-ms 0.5 --dump plans
+python -m benchmarks.gpu_plan ppo impala --gpus 8 --scaling strong
 
 The model: a kernel takes 3 us to launch and then as long as its bytes at the memory's full rate, or its FLOPs at 40 %
-of the peak rate, whichever is more. XLA compiles without trying anything out, so that cuDNN's algorithms and their
-workspace are not known, and atomic additions count as plain traffic. Use it to compare two versions of a program.
+of the peak rate, whichever is more. A sum over n GPUs takes as long as 2 (n - 1) / n times its bytes over NVLink, and
+nothing runs beside it; how long GPUs wait for each other is left out. XLA compiles without trying anything out, so that
+cuDNN's algorithms and their workspace are not known, and atomic additions count as plain traffic. Use it to compare two
+versions of a program.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import shlex
 import sys
@@ -26,8 +30,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +45,8 @@ import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 from benchmarks import hlo, records
-from common import atari, devices, doors, envs, networks, runs
+from common import atari, devices, doors, envs, networks, replay, runs
+from common.devices import GAMES, SAME, STEPS
 from common.gpu import layouts
 
 WHEEL = "jax_plugins.xla_cuda12"
@@ -53,6 +60,7 @@ class Gpu(NamedTuple):
 
     flops: dict[str, float]  # FLOP/s at best, by arithmetic
     bandwidth: float  # of memory, bytes/s
+    link: float  # NVLink to the other GPUs of a host, bytes/s each way
     description: str  # XLA's GpuTargetConfigProto, as text
 
 
@@ -60,6 +68,7 @@ GPUS = {
     "h100": Gpu(
         flops={"bf16": 989e12, "tf32": 494e12, "f32": 67e12},
         bandwidth=3.35e12,
+        link=450e9,
         description="""
             gpu_device_info {
               cuda_compute_capability { major: 9 minor: 0 }
@@ -79,6 +88,7 @@ GPUS = {
     "a100": Gpu(
         flops={"bf16": 312e12, "tf32": 156e12, "f32": 19.5e12},
         bandwidth=2.04e12,
+        link=300e9,
         description="""
             gpu_device_info {
               cuda_compute_capability { major: 8 minor: 0 }
@@ -115,14 +125,23 @@ def target(gpu: str, count: int = 1) -> list[jax.Device]:
     return list(topology.devices)
 
 
+def mesh_of(gpus: list[jax.Device]) -> Mesh:
+    return Mesh(np.array(gpus), "device")
+
+
 @contextlib.contextmanager
-def planning() -> Iterator[None]:
-    """Within it, programs are traced as on an accelerator and compiled anew."""
+def planning(gpus: list[jax.Device]) -> Iterator[None]:
+    """Within it, programs are traced as on these GPUs, all of which learn, and compiled anew."""
+    here = {
+        "on_cpu": lambda: False,
+        "mesh": lambda args, every_host=True: mesh_of(gpus),
+        "count": lambda args: len(gpus),
+    }
     cached = jax.config.jax_enable_compilation_cache
     jax.clear_caches()  # of what was traced for a CPU
     jax.config.update("jax_enable_compilation_cache", False)  # the same program for a CPU would be another's answer
     try:
-        with unittest.mock.patch.object(devices, "on_cpu", return_value=False):
+        with unittest.mock.patch.multiple(devices, **here):
             yield
     finally:
         jax.config.update("jax_enable_compilation_cache", cached)
@@ -137,7 +156,7 @@ class Cycle(NamedTuple):
 
     steps: int  # of all games together
     turns: int  # steps that each game plays, one after another
-    calls: dict[str, int]  # of programs; "act" is one of them
+    calls: dict[str, int]  # of programs, on the GPU that has the most; "act" is one of them
     overlap: bool  # whether games go on while the GPU does something else
 
 
@@ -148,60 +167,75 @@ class Plan(NamedTuple):
     cycle: Cycle
 
 
-Place = Callable[[Any], Any]  # a tree of shapes -> the same, with the sharding that its arrays have on the GPUs
+Place = Callable[..., Any]  # a tree of shapes and where they lie -> the same, with the shardings of arrays on the GPUs
+
+
+def on_all(gpus: list[jax.Device]) -> Place:
+    """Arrays lie as the layouts of `devices.spread` say, the same on every GPU if none is given."""
+    mesh = mesh_of(gpus)
+
+    def place(tree, lies=SAME):
+        def lay(spec, some):
+            return jax.tree.map(partial(shape, sharding=NamedSharding(mesh, spec)), some)
+
+        return jax.tree.map(lay, lies, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    return place
 
 
 def on_first(gpus: list[jax.Device]) -> Place:
-    """All arrays on the first GPU."""
-    sharding = jax.sharding.SingleDeviceSharding(gpus[0])
-    return partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
+    """All arrays lie on the first GPU, as those of an actor do on its own."""
+
+    def place(tree, lies=SAME):
+        return jax.tree.map(partial(shape, sharding=SingleDeviceSharding(gpus[0])), tree)
+
+    return place
 
 
-def array(place: Place, *shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-    return place(jax.ShapeDtypeStruct(shape, dtype))
+def shape(x, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def result(place: Place, function: Callable, *args) -> Any:
-    """The shapes of what `function(*args)` returns."""
-    return place(jax.eval_shape(function, *args))
+def array(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def steps_of(place: Place, length: int, games: int) -> envs.Steps:
-    flag = array(place, length, games, dtype=bool)
+def steps_of(length: int, games: int) -> envs.Steps:
+    flag = array(length, games, dtype=bool)
     return envs.Steps(
-        rewards=array(place, length, games),
+        rewards=array(length, games),
         terminated=flag,
         truncated=flag,
         done=flag,
-        age=array(place, length + 1, games, dtype=jnp.int32),
-        restarts=array(place, games, dtype=bool),
+        age=array(length + 1, games, dtype=jnp.int32),
+        restarts=array(games, dtype=bool),
     )
 
 
-def seen(place: Place, games: int, shape: tuple[int, int, int]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def seen(games: int, shape: tuple[int, int, int]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The newest frame of each game, channels first as EnvPool has them, and its age."""
     height, width, channels = shape
-    frames = array(place, games, channels, height, width, dtype=jnp.uint8)
-    return frames, array(place, games, dtype=jnp.int32)
+    return array(games, channels, height, width, dtype=jnp.uint8), array(games, dtype=jnp.int32)
+
+
+def started(module: ModuleType, args, place: Place, games: int) -> Any:
+    """The rollout of so many games before its first step."""
+    carry = jax.eval_shape(partial(module.initial_carry, args), array(games, dtype=jnp.int32))
+    return place(jax.eval_shape(partial(module.begin_rollout, args), carry, 0), module.ROLLOUT)
 
 
 def played_with(place: Place, agent, params: dict) -> dict:
     """What `networks.for_acting` returns."""
-    params = result(place, partial(networks.cast_encoder, agent.encoder.layers.dtype), params)
-
-    def lay(x, where):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-    return jax.tree.map(lay, params, layouts(params))
+    params = place(jax.eval_shape(partial(networks.cast_encoder, agent.encoder.layers.dtype), params))
+    return jax.tree.map(shape, params, layouts(params))
 
 
-def plan_ppo(args: ppo.Args, place: Place) -> Plan:
-    agent = ppo.make_agent(args)
-    state = result(place, partial(ppo.initial_state, args, agent))
-    carry = result(place, partial(ppo.initial_carry, args))
-    rollout = result(place, partial(ppo.begin_rollout, args), carry, 0)
-    steps = steps_of(place, args.num_steps, args.num_envs)
-    frames = seen(place, args.num_envs, envs.FRAME_SHAPE)
+def plan_ppo(args: ppo.Args, gpus: list[jax.Device]) -> Plan:
+    agent, place = ppo.make_agent(args), on_all(gpus)
+    state = place(jax.eval_shape(partial(ppo.initial_state, args, agent)), ppo.STATE)
+    rollout = started(ppo, args, place, args.num_envs)
+    steps = place(steps_of(args.num_steps, args.num_envs), envs.STEPS)
+    frames = place(seen(args.num_envs, envs.FRAME_SHAPE), GAMES)
     params = played_with(place, agent, state.params["agent"])
     return Plan(
         {
@@ -217,82 +251,80 @@ def plan_ppo(args: ppo.Args, place: Place) -> Plan:
     )
 
 
-def plan_impala(args: impala.Args, place: Place) -> Plan:
-    agent, games = impala.make_agent(args), args.num_envs // args.num_actors
-    state = result(place, partial(impala.initial_state, args, agent))
-    memory = result(place, partial(impala.initial_memory, args))
-    carry = result(place, partial(impala.initial_carry, args))
-    rollout = result(place, partial(impala.begin_rollout, args), carry, 1, 0)
-    rollouts, steps = (rollout,) * args.num_actors, steps_of(place, args.num_steps, args.num_envs)
-    unrolls = result(place, partial(impala.remember, args), memory, rollouts, steps, 0, 0)[1]
-    frames = seen(place, games, envs.FRAME_SHAPE)
-    params = played_with(place, agent, state.params)
+def acts(args, gpus: list[jax.Device]) -> int:
+    """How often the GPU that has the most actors looks at the policy in a round of all of them, as a fleet has it."""
+    return args.num_steps * -(-args.num_actors // len(gpus))
+
+
+def plan_impala(args: impala.Args, gpus: list[jax.Device]) -> Plan:
+    agent, place, alone = impala.make_agent(args), on_all(gpus), on_first(gpus)
+    games = args.num_envs // args.num_actors
+    state = place(jax.eval_shape(partial(impala.initial_state, args, agent)))
+    memory = place(jax.eval_shape(partial(impala.initial_memory, args)), impala.MEMORY)
+    rollouts = (started(impala, args, place, games),) * args.num_actors
+    steps = (place(steps_of(args.num_steps, games), envs.STEPS),) * args.num_actors
+    unrolls = place(jax.eval_shape(partial(impala.remember, args), memory, rollouts, steps, 0, 0)[1], STEPS)
+    params = played_with(alone, agent, state.params)
+    own, frames = started(impala, args, alone, games), alone(seen(games, envs.FRAME_SHAPE))
     return Plan(
         {
-            "act": partial(impala.act.lower, args, agent, params, rollout, *frames),
+            "act": partial(impala.act.lower, args, agent, params, own, *frames),
             "remember": partial(impala.remember.lower, args, memory, rollouts, steps, 0, 0),
             "update": partial(impala.update.lower, args, agent, state, unrolls),
         },
         Cycle(
             steps=args.num_steps * args.num_envs,
             turns=args.num_steps,
-            calls={"act": args.num_steps * args.num_actors, "remember": 1, "update": 1},
+            calls={"act": acts(args, gpus), "remember": 1, "update": 1},
             overlap=args.max_lag > 0,
         ),
     )
 
 
-def plan_apex(args: apex.Args, place: Place) -> Plan:
-    agent, games = apex.make_agent(args), args.num_envs // args.num_actors
-    state = result(place, partial(apex.initial_state, args, agent))
-    buffer = result(place, partial(apex.initial_replay, args))
-    carry = result(place, partial(apex.initial_carry, args))
-    rollout = result(place, partial(apex.begin_rollout, args), carry, 1, 0)
-    rollouts, steps = (rollout,) * args.num_actors, steps_of(place, args.num_steps, args.num_envs)
-    batch = result(place, partial(apex.sample, args), buffer, 0, 1.0)
-    frames, played = seen(place, games, envs.FRAME_SHAPE), args.num_steps * args.num_envs
-    params = played_with(place, agent, state.params)
+def plan_apex(args: apex.Args, gpus: list[jax.Device]) -> Plan:
+    """With the replay buffer on the GPUs; `update_on_batch` is what they run of an update where it is on the host."""
+    agent, place, alone = apex.make_agent(args), on_all(gpus), on_first(gpus)
+    games, played = args.num_envs // args.num_actors, args.num_steps * args.num_envs
+    state = place(jax.eval_shape(partial(apex.initial_state, args, agent)))
+    buffer = jax.eval_shape(partial(apex.initial_replay, args))
+    batch = place(jax.eval_shape(partial(apex.sample, args), buffer, 0, 1.0), GAMES)
+    buffer = place(buffer, replay.REPLAY)
+    rollouts = (started(apex, args, place, games),) * args.num_actors
+    steps = (place(steps_of(args.num_steps, games), envs.STEPS),) * args.num_actors
+    params = played_with(alone, agent, state.params)
+    own, frames = started(apex, args, alone, games), alone(seen(games, envs.FRAME_SHAPE))
     return Plan(
         {
-            "act": partial(
-                apex.act.lower,
-                args,
-                agent,
-                params,
-                rollout,
-                *frames,
-                array(place, games),
-            ),
+            "act": partial(apex.act.lower, args, agent, params, own, *frames),
             "insert": partial(apex.insert.lower, args, buffer, rollouts, steps),
-            "sample": partial(apex.sample.lower, args, buffer, 0, 1.0),
-            "update": partial(apex.update.lower, args, agent, state, batch),
             # Only a run knows how often its loop goes round: the plan is of one update.
-            "learn_in_place": partial(apex.learn_in_place.lower, args, agent, state, buffer, 1, 1.0),
+            "update": partial(apex.update.lower, args, agent, state, buffer, 1, 1.0),
+            "update_on_batch": partial(apex.update_on_batch.lower, args, agent, state, batch),
         },
         Cycle(
             steps=played,
             turns=args.num_steps,
             calls={
-                "act": args.num_steps * args.num_actors,
+                "act": acts(args, gpus),
                 "insert": 1,
-                "learn_in_place": round(args.replay_ratio * played / args.batch_size),
+                "update": round(args.replay_ratio * played / args.batch_size),
             },
             overlap=args.max_lag > 0,
         ),
     )
 
 
-def plan_rnd(args: rnd.Args, place: Place) -> Plan:
-    agent = rnd.make_agent(args)
-    state = result(place, partial(rnd.initial_state, args, agent))
-    carry = result(place, partial(rnd.initial_carry, args))
-    rollout = result(place, partial(rnd.begin_rollout, args), carry, 0)
-    steps = steps_of(place, args.num_steps, args.num_envs)
-    frames = seen(place, args.num_envs, atari.FRAME_SHAPE)
-    params = played_with(place, agent, state.params["agent"])
+def plan_rnd(args: rnd.Args, gpus: list[jax.Device]) -> Plan:
+    agent, place = rnd.make_agent(args), on_all(gpus)
+    acting = place if rnd.in_turns(args) else on_first(gpus)
+    state = place(jax.eval_shape(partial(rnd.initial_state, args, agent)), rnd.STATE)
+    rollout = started(rnd, args, place, args.num_envs)
+    steps = place(steps_of(args.num_steps, args.num_envs), envs.STEPS)
+    params = played_with(acting, agent, state.params["agent"])
+    own, frames = acting(rollout, rnd.ROLLOUT), acting(seen(args.num_envs, atari.FRAME_SHAPE), GAMES)
     return Plan(
         {
-            "act": partial(rnd.act.lower, args, agent, params, rollout, *frames),
+            "act": partial(rnd.act.lower, args, agent, params, own, *frames),
             "update": partial(rnd.update.lower, args, agent, state, rollout, steps),
         },
         Cycle(
@@ -304,23 +336,24 @@ def plan_rnd(args: rnd.Args, place: Place) -> Plan:
     )
 
 
-def plan_hnppo(args: hnppo.Args, place: Place) -> Plan:
+def plan_hnppo(args: hnppo.Args, gpus: list[jax.Device]) -> Plan:
     """After the first task, with the penalty, if there is a hypernetwork."""
-    agent, games = hnppo.Agent(args), args.num_envs
-    state = result(place, partial(hnppo.initial_state, args, agent))
-    state = result(place, partial(hnppo.begin_task, args, agent), state)
-    actor = result(place, partial(hnppo.policy_for, agent), state, 0)
+    agent, games, place = hnppo.Agent(args), args.num_envs, on_all(gpus)
+    state = jax.eval_shape(partial(hnppo.initial_state, args, agent))
+    state = place(jax.eval_shape(partial(hnppo.begin_task, args, agent), state), hnppo.STATE)
+    actor = place(jax.eval_shape(partial(hnppo.policy_for, agent), state, 0))
     observed, acted = doorgym.vector.sizes(args.robot)
     rollout = doors.Rollout(
-        obs=array(place, doors.DECISIONS + 1, games, observed),
-        actions=array(place, doors.DECISIONS, games, acted),
-        rewards=array(place, doors.DECISIONS, games),
+        obs=array(doors.DECISIONS + 1, games, observed),
+        actions=array(doors.DECISIONS, games, acted),
+        rewards=array(doors.DECISIONS, games),
     )
-    obs, key, remember = array(place, games, observed), array(place, 2, dtype=jnp.uint32), args.method == "hnppo"
+    rollout = place(rollout, STEPS)
+    obs, key = place((array(games, observed), array(2, dtype=jnp.uint32)))  # each GPU looks at all doors
     return Plan(
         {
             "act": partial(hnppo.act.lower, agent, actor, obs, key, 0),
-            "update": partial(hnppo.update.lower, args, agent, remember, state, rollout),
+            "update": partial(hnppo.update.lower, args, agent, args.method == "hnppo", state, rollout),
         },
         Cycle(
             steps=doors.DECISIONS * games,
@@ -331,7 +364,7 @@ def plan_hnppo(args: hnppo.Args, place: Place) -> Plan:
     )
 
 
-SCRIPTS: dict[str, tuple[ModuleType, Callable[[Any, Place], Plan]]] = {
+SCRIPTS: dict[str, tuple[ModuleType, Callable[[Any, list[jax.Device]], Plan]]] = {
     "ppo": (ppo, plan_ppo),
     "impala": (impala, plan_impala),
     "apex": (apex, plan_apex),
@@ -341,7 +374,7 @@ SCRIPTS: dict[str, tuple[ModuleType, Callable[[Any, Place], Plan]]] = {
 PROGRAMS = {
     "ppo": ("act", "update"),
     "impala": ("act", "remember", "update"),
-    "apex": ("act", "insert", "sample", "update", "learn_in_place"),
+    "apex": ("act", "insert", "update", "update_on_batch"),
     "rnd": ("act", "update"),
     "hnppo": ("act", "update"),
 }
@@ -355,34 +388,53 @@ def read_flags(script: str, flags: str) -> Any:
     return args
 
 
+def for_gpus(args: Any, count: int, scaling: str) -> Any:
+    """A script's Args for so many GPUs; raises UsageError if they do not divide the games and all else they share.
+
+    Weak scaling: as many times the games, and the sizes that go with them, so that each GPU has what one alone would
+    have: as many games and samples of a minibatch, and of updates there are as many. Strong: `args` as they are.
+    """
+    if scaling == "weak":
+        sizes = ("num_envs", "batch_size", "buffer_size", "replay_size")
+        args = dataclasses.replace(args, **{name: count * getattr(args, name) for name in sizes if hasattr(args, name)})
+    for what, share in args.shares().items():
+        runs.check(share % count == 0, f"--gpus {count}: does not divide {what}, {share}; change it by --flags")
+    return args
+
+
 # COSTS
 
 
-def work(gpu: Gpu, kernel: hlo.Kernel) -> float:
-    """Seconds that a kernel takes once it is launched, in the model."""
-    return max(kernel.flops / (SHARE * gpu.flops[kernel.arithmetic]), kernel.bytes / gpu.bandwidth)
+def work(gpu: Gpu, kernel: hlo.Kernel, count: int = 1) -> float:
+    """Seconds that a kernel takes once it is launched on each of so many GPUs, in the model."""
+    crossing = 2 * (count - 1) / count * kernel.shared  # a ring: each part is sent on while it is summed, and again
+    return max(kernel.flops / (SHARE * gpu.flops[kernel.arithmetic]), kernel.bytes / gpu.bandwidth, crossing / gpu.link)
 
 
-def cost(gpu: Gpu, memory, kernels: list[hlo.Kernel]) -> dict[str, float]:
-    """What one run of a program takes, by what its kernels are and what XLA says of its memory."""
+def cost(gpu: Gpu, memory, kernels: list[hlo.Kernel], count: int = 1) -> dict[str, float]:
+    """What one run of a program takes on each GPU, by what its kernels are and what XLA says of its memory."""
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes  # outputs that are not written over arguments
-    launches = sum(k.times for k in kernels)
-    seconds = sum(k.times * work(gpu, k) for k in kernels)
+    launches, sums = sum(k.times for k in kernels), [k for k in kernels if k.shared]
+    crossing = sum(k.times * work(gpu, k, count) for k in sums)
+    seconds = sum(k.times * work(gpu, k, count) for k in kernels) - crossing
     return {
         "MiB": (arguments + new + temporaries) / 2**20,
         "temporaries MiB": temporaries / 2**20,
         "kernels": launches,
         "GB": sum(k.times * k.bytes for k in kernels) / 1e9,
         "GFLOP": sum(k.times * k.flops for k in kernels) / 1e9,
+        "sums": sum(k.times for k in sums),
+        "summed MB": sum(k.times * k.shared for k in sums) / 1e6,
         "work ms": 1e3 * seconds,
+        "NVLink ms": 1e3 * crossing,
         "launches ms": 1e3 * LAUNCH * launches,
-        "modelled ms": 1e3 * (seconds + LAUNCH * launches),
+        "modelled ms": 1e3 * (seconds + crossing + LAUNCH * launches),
     }
 
 
 def steps_per_second(cycle: Cycle, ms: dict[str, float], game_ms: float) -> float:
-    """Of all games, on one GPU that does one thing after another, from the modelled time of each program.
+    """Of all games, on GPUs each of which does one thing after another, from the modelled time of each program.
 
     Where games and GPU overlap, they do so perfectly: what takes longer, GPU or games and their own looks at the
     policy, is all that counts.
@@ -402,10 +454,15 @@ class Args:
     """such as ppo.update, or a script, such as ppo; all of them if none is given"""
     gpu: Literal["all", "h100", "a100"] = "all"
     """the GPU to plan for"""
+    gpus: Literal["all", "1", "8"] = "all"
+    """how many of them, in one host"""
+    scaling: Literal["weak", "strong"] = "weak"
+    """what 8 GPUs have: each as many games as one alone, 8 times the flags' in all; or, strong, these divided by 8"""
     flags: str = ""
     """flags of the scripts, in one string, after a ="""
     game_ms: float = 0.3
-    """what a step of the games costs besides act: playing it, its frames to the GPU, actions back; for steps/s"""
+    """what a step of all games costs besides act, however many GPUs: playing it, frames there, actions back; for
+    steps/s"""
     top: int = 0
     """also list so many of each program's kernels, those that take longest"""
     dump: str = ""
@@ -427,38 +484,39 @@ def chosen(words: tuple[str, ...]) -> dict[str, list[str]]:
     return wanted
 
 
-def plan_script(args: Args, gpu: str, script: str, names: list[str]) -> tuple[list[dict], list[dict]]:
+def plan_script(args: Args, gpu: str, count: int, script: str, names: list[str]) -> tuple[list[dict], list[dict]]:
     """Rows of the table, one for each program and, if all that its loop runs are among them, one for the script; and
     rows for the longest kernels."""
-    one = SCRIPTS[script][1](read_flags(script, args.flags), on_first(target(gpu)))
+    flags, gpus = for_gpus(read_flags(script, args.flags), count, args.scaling), target(gpu, count)
+    common = {"is": "plan", "gpu": gpu, "GPUs": str(count), "games": str(flags.num_envs)}
     ms, rows, kernels = {}, [], []
-    for name in names:
-        lowered = one.programs[name]()
-        compiled = lowered.compile()
-        text, program = compiled.as_text(), f"{script}.{name}"
-        if args.dump:
-            Path(args.dump).mkdir(parents=True, exist_ok=True)
-            Path(args.dump, f"{gpu}.{program}.hlo").write_text(text)
-        launched = hlo.Program(text).kernels()
-        numbers = cost(GPUS[gpu], compiled.memory_analysis(), launched)
-        ms[name] = numbers["modelled ms"]
-        origin = {"is": "plan", "gpu": gpu, "program": program}
-        rows.append(origin | {column: written(number) for column, number in numbers.items()})
-        launched.sort(key=lambda kernel: -kernel.times * work(GPUS[gpu], kernel))
-        kernels += [origin | row_of_kernel(GPUS[gpu], kernel) for kernel in launched[: args.top]]
+    with planning(gpus):
+        one = SCRIPTS[script][1](flags, gpus)
+        for name in names:
+            compiled = one.programs[name]().compile()
+            text, origin = compiled.as_text(), common | {"program": f"{script}.{name}"}
+            if args.dump:
+                Path(args.dump).mkdir(parents=True, exist_ok=True)
+                Path(args.dump, f"{gpu}x{count}.{script}.{name}.hlo").write_text(text)
+            launched = hlo.Program(text).kernels()
+            numbers = cost(GPUS[gpu], compiled.memory_analysis(), launched, count)
+            ms[name] = numbers["modelled ms"]
+            rows.append(origin | {column: written(number) for column, number in numbers.items()})
+            launched.sort(key=lambda kernel: -kernel.times * work(GPUS[gpu], kernel, count))
+            kernels += [origin | row_of_kernel(GPUS[gpu], kernel, count) for kernel in launched[: args.top]]
     if set(one.cycle.calls) <= set(ms):
         rate = steps_per_second(one.cycle, ms, args.game_ms)
-        rows.append({"is": "plan", "gpu": gpu, "program": script, "modelled steps/s": written(rate)})
+        rows.append(common | {"program": script, "modelled steps/s": written(rate)})
     return rows, kernels
 
 
-def row_of_kernel(gpu: Gpu, kernel: hlo.Kernel) -> dict[str, str]:
+def row_of_kernel(gpu: Gpu, kernel: hlo.Kernel, count: int) -> dict[str, str]:
     return {
         "kernel": f"{kernel.times} x {kernel.kind}",
         "makes": ", ".join(f"{dtype}{list(dims)}" for dtype, dims in kernel.instruction.arrays[:2]),
-        "MB each": written(kernel.bytes / 1e6),
+        "MB each": written((kernel.bytes + kernel.shared) / 1e6),
         "GFLOP each": written(kernel.flops / 1e9),
-        "modelled us each": written(1e6 * (LAUNCH + work(gpu, kernel))),
+        "modelled us each": written(1e6 * (LAUNCH + work(gpu, kernel, count))),
         "of": kernel.where[-60:],
     }
 
@@ -482,19 +540,21 @@ def main(args: Args) -> None:
     jax.config.update("jax_platforms", "cpu")  # else the plug-in asks for a driver when JAX starts
     runs.check_limits(args, {"game_ms": (0, None), "top": (0, 1000)})
     wanted, rows, kernels = chosen(args.programs), [], []
+    counts = (1, 8) if args.gpus == "all" else (int(args.gpus),)
     for script in wanted:
-        read_flags(script, args.flags)
-    with planning():
-        for gpu in GPUS if args.gpu == "all" else [args.gpu]:
+        for count in counts:
+            for_gpus(read_flags(script, args.flags), count, args.scaling)
+    for gpu in GPUS if args.gpu == "all" else [args.gpu]:
+        for count in counts:
             for script, names in wanted.items():
-                more, longest = plan_script(args, gpu, script, names)
+                more, longest = plan_script(args, gpu, count, script, names)
                 rows, kernels = rows + more, kernels + longest
     show(rows)
     if kernels:
         show(kernels)
     if args.csv:
         columns = dict.fromkeys(name for row in rows for name in row)
-        made_by = {"flags": args.flags, "jax": jax.__version__, "commit": records.commit()}
+        made_by = {"scaling": args.scaling, "flags": args.flags, "jax": jax.__version__, "commit": records.commit()}
         records.write_rows(Path(args.csv), [dict.fromkeys(columns, "") | row | made_by for row in rows])
 
 

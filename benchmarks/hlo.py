@@ -21,6 +21,10 @@ NOT_LAUNCHED = {
 }  # fmt: skip
 PARTLY_READ = {"dynamic-slice", "slice", "gather"}  # of their first operand
 PARTLY_WRITTEN = {"dynamic-update-slice": 1, "scatter": 2}  # in place; the operand from which on new values come
+COLLECTIVES = {
+    "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute",
+    "collective-broadcast",
+}  # fmt: skip
 RENAMED = {"bitcast", "reshape", "tuple"}
 COPIES = {"parameter", "constant", "convert", "copy", "transpose", *RENAMED}
 
@@ -65,6 +69,12 @@ class Instruction(NamedTuple):
         return self.attribute(r'custom_call_target="([^"]*)"')
 
     @property
+    def collective(self) -> str:
+        """What GPUs do together in it, such as all-reduce, or nothing."""
+        op = self.op.removesuffix("-start")
+        return op if op in COLLECTIVES else ""
+
+    @property
     def calls(self) -> str:
         """The computation of a fusion, or the one that a call goes to."""
         return self.attribute(r"(?:calls|to_apply)=%([\w.\-]+)")
@@ -79,9 +89,10 @@ class Kernel(NamedTuple):
     instruction: Instruction
     kind: str  # in a word or two
     times: int  # in one run of the program
-    bytes: int  # each time
+    bytes: int  # each time, of this GPU's memory
     flops: int  # each time
     arithmetic: str  # of these FLOPs: bf16, tf32 or f32
+    shared: int = 0  # bytes each time of the arrays that this GPU gives to a collective; they are not in `bytes`
 
     @property
     def where(self) -> str:
@@ -164,6 +175,9 @@ class Program:
         return launched
 
     def _kernel(self, x: Instruction, around: Computation, times: int) -> Kernel:
+        if x.collective:
+            shared = sum(around[name].bytes for name in x.operands)
+            return Kernel(x, x.collective, times, 0, 0, "f32", shared)
         body = self.computations[x.calls] if x.op == "fusion" else None
         flops, arithmetic = self._flops(x, around)
         moved = _fused_bytes(body) if body else _bytes(x, around)

@@ -10,6 +10,7 @@ import resource
 import shlex
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from rich.table import Table
 import ppo_procgen as ppo
 from benchmarks import encoders, records
 from common import devices, envs, networks, runs
+from common.devices import GAMES, SAME
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def matrix_rate(size: int = 4096) -> float:
 def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
     """One step's frames to the device and its actions back."""
     frames = np.zeros((args.num_envs, 3, 64, 64), np.uint8)
-    actions = devices.replicate(jnp.zeros(args.num_envs, jnp.int32))
+    actions = devices.put(args, jnp.zeros(args.num_envs, jnp.int32), GAMES)
     seconds = []
     for i in range(repeats):
         start = time.perf_counter()
-        devices.replicate(frames + np.uint8(i)).block_until_ready()
+        devices.put(args, frames + np.uint8(i), GAMES).block_until_ready()
         np.asarray(actions + i)
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds))
@@ -104,7 +106,10 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
         logits, values = outputs(args, agent, params, frames)
         return {"loss": (logits**2).sum(axis=(1, 2)) + (values**2).sum(axis=1)}
 
-    ours = jax.jit(lambda p, x: devices.gradient(loss, p, x, jnp.ones(len(x)))[0])
+    def gradient(args, params, frames):
+        return devices.gradient(loss, params, frames, jnp.ones(len(frames)))[0]
+
+    ours = jax.jit(partial(devices.spread([SAME, GAMES], SAME)(gradient), args))
     plain = jax.jit(jax.grad(lambda p, x: loss(p, x)["loss"].mean()))
     ours(params, frames)
     with encoders.plain_flax():
@@ -122,8 +127,10 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
 def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
     agent = ppo.make_agent(args)
-    state, carry = devices.replicate((ppo.initial_state(args, agent), ppo.initial_carry(args)))
-    games = envs.Games(lambda seed: envs.make_levels(args, args.num_envs, seed), 0, args.restart_every)
+    numbers = devices.games_of_host(args)
+    state = devices.put(args, ppo.initial_state(args, agent), ppo.STATE)
+    carry = devices.put(args, ppo.initial_carry(args, numbers), ppo.CARRY)
+    games = envs.Games(partial(envs.make_levels, args), numbers, 0, args.restart_every)
     watch = runs.Stopwatch()
     marks = []
     for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
@@ -132,7 +139,8 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
         params, i = state.params["agent"], int(state.updates)
         rollout, steps, carry = ppo.collect(args, agent, games, params, carry, i=i, watch=watch)
         with watch("update"):
-            state, metrics = ppo.update(args, agent, state, rollout, steps)
+            given = devices.put(args, (rollout, steps), (ppo.ROLLOUT, envs.STEPS))
+            state, metrics = ppo.update(args, agent, state, *given)
             jax.device_get(metrics)
         marks.append((time.perf_counter() - start, int(state.global_step) - before, dict(watch.seconds)))
     timed = marks[2:]

@@ -4,6 +4,7 @@ python -m experiments.augmentations --out experiments/results/augmentations.png
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -32,7 +33,7 @@ class Args:
 def play(env_id: str, args: Args) -> np.ndarray:
     """A frame uint8 [64, 64, 3]."""
     of = ppo.Args(env_id=env_id)
-    games = envs.Games(lambda seed: envs.make_levels(of, 1, seed), args.seed, of.restart_every)
+    games = envs.Games(partial(envs.make_levels, of), [0], args.seed, of.restart_every)
     rng = np.random.default_rng(args.seed)
     games.play(lambda obs, age: rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32), args.steps, runs.Stopwatch())
     games.close()

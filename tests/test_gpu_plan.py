@@ -2,6 +2,7 @@
 how they are read; what needs no compiler is tested everywhere."""
 
 import csv
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +10,31 @@ import pytest
 from conftest import assert_refused
 
 from benchmarks import gpu_plan, hlo, queue_model
+from common.runs import UsageError
 
 needs_compiler = pytest.mark.skipif(not gpu_plan.installed(), reason="the wheel jax-cuda12-plugin is not installed")
-NAMES = [f"{script}.{name}" for script, names in gpu_plan.PROGRAMS.items() for name in names]
+CASES = [(one, name) for one in ((script, 1) for script in gpu_plan.PROGRAMS) for name in gpu_plan.PROGRAMS[one[0]]]
+CASES += [(one, "update") for one in ((script, 8) for script in gpu_plan.PROGRAMS)] + [(("ppo", 8), "act")]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def place():
+    """Puts shapes on one GPU."""
     jax.config.update("jax_platforms", "cpu")
-    with gpu_plan.planning():
-        yield gpu_plan.on_first(gpu_plan.target("h100"))
+    gpus = gpu_plan.target("h100")
+    with gpu_plan.planning(gpus):
+        yield gpu_plan.on_all(gpus)
 
 
 @pytest.fixture(scope="module")
-def plans(place):
-    """Each script's plan with its default flags."""
-    return {name: make(gpu_plan.read_flags(name, ""), place) for name, (_, make) in gpu_plan.SCRIPTS.items()}
+def planned(request):
+    """A script's name, how many GPUs, its flags for them by default, and its plan."""
+    jax.config.update("jax_platforms", "cpu")
+    script, count = request.param
+    gpus = gpu_plan.target("h100", count)
+    args = gpu_plan.for_gpus(gpu_plan.read_flags(script, ""), count, "weak")
+    with gpu_plan.planning(gpus):
+        yield script, count, args, gpu_plan.SCRIPTS[script][1](args, gpus)
 
 
 def test_every_script_and_program_is_named():
@@ -32,30 +42,46 @@ def test_every_script_and_program_is_named():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", NAMES)
-def test_program_is_one_for_a_gpu(plans, name):
-    """It compiles, in bfloat16 and float32 as it should, without atomics on activations and at a size that fits."""
-    script, program = name.split(".")
-    assert set(plans[script].programs) == set(gpu_plan.PROGRAMS[script])
-    compiled = plans[script].programs[program]().compile()
+@pytest.mark.parametrize(
+    ("planned", "program"), CASES, indirect=["planned"], ids=[f"{script}.{name} on {n}" for (script, n), name in CASES]
+)
+def test_program_is_one_for_gpus(planned, program):
+    """It compiles, in bfloat16 and float32 as it should, without atomics on activations and at a size that fits; and
+    GPUs have nothing in common but sums, of gradients and next to nothing else."""
+    script, count, args, plan = planned
+    assert set(plan.programs) == set(gpu_plan.PROGRAMS[script])
+    lowered = plan.programs[program]()
+    compiled = lowered.compile()
     read = hlo.Program(compiled.as_text())
+    kernels = read.kernels()
     for x in read.instructions():
         assert not (x.op in ("scatter", "select-and-scatter") and len(x.arrays[0].dims) == 4), x
-    for kernel in read.kernels():
+        assert x.collective in ("", "all-reduce"), x
+    for kernel in kernels:
         if kernel.kind.startswith("__cudnn$conv") and kernel.arithmetic != "bf16":
-            assert name == "rnd.update", kernel
+            assert (script, program) == ("rnd", "update"), kernel
             assert "Features" in kernel.where  # RND's target and predictor, which are to be exact
         assert not kernel.flops or kernel.arithmetic != "tf32", kernel
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2 * 2**30
-    numbers = gpu_plan.cost(gpu_plan.GPUS["h100"], memory, read.kernels())
+    numbers = gpu_plan.cost(gpu_plan.GPUS["h100"], memory, kernels, count)
     assert 0 < numbers["modelled ms"] < 1000
     if program in ("act", "update"):
         assert numbers["GFLOP"] > 0
+    learnt = 0
+    if count > 1 and program == "update":
+        state = lowered.args_info[0][0]
+        learner = state.learner if script == "hnppo" else state.params
+        learnt = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(learner)) * steps_of_an_update(args)
+    assert learnt <= 1e6 * numbers["summed MB"] <= 1.01 * learnt
+
+
+def steps_of_an_update(args):
+    return args.num_minibatches * args.update_epochs if hasattr(args, "num_minibatches") else 1
 
 
 def compiled_text(place, function, *shapes):
-    given = [gpu_plan.array(place, *dims, dtype=dtype) for dims, dtype in shapes]
+    given = [place(gpu_plan.array(*dims, dtype=dtype)) for dims, dtype in shapes]
     return jax.jit(function).lower(*given).compile().as_text()
 
 
@@ -123,8 +149,43 @@ ENTRY %main (i: pred[], x: f32[8]) -> f32[8] {
     assert [kernel.bytes for kernel in kernels] == [64, 64, 64]
 
 
+def test_a_sum_over_gpus_is_counted_once_and_not_as_memory_traffic():
+    text = """
+HloModule test
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+ENTRY %main (x: f32[250], y: f32[]) -> f32[250] {
+  %x = f32[250]{0} parameter(0)
+  %y = f32[] parameter(1)
+  %start = (f32[250]{0}, f32[]) all-reduce-start(%x, %y), replica_groups={{0,1,2,3}}, to_apply=%add
+  %done = (f32[250]{0}, f32[]) all-reduce-done(%start)
+  ROOT %z = f32[250]{0} get-tuple-element(%done), index=0
+}
+"""
+    (kernel,) = hlo.Program(text).kernels()
+    assert (kernel.kind, kernel.shared, kernel.bytes, kernel.flops) == ("all-reduce", 1004, 0, 0)
+    gpu = gpu_plan.Gpu({"f32": 1.0}, bandwidth=1.0, link=1004.0, description="")
+    assert gpu_plan.work(gpu, kernel, 4) == pytest.approx(2 * 3 / 4)
+    assert gpu_plan.work(gpu, kernel, 1) == 0
+
+
+def test_flags_of_several_gpus():
+    """Weak scaling leaves each GPU what one alone has; strong scaling needs a default that they divide."""
+    one = gpu_plan.read_flags("apex", "")
+    weak = gpu_plan.for_gpus(one, 8, "weak")
+    assert (weak.num_envs, weak.batch_size, weak.buffer_size) == (8 * 24, 8 * 128, 8 * 200_000)
+    assert weak.num_actors == one.num_actors
+    ppo = gpu_plan.read_flags("ppo", "")
+    assert gpu_plan.for_gpus(ppo, 8, "strong") == gpu_plan.for_gpus(ppo, 1, "weak") == ppo
+    with pytest.raises(UsageError, match=r"--gpus 8: does not divide an actor's games, .*12"):
+        gpu_plan.for_gpus(one, 8, "strong")
+
+
 def test_a_kernel_takes_its_launch_and_the_larger_of_bytes_and_flops():
-    gpu = gpu_plan.Gpu({"bf16": 1e12, "tf32": 1e11, "f32": 1e10}, 1e9, "")
+    gpu = gpu_plan.Gpu({"bf16": 1e12, "tf32": 1e11, "f32": 1e10}, 1e9, 1e8, "")
     x = hlo.Instruction("x", "custom-call", (), (), "", True)
     slow, heavy = hlo.Kernel(x, "a", 1, 10**6, 1, "bf16"), hlo.Kernel(x, "b", 1, 1, 4 * 10**9, "bf16")
     assert gpu_plan.work(gpu, slow) == pytest.approx(1e-3)
@@ -155,17 +216,20 @@ def test_one_queue_by_hand():
 def test_every_line_says_that_it_is_a_plan(tmp_path, capfd):
     path = tmp_path / "plan.csv"
     gpu_plan.main(
-        gpu_plan.Args(programs=("hnppo.act", "apex.sample"), top=2, csv=str(path), dump=str(tmp_path / "dump"))
+        gpu_plan.Args(programs=("hnppo.act", "apex.insert"), top=2, csv=str(path), dump=str(tmp_path / "dump"))
     )
     lines = capfd.readouterr().out.splitlines()
     rows = [line for line in lines if "hnppo" in line or "apex" in line]
-    assert len(rows) >= 8
+    assert len(rows) >= 16
     assert all(line.split()[0] == "plan" for line in rows)
     with path.open() as file:
-        assert [(row["is"], row["gpu"], row["program"]) for row in csv.DictReader(file)] == [
-            ("plan", gpu, program) for gpu in ("h100", "a100") for program in ("apex.sample", "hnppo.act")
+        assert [(row["is"], row["gpu"], row["GPUs"], row["program"]) for row in csv.DictReader(file)] == [
+            ("plan", gpu, count, program)
+            for gpu in ("h100", "a100")
+            for count in "18"
+            for program in ("apex.insert", "hnppo.act")
         ]
-    assert len(list((tmp_path / "dump").iterdir())) == 4
+    assert len(list((tmp_path / "dump").iterdir())) == 8
 
 
 @pytest.mark.parametrize(
@@ -174,6 +238,7 @@ def test_every_line_says_that_it_is_a_plan(tmp_path, capfd):
         (["ppo.updat"], ["ppo.updat:", "ppo.update"]),
         (["ppo", "--flags=--num-minibatches 7"], ["--num-minibatches 7", "must divide"]),
         (["ppo", "--game-ms", "-1"], ["--game-ms -1.0"]),
+        (["apex", "--gpus", "8", "--scaling", "strong"], ["--gpus 8", "does not divide", "12", "--flags"]),
         (["ppo", "--gpu", "a100"], ["jax-cuda12-plugin", "make gpu-plan"]),
     ],
 )

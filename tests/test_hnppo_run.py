@@ -171,17 +171,6 @@ def test_penalty_is_what_beta_zero_lacks(train):
     assert not any("losses/penalty" in line for line in lines)
 
 
-def test_two_devices_learn_the_same_as_one(tmp_path):
-    """A first update from a whole batch, where it is not drawn at random what a minibatch has of each."""
-    flags = PLAIN | {"method": "ppo", "num_minibatches": 1, "tasks": "0", "task_timesteps": 256}
-    flags |= {"run_dir": str(tmp_path), "eval_episodes": 1}
-    one, two = (read_metrics(hn.main(hn.Args(**flags, num_devices=n)).path) for n in (1, 2))
-    assert len(one) == len(two) == 2
-    assert one[0].keys() == two[0].keys()
-    for name, x in one[0].items():
-        np.testing.assert_allclose(two[0][name], x, rtol=1e-3, atol=1e-4, err_msg=name)
-
-
 @pytest.mark.parametrize("method", ["ppo", "finetune"])
 def test_other_methods(tmp_path, method):
     """Two tasks, then evaluate.py: from scratch, the first one has a policy of its own; otherwise there is but one."""

@@ -151,7 +151,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), [("impala", 5), *[(name, 32) for name in GRADIENTS]])
+@pytest.mark.parametrize(("name", "size"), [("nature", 5), *[(name, 32) for name in GRADIENTS]])
 def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
     """Over four devices (one where they have no even share), against what one accelerator computes."""
     rng = np.random.default_rng(0)

@@ -159,7 +159,7 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
 
 
-@pytest.mark.parametrize("flags", [{}, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("flags", [ASYNC], ids=["async"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
@@ -179,15 +179,6 @@ def test_an_actor_with_a_device_of_its_own_plays_the_same(train, whole, monkeypa
     monkeypatch.setattr(rnd.Fleet, "__init__", look)
     assert_same_run(whole.path, train(**whole.flags, actor_devices=1))
     assert homes == [[jax.devices()[3]]]
-
-
-@pytest.mark.parametrize("whole", [SYNC], indirect=True, ids=["sync"])
-def test_one_device_plays_the_same_as_two(train, whole):
-    """Until there is something learnt: shuffles are each device's own."""
-    first = read_metrics(train(num_devices=1, total_timesteps=50))[0]
-    want = read_metrics(whole.path)[0]
-    for name in ("global_step", "charts/intrinsic_reward", "charts/prediction_error", "losses/explained_variance"):
-        np.testing.assert_allclose(first[name], want[name], rtol=1e-3, err_msg=name)
 
 
 # ROOMS
@@ -314,7 +305,7 @@ def test_two_thousand_frames(tmp_path, capfd):
     """As a user types it: W&B, a map of the rooms, SIGTERM, --resume, which equals a run that was not stopped, then
     evaluate.py."""
     more = {
-        "total_timesteps": 2_000, "checkpoint_every": 130, "keep_checkpoints": 2, "max_episode_steps": 60,
+        "total_timesteps": 2_000, "checkpoint_every": 400, "keep_checkpoints": 2, "max_episode_steps": 60,
         "restart_every": 130, "room_map": True, "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
     run_dir = assert_resumes_after_sigterm(rnd, TINY | ASYNC | more, tmp_path)

@@ -1,0 +1,103 @@
+"""What it costs to spread a run over devices and hosts: the same script on one device, on several, and on as many
+processes with a device each, in turns, in one run.
+
+On a CPU "one device" has all cores, as far as XLA's own threads use them. Prints a table and appends its rows to a CSV
+file. The flags in quotes are the script's:
+
+python -m benchmarks.scaling ppo_procgen --flags="--encoder nature --width 1 --pool flatten --num-steps 64"
+"""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import records
+from common import runs
+
+
+@dataclass(frozen=True)
+class Args:
+    script: tyro.conf.Positional[Literal["ppo_procgen", "impala_procgen"]]
+    """the script"""
+    flags: str = ""
+    """its flags, in one string, after a ="""
+    devices: int = 2
+    """how many devices, and how many processes"""
+    steps: int = 40_000
+    """environment steps of a run"""
+    rounds: int = 3
+    """how often each runs, in turns; the table has the medians"""
+    csv: str = "benchmarks/results/scaling.csv"
+    """file that rows are appended to; empty for none"""
+
+
+def start(args: Args, folder: str, devices: int, more: list[str], **variables: str) -> subprocess.Popen:
+    """The script in a process of its own, in which a CPU is so many devices."""
+    fixed = f"--total-timesteps {args.steps} --eval-episodes 0 --wandb-mode disabled --run-dir".split()
+    env = os.environ | variables | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [sys.executable, f"{args.script}.py", *shlex.split(args.flags), *fixed, folder, *more]
+    return subprocess.Popen(command, cwd=records.ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def start_hosts(args: Args, folder: str) -> list[subprocess.Popen]:
+    """As many processes as there are to be devices, with one each."""
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(args.devices)}
+    return [
+        start(args, folder, 1, ["--num-devices", "1", "--distributed"], **common, JAX_PROCESS_ID=str(i))
+        for i in range(args.devices)
+    ]
+
+
+def steps_per_second(args: Args, way: str) -> float:
+    """Of one run, the median over its updates after the second."""
+    with tempfile.TemporaryDirectory() as folder:
+        if way == "processes":
+            processes = start_hosts(args, folder)
+        else:
+            number = 1 if way == "one device" else args.devices
+            processes = [start(args, folder, number, ["--num-devices", str(number)])]
+        outputs = [process.communicate()[1] for process in processes]
+        for process, output in zip(processes, outputs, strict=True):
+            runs.check(process.returncode == 0, f"{way}: {output.strip().splitlines()[-1:]}")
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    seen = np.array([(line["global_step"], line["time"]) for line in lines if "charts/SPS" in line])[2:]
+    runs.check(len(seen) > 3, f"--steps {args.steps}: too few updates to time, give more")
+    steps, seconds = np.diff(seen, axis=0).T
+    return float(np.median(steps / seconds))
+
+
+def main(args: Args) -> None:
+    runs.check_limits(args, {"devices": (2, 8), "steps": (1, None), "rounds": (1, 100)})
+    ways = "one device", "devices", "processes"
+    rates = {way: [] for way in ways}
+    for i in range(args.rounds):
+        for way in ways if i % 2 == 0 else reversed(ways):
+            rates[way].append(steps_per_second(args, way))
+    table, rows = Table("", "steps/s", "times one device's"), []
+    for way in ways:
+        ratio = np.median(np.divide(rates[way], rates["one device"]))
+        name = way if way == "one device" else f"{args.devices} {way}"
+        row = {"script": args.script, "on": name, "steps/s": f"{np.median(rates[way]):.4g}", "ratio": f"{ratio:.3g}"}
+        rows.append(row | {"rounds": args.rounds, "flags": args.flags} | records.origin())
+        table.add_row(name, row["steps/s"], row["ratio"])
+    Console().print(table)
+    records.append_rows(args.csv, rows)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
