@@ -234,33 +234,27 @@ def _is_spec(x: Any) -> bool:
 # WITHIN A SPREAD FUNCTION
 
 
-def _spread() -> bool:
-    """Whether what is traced runs on each device of a mesh."""
+def size() -> int:
+    """How many devices run what is traced: 1 outside of a spread function."""
     try:
-        lax.axis_index("device")
+        return lax.axis_size("device")
     except NameError:
-        return False
-    return True
+        return 1
 
 
 def total(tree: Any) -> Any:
     """The sum over all devices."""
-    return lax.psum(tree, "device") if _spread() else tree
+    return lax.psum(tree, "device") if size() > 1 else tree  # a CPU would copy all of it, even for one
 
 
 def highest(x: jax.Array) -> jax.Array:
     """The maximum over all devices."""
-    return lax.pmax(x, "device") if _spread() else x
-
-
-def size() -> int:
-    """How many devices there are."""
-    return lax.axis_size("device") if _spread() else 1
+    return lax.pmax(x, "device") if size() > 1 else x
 
 
 def own_key(key: jax.Array) -> jax.Array:
     """A key of this device's own."""
-    return jax.random.fold_in(key, lax.axis_index("device")) if _spread() else key
+    return jax.random.fold_in(key, lax.axis_index("device")) if size() > 1 else key
 
 
 def keys_of(key: jax.Array, numbers: jax.Array) -> jax.Array:
