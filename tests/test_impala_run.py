@@ -305,7 +305,7 @@ def test_every_flag_changes_something(flag, tmp_path, monkeypatch):
     assert_flag_matters(impala, flags, change, whole=flag in HOST)
 
 
-@pytest.mark.parametrize("core", ["gru"])
+@pytest.mark.parametrize("core", ["none", "gru"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, core):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)

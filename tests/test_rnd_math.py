@@ -202,6 +202,14 @@ def test_it_plays_the_same_on_all_devices_in_turns_as_on_one(tinies):
     )
 
 
+def test_two_devices_learn_the_same_as_one(tiny):
+    """From a whole batch, where it is not drawn at random what a minibatch has of each."""
+    flags = {"num_minibatches": 1, "update_epochs": 1, "update_proportion": 1.0, "norm_adv": True, "vtrace": True}
+    one, two = (run_update(tiny, tiny.rollout, tiny.steps, **flags, num_devices=n) for n in (1, 2))
+    assert (one[2] > 0).sum() == (~tiny.steps.done).sum()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), two, one)
+
+
 def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
     """Two rollouts: the second goes on with the first one's returns; no junk step, no clipping, no mean taken off."""
     after, mask = np.asarray(tiny.rollout.frames.images[4:]), ~tiny.steps.done

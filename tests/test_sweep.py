@@ -1,4 +1,4 @@
-"""Sweeps: the files, as W&B and as Optuna run them, a real trial of each, kills, failures, two processes, pruning."""
+"""Sweeps: the files, as W&B and as Optuna run them, a trial of each kind, kills, failures, two processes, pruning."""
 
 import csv
 import importlib
