@@ -51,22 +51,20 @@ def start(args: Args, folder: str, devices: int, more: list[str], **variables: s
     return subprocess.Popen(command, cwd=records.ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def start_hosts(args: Args, folder: str) -> list[subprocess.Popen]:
-    """As many processes as there are to be devices, with one each."""
+def variables_of_hosts(number: int) -> list[dict[str, str]]:
+    """The environment variables of so many processes on this machine that are to be hosts of one run."""
     with socket.create_server(("localhost", 0)) as free:
         address = f"localhost:{free.getsockname()[1]}"
-    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(args.devices)}
-    return [
-        start(args, folder, 1, ["--num-devices", "1", "--distributed"], **common, JAX_PROCESS_ID=str(i))
-        for i in range(args.devices)
-    ]
+    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(number)}
+    return [common | {"JAX_PROCESS_ID": str(i)} for i in range(number)]
 
 
 def steps_per_second(args: Args, way: str) -> float:
     """Of one run, the median over its updates after the second."""
     with tempfile.TemporaryDirectory() as folder:
         if way == "processes":
-            processes = start_hosts(args, folder)
+            more = ["--num-devices", "1", "--distributed"]
+            processes = [start(args, folder, 1, more, **variables) for variables in variables_of_hosts(args.devices)]
         else:
             number = 1 if way == "one device" else args.devices
             processes = [start(args, folder, number, ["--num-devices", str(number)])]

@@ -85,11 +85,12 @@ def of_actors(args: Any, number: int) -> list[jax.Device]:
 @lru_cache
 def count(args: Any) -> int:
     """How many devices of this host learn: `args.num_devices`, or as many as divide all of `args.shares()`."""
-    if args.num_devices:
-        return args.num_devices
-    share = math.gcd(*args.shares().values())
-    fit = [n for n in range(1, len(of_learner(args)) + 1) if share % (n * hosts(args)) == 0]
-    return max(fit, default=1)
+    return args.num_devices or max(that_divide(args, math.gcd(*args.shares().values())), default=1)
+
+
+def that_divide(args: Any, share: int) -> list[int]:
+    """Of how many devices of each host so many games or samples can be."""
+    return [n for n in range(1, len(of_learner(args)) + 1) if share % (n * hosts(args)) == 0]
 
 
 @lru_cache
@@ -156,10 +157,7 @@ def spread(
 
 def put(args: Any, tree: Any, lies: Any) -> Any:
     """Puts a tree of arrays, of this host's games where they are of games, on this host's devices that learn."""
-    where = mesh(args, every_host=False)
-    return jax.tree.map(
-        lambda spec, some: jax.device_put(some, NamedSharding(where, spec)), lies, tree, is_leaf=_is_spec
-    )
+    return jax.device_put(tree, shardings(args, lies, every_host=False))
 
 
 def join(args: Any, tree: Any, lies: Any) -> Any:
@@ -168,9 +166,9 @@ def join(args: Any, tree: Any, lies: Any) -> Any:
     return _same_parts(mesh(args), tree, lies) if hosts(args) > 1 else tree
 
 
-def here(args: Any, tree: Any, lies: Any = SAME) -> Any:
-    """This host's part of what was joined; nothing is copied."""
-    return _same_parts(mesh(args, every_host=False), tree, lies) if hosts(args) > 1 else tree
+def here(args: Any, tree: Any) -> Any:
+    """What is the same on all hosts, as arrays of this one; nothing is copied."""
+    return _same_parts(mesh(args, every_host=False), tree, SAME) if hosts(args) > 1 else tree
 
 
 def share(args: Any, tree: Any, lies: Any) -> Any:
@@ -178,11 +176,10 @@ def share(args: Any, tree: Any, lies: Any) -> Any:
     if hosts(args) == 1:
         return put(args, tree, lies)
 
-    def own_parts(spec, some):
-        where = NamedSharding(mesh(args), spec)
+    def own_parts(where, some):
         return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), some)
 
-    return jax.tree.map(own_parts, lies, jax.device_get(tree), is_leaf=_is_spec)
+    return jax.tree.map(own_parts, shardings(args, lies), jax.device_get(tree))
 
 
 def whole(args: Any, tree: Any) -> Any:
@@ -210,9 +207,9 @@ def of_each_host(args: Any, tree: Any) -> dict[str, Any]:
     return {str(i): jax.tree.unflatten(structure, [some[i] for some in collected]) for i in range(hosts(args))}
 
 
-def shardings(args: Any, lies: Any) -> Any:
-    """Where arrays of all games lie, as jax.jit and jax.device_put take it."""
-    return jax.tree.map(partial(NamedSharding, mesh(args)), lies, is_leaf=_is_spec)
+def shardings(args: Any, lies: Any, *, every_host: bool = True) -> Any:
+    """Where arrays of all games lie, or of this host's, as jax.jit and jax.device_put take it."""
+    return jax.tree.map(partial(NamedSharding, mesh(args, every_host)), lies, is_leaf=_is_spec)
 
 
 def _same_parts(where: Mesh, tree: Any, lies: Any) -> Any:

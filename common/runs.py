@@ -122,8 +122,8 @@ def check_devices(args: Any) -> None:
     check(args.num_devices <= most, f"--num-devices {args.num_devices}: there are {most} to learn on this machine")
     for what, share in args.shares().items():
         check(share % hosts == 0, f"--distributed: the {hosts} hosts do not divide {what}, {share}")
-        fit = [n for n in range(1, most + 1) if share % (n * hosts) == 0]
-        must = " or ".join(map(str, fit)) if hosts == 1 else f"{' or '.join(map(str, fit))} on each of {hosts} hosts"
+        fit = devices.that_divide(args, share)
+        must = " or ".join(map(str, fit)) + (f" on each of {hosts} hosts" if hosts > 1 else "")
         check(
             args.num_devices in (0, *fit),
             f"--num-devices {args.num_devices}: does not divide {what}, {share}; give {must}",

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from common import devices
-from common.devices import total
 
 
 def shape_reward(reward: jax.Array) -> jax.Array:
@@ -33,10 +32,10 @@ def new_filter(num_envs: int) -> ReturnFilter:
 
 def merge_moments(count, mean, var, more, more_mean, more_var):
     """Count, mean and variance of two sets joined, from those of each (Chan et al. 1979)."""
-    both = jnp.maximum(count + more, 1)
+    total = jnp.maximum(count + more, 1)
     apart = more_mean - mean
-    var = (var * count + more_var * more + apart**2 * count * more / both) / both
-    return count + more, mean + apart * more / both, var
+    var = (var * count + more_var * more + apart**2 * count * more / total) / total
+    return count + more, mean + apart * more / total, var
 
 
 def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array, clip=10.0):
@@ -62,7 +61,8 @@ def normalize(state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: j
 
     steps = rewards, ended, mask
     discounted, returns = jax.lax.scan(forward, state.discounted, steps, unroll=devices.unroll())
-    moments = merge_moments(state.count, state.mean, state.var, total(mask.sum()), *masked_moments(returns, mask))
+    count = devices.total(mask.sum())
+    moments = merge_moments(state.count, state.mean, state.var, count, *masked_moments(returns, mask))
     state = ReturnFilter(discounted, *moments)
     return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -clip, clip)
 
@@ -86,6 +86,6 @@ def prepare_rewards(args, state: ReturnFilter, steps, gamma: jax.Array) -> tuple
 
 def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mean and variance [] of x where mask, over all devices."""
-    count = jnp.maximum(total(mask.sum()), 1)
-    mean = total((x * mask).sum()) / count
-    return mean, total(((x - mean) ** 2 * mask).sum()) / count
+    count = jnp.maximum(devices.total(mask.sum()), 1)
+    mean = devices.total((x * mask).sum()) / count
+    return mean, devices.total(((x - mean) ** 2 * mask).sum()) / count

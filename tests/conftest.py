@@ -16,6 +16,7 @@ import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
 from common import atari, devices, envs, runs
+from common.actors import Fleet
 from experiments import trials
 from ppo_procgen import Args, main
 
@@ -183,6 +184,18 @@ def assert_flag_matters(script, flags, change, whole=False):
         assert before == look(flags, again=True)
     else:
         assert before != look(flags | change)
+
+
+def record_homes(monkeypatch):
+    """A list that gets the devices of each fleet's actors as it is made."""
+    homes, make = [], Fleet.__init__
+
+    def look(self, *given, **how):
+        homes.append(how["homes"])
+        make(self, *given, **how)
+
+    monkeypatch.setattr(Fleet, "__init__", look)
+    return homes
 
 
 def assert_refused(script, words, capture, *parts):

@@ -21,6 +21,7 @@ from conftest import (
     documented_flags,
     flags_of,
     read_metrics,
+    record_homes,
     start,
 )
 
@@ -99,13 +100,7 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, m
 
 def test_actors_with_devices_of_their_own_play_the_same(train, uninterrupted, monkeypatch):
     """The learner has the first two of four devices, and each actor one of the others."""
-    homes, make = [], apex.Fleet.__init__
-
-    def look(self, *given, **how):
-        homes.append(how["homes"])
-        make(self, *given, **how)
-
-    monkeypatch.setattr(apex.Fleet, "__init__", look)
+    homes = record_homes(monkeypatch)
     assert_same_run_and_replay(uninterrupted, train(actor_devices=2).path)
     assert homes == [[jax.devices()[3], jax.devices()[2]]]
 

@@ -1,19 +1,19 @@
 """Several devices and several hosts train the same as one: cores of this machine, and processes on it."""
 
 import signal
-import socket
 import time
 
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, assert_one_sentence, flags_of, read_metrics, start, wait_for
+from conftest import TINY, assert_one_sentence, flags_of, read_metrics, record_homes, start, wait_for
 
 import apex_procgen as apex
 import hnppo_doorgym as hnppo
 import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
+from benchmarks.scaling import variables_of_hosts
 from common import runs
 
 # One minibatch, of all samples, so that no device decides which are in it.
@@ -91,7 +91,7 @@ def test_one_two_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
         assert ("all-reduce" in text) == (name in ("update", "remember")), name
 
 
-def test_parts_of_a_batch_on_several_devices_are_the_batch(tmp_path):
+def test_parts_of_a_batch_on_several_devices_are_the_batch():
     """Ape-X's update of a batch that was drawn elsewhere."""
     args = apex.Args(**SCRIPTS[apex] | {"replay_device": "host"})
     agent, rng = apex.make_agent(args), np.random.default_rng(0)
@@ -145,14 +145,14 @@ def test_a_run_that_goes_on_with_other_devices_says_so(tmp_path, capfd):
     assert read_metrics(path)[-1]["global_step"] >= 500
 
 
-def test_actors_have_devices_of_their_own(tmp_path):
+def test_actors_have_devices_of_their_own(tmp_path, monkeypatch):
     """They play the same there."""
+    homes = record_homes(monkeypatch)
     flags = SCRIPTS[impala] | {"total_timesteps": 300}
     with_own = train(impala, tmp_path, **flags | {"actor_devices": 2, "num_devices": 2})
+    assert homes == [[jax.devices()[3], jax.devices()[2]]]
     shared = train(impala, tmp_path, **flags | {"num_devices": 2})
     assert_close(with_own[0]["state"], shared[0]["state"])
-    homes = impala.make_fleet(impala.Args(**flags | {"actor_devices": 2}), None)._homes
-    assert set(homes) == set(jax.devices()[-2:])
 
 
 # HOSTS
@@ -160,16 +160,9 @@ def test_actors_have_devices_of_their_own(tmp_path):
 
 def on_two_hosts(script, flags):
     """The same script in two processes, with a device each."""
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    return [
-        start(
-            f"{script.SCRIPT}.py", *flags_of(flags), "--distributed",
-            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(i),
-            XLA_FLAGS="--xla_force_host_platform_device_count=1",
-        )
-        for i in range(2)
-    ]  # fmt: skip
+    one = "--xla_force_host_platform_device_count=1"
+    command = [f"{script.SCRIPT}.py", *flags_of(flags), "--distributed"]
+    return [start(*command, XLA_FLAGS=one, **variables) for variables in variables_of_hosts(2)]
 
 
 def finish(hosts):

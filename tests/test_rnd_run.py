@@ -20,6 +20,7 @@ from conftest import (
     documented_flags,
     parameters,
     read_metrics,
+    record_homes,
 )
 
 import evaluate
@@ -159,7 +160,7 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
 
 
-@pytest.mark.parametrize("flags", [ASYNC], ids=["async"])
+@pytest.mark.parametrize("flags", [{}, ASYNC], ids=["sync", "async"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
@@ -170,13 +171,7 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
 @pytest.mark.parametrize("whole", [ASYNC], indirect=True, ids=["async"])
 def test_an_actor_with_a_device_of_its_own_plays_the_same(train, whole, monkeypatch):
     """The learner has the first two of four devices, and the actor the last."""
-    homes, put = [], rnd.Fleet.__init__
-
-    def look(self, *given, **how):
-        homes.append(how["homes"])
-        put(self, *given, **how)
-
-    monkeypatch.setattr(rnd.Fleet, "__init__", look)
+    homes = record_homes(monkeypatch)
     assert_same_run(whole.path, train(**whole.flags, actor_devices=1))
     assert homes == [[jax.devices()[3]]]
 
