@@ -163,12 +163,12 @@ def test_kill_9_leaves_the_last_checkpoint_usable(tmp_path, long_run):
     assert_same_run(long_run, run_dir)
 
 
-def test_three_thousand_frames(tmp_path):
+def test_four_thousand_frames(tmp_path):
     """The command line as a user types it: W&B, evaluation, video, then evaluate.py."""
     command = flags_of(
         {"env_id": "starpilot", "gap_stack": True, "width": 1, "num_levels": 3, "num_envs": 16, "num_steps": 64,
-         "num_minibatches": 4, "update_epochs": 1, "learning_rate": "5e-4", "total_timesteps": 3_000,
-         "eval_every": 2_000, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 1_000,
+         "num_minibatches": 4, "update_epochs": 1, "learning_rate": "5e-4", "total_timesteps": 4_000,
+         "eval_every": 2_500, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 1_200,
          "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test"}
     )  # fmt: skip
     process = start("ppo_procgen.py", *command)
@@ -177,7 +177,7 @@ def test_three_thousand_frames(tmp_path):
     (run_dir,) = tmp_path.iterdir()
     assert re.fullmatch(r"starpilot__ppo_procgen__1__\d+", run_dir.name)
     lines = read_metrics(run_dir, clocks=True)
-    assert lines[-1]["global_step"] >= 3_000
+    assert lines[-1]["global_step"] >= 4_000
     assert [x["global_step"] for x in lines] == sorted(x["global_step"] for x in lines)
     names = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "losses/policy_loss", "time/update"}
     names |= {"losses/value_loss", "losses/entropy", "losses/approx_kl", "losses/clipfrac", "time"}
