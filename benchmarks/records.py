@@ -1,18 +1,16 @@
 """Where a number was measured, and how it is written down."""
 
-import contextlib
 import csv
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
 import jax
 
-from common import devices
+from common import devices, files
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,18 +52,9 @@ def append_rows(path: str, rows: list[dict]) -> None:
             writer.writerows(rows)
 
 
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Gives a temporary name to write a file under, which then gets its own: it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    yield temporary
-    temporary.replace(path)
-
-
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Writes rows of the same columns to a CSV file, whole or not at all."""
-    with whole(path) as temporary, temporary.open("w", newline="") as file:
+    with files.whole(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)

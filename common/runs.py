@@ -36,12 +36,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common import devices
+from common.files import UsageError, check, write_json
 
 MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
-
-
-class UsageError(ValueError):
-    """Bad input: one sentence that names the flag, the value and what would be valid."""
 
 
 class DivergedError(RuntimeError):
@@ -266,12 +263,6 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
 
 
-def check(condition: bool, sentence: str) -> None:
-    """Raises UsageError(sentence) unless `condition` holds."""
-    if not condition:
-        raise UsageError(sentence)
-
-
 class Schedule(NamedTuple):
     """A piecewise-linear function of the environment step, constant before its first and after its last point."""
 
@@ -335,13 +326,6 @@ def crossed(every: int, before: int, after: int) -> bool:
 
 
 # FILES
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, Any]:

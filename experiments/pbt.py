@@ -36,7 +36,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from benchmarks import records
-from common import runs
+from common import files, runs
 from common.runs import check
 from experiments import trials
 
@@ -216,7 +216,7 @@ def member(config: dict) -> None:
         own = {"seed": config["seed"], "total_timesteps": generation * study["interval"]}
         own |= {name: config[name] for name in study["ranges"]}
         try:
-            with trials.take(folder) as lock:
+            with files.take(folder) as lock:
                 trials.run(study["program"], study["flags"] | own, folder, lock, stopping=threading.Event())
         except trials.Killed:  # as when its machine stops: Ray begins the generation again
             raise
@@ -349,7 +349,7 @@ def draw(args: Args, out: Path, ranges: dict[str, Range]) -> None:
     axes[-1, 0].set(xlabel="environment steps of a member")
     figure.suptitle(f"Population-based training of {args.program}")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    with records.whole(out / "pbt.png") as temporary:
+    with files.whole(out / "pbt.png") as temporary:
         figure.savefig(temporary, format="png")
 
 

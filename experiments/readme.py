@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import records
-from common import runs
+from common import files, runs
 from experiments import reproduce
 
 README = records.ROOT / "README.md"
@@ -177,7 +177,7 @@ def main(args: Args) -> None:
     new = fill(old)
     runs.check(not args.check or new == old, "--check: README.md is not up to date, run python -m experiments.readme")
     if new != old:
-        with records.whole(README) as temporary:
+        with files.whole(README) as temporary:
             temporary.write_text(new)
 
 

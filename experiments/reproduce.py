@@ -27,7 +27,7 @@ import tyro
 from scipy import stats
 
 from benchmarks import records
-from common import runs
+from common import files, runs
 from common.runs import check
 from experiments import trials
 
@@ -106,7 +106,7 @@ def read_progress(folder: Path) -> dict:
 
 def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stopping: threading.Event) -> str:
     """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it."""
-    with trials.take(folder) or contextlib.nullcontext() as lock:
+    with files.take(folder) or contextlib.nullcontext() as lock:
         before = read_progress(folder)
         begun = time.monotonic()
         if before["done"] or lock is None:
@@ -219,7 +219,7 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
     named = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     if named:
         figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
-    with records.whole(path) as temporary:
+    with files.whole(path) as temporary:
         figure.savefig(temporary, format="png")
     plt.close(figure)
 
@@ -228,12 +228,12 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
     """OUT/TABLE.csv, .md and .png of the runs that are done, unless the files there are of more training than that."""
     results = [summarize(row, flags, folders, args) for row, flags, folders in cells]
     out = Path(args.out) / args.table
-    with trials.take(out.parent, wait=True):
+    with files.take(out.parent, wait=True):
         if steps_in(results) < steps_of(out.with_suffix(".csv")):
             return results
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
-        with records.whole(out.with_suffix(".md")) as temporary:
+        with files.whole(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
         title = args.table if args.scale == 1 else f"{args.table}, {args.scale:g} of the steps"
         draw(out.with_suffix(".png"), title, results)

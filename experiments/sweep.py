@@ -34,7 +34,7 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from benchmarks import records
-from common import runs
+from common import files, runs
 from common.runs import check
 from experiments import trials
 
@@ -174,11 +174,11 @@ def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock:
 
 def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: Path) -> tuple | None:
     """A trial that nobody is at, else a new one if there are less than `count`: with its flags, folder and lock."""
-    with trials.take(out, wait=True):
+    with files.take(out, wait=True):
         known = study.get_trials(deepcopy=False)
         chosen = None
         for old in known:
-            if old.state == TrialState.RUNNING and (lock := trials.take(out / f"{old.number:04d}")):
+            if old.state == TrialState.RUNNING and (lock := files.take(out / f"{old.number:04d}")):
                 if study.get_trials(deepcopy=False)[old.number].state == TrialState.RUNNING:
                     study.sampler = make_sampler(args, sweep, old.number)
                     chosen = optuna.trial.Trial(study, old._trial_id)
@@ -188,7 +188,7 @@ def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: P
         if chosen is None and begun < count and (begun < len(known) or sweep["method"] != "grid"):
             study.sampler = make_sampler(args, sweep, begun)
             chosen = study.ask()
-            lock = trials.take(out / f"{chosen.number:04d}", wait=True)
+            lock = files.take(out / f"{chosen.number:04d}", wait=True)
         if chosen is None:
             return None
         try:
@@ -265,7 +265,7 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
     figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(study.study_name)
     figure.set_size_inches(9, 5)
-    with records.whole(path) as temporary:
+    with files.whole(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
     plt.close("all")
 
@@ -329,7 +329,7 @@ def main(args: Args) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     stopping = Event()
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    with trials.take(out, wait=True):
+    with files.take(out, wait=True):
         study = open_study(args, sweep, Path(args.sweep).stem, out)
     origin = trials.origin()
 
@@ -341,7 +341,7 @@ def main(args: Args) -> optuna.Study:
                     trial.set_user_attr("origin", origin)
                     trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
                     end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping)
-                with trials.take(out, wait=True):
+                with files.take(out, wait=True):
                     write_results(study, out)
             elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
                 stopping.wait(2)  # one of those that run may lose its process

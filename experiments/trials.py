@@ -1,7 +1,6 @@
 """A run of a script as a process of its own, in a folder where it goes on after anything: for sweeps and tables."""
 
 import contextlib
-import fcntl
 import functools
 import importlib
 import json
@@ -91,21 +90,6 @@ def values_of(run: Path | None, metric: str) -> list[float]:
 def words_of(flags: dict) -> list[str]:
     """Flags as `wandb agent` gives them: --name=value."""
     return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def take(folder: Path, wait: bool = False) -> TextIO | None:
-    """Locks a folder; None if somebody else has it, unless we `wait`.
-
-    The lock lasts until what is returned is closed, and by all processes that inherited it: until they are dead.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    return lock
 
 
 def run(

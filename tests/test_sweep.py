@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, assert_refused, assert_same_run, run_here, star
 
 import hnppo_doorgym
 import ppo_procgen
-from common import runs
+from common import files, runs
 from experiments import sweep, trials
 
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
@@ -216,7 +216,7 @@ def test_a_killed_sweep_goes_on_exactly(tmp_path):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, monkeypatch, end):
     """Started again at once, while the old script still writes its checkpoint: the trial waits, and then goes on."""
-    take, written = trials.take, tmp_path / "written"
+    take, written = files.take, tmp_path / "written"
 
     def take_or_let_it_end(folder, wait=False):
         lock = take(folder, wait)
@@ -224,7 +224,7 @@ def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, 
             written.touch()
         return lock
 
-    monkeypatch.setattr(trials, "take", take_or_let_it_end)
+    monkeypatch.setattr(files, "take", take_or_let_it_end)
     parameters = {"x": {"values": [1, 2, 3]}, "steps": {"value": 20}, "slow": {"value": str(written)}}
     process = quick(parameters, "--count", 1, apart=True)
     wait_for(lambda: len(list(tmp_path.glob("out/0000/run/metrics.jsonl"))) == 1, process)
@@ -280,7 +280,7 @@ def test_a_run_goes_on_from_whole_checkpoints_only(tmp_path, checkpoint, flag):
     (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
     (tmp_path / "0/run/checkpoints" / checkpoint).mkdir(parents=True)
     (tmp_path / "0/run/args.json").write_text("{}")
-    with trials.take(tmp_path / "0") as lock:
+    with files.take(tmp_path / "0") as lock:
         trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
     assert flag in (tmp_path / "0/output.txt").read_text()
 
@@ -290,7 +290,7 @@ def test_a_trial_is_pruned(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
-    with trials.take(folder := tmp_path / "0000") as lock:
+    with files.take(folder := tmp_path / "0000") as lock:
         where = {"folder": folder, "lock": lock, "stopping": threading.Event()}
         sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, **where)
     assert study.trials[0].state.name == "PRUNED"

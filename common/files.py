@@ -1,0 +1,141 @@
+"""Files: read with one sentence about what is wrong, written whole or not at all, held by one process."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class UsageError(ValueError):
+    """Bad input: one sentence that names the flag, the value and what would be valid."""
+
+
+class FullError(RuntimeError):
+    """A file system takes no more: one sentence about what could not be written, where, and how to go on."""
+
+
+def check(condition: bool, sentence: str) -> None:
+    """Raises UsageError(sentence) unless `condition` holds."""
+    if not condition:
+        raise UsageError(sentence)
+
+
+# READING
+
+
+def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
+    """A JSON or YAML file's content, of the type `kind` as pydantic reads it, strictly: "1" is no number, 1 no text.
+
+    Nothing in the file is executed. Raises UsageError, naming `flag` and what would be `valid`, if the file cannot be
+    read, is of another form, or is of another type.
+    """
+    from pydantic import TypeAdapter, ValidationError  # late: not every run reads one
+
+    try:
+        text = Path(path).read_text()
+        if Path(path).suffix in (".yaml", ".yml"):
+            import yaml
+
+            content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        else:
+            content = json.loads(text)
+        return TypeAdapter(kind).validate_python(content, strict=True)
+    except OSError as error:
+        why = error.strerror
+    except RecursionError:
+        why = "it is nested too deeply"
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg'].removeprefix('Value error, ')}"
+    except Exception as error:  # YAML raises more kinds than its own: its dates and numbers are Python's
+        why = " ".join(str(error).split())[:200]
+    raise UsageError(f"{flag} {path}: {why}; {valid}") from None
+
+
+# WRITING
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Gives a temporary name to write a file under, which then gets its own: it is there whole or not at all.
+
+    Raises FullError where the disk is full.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two processes may write the same file
+    try:
+        with full_disk_explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextlib.contextmanager
+def full_disk_explained(path: Path, then: str = "") -> Iterator[None]:
+    """Turns the error of a full disk, from Python or from a library that has it in words, into FullError.
+
+    Args:
+      path: what is being written.
+      then: what is whole, and how to go on.
+    """
+    try:
+        yield
+    except Exception as error:
+        words = str(error)
+        of_libraries = any(os.strerror(number) in words or errno.errorcode[number] in words for number in FULL)
+        if not (of_libraries or getattr(error, "errno", None) in FULL):
+            raise
+        raise FullError(full(path, then)) from None
+
+
+def full(path: Path, then: str = "") -> str:
+    """The sentence for a disk that takes no more of `path`."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free / 2**20
+    return f"cannot write {path}: the disk is full, {free:,.1f} MiB are free there" + (f"; {then}" if then else "")
+
+
+# HOLDING
+
+
+def take(folder: Path, wait: bool = False) -> TextIO | None:
+    """Locks a folder, by the file `lock` in it; None if somebody else has it, unless we `wait`.
+
+    The kernel lets the lock go when what is returned is closed in every process that inherited it, or when they are
+    dead: however they died. Who has it is written in the file, for `holder`. On NFS it holds between machines, unless
+    it is mounted with `nolock` or `local_lock`; where a file system has no locks at all, it is said and nothing held.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    except OSError as error:
+        print(f"{folder}: cannot be locked ({error.strerror}); see to it that one process writes there", flush=True)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock
+
+
+def holder(folder: Path) -> str:
+    """Who holds a folder that could not be taken, in words."""
+    return (folder / "lock").read_text() or "another process"
