@@ -7,6 +7,7 @@ Q-learning, n-step returns and a distribution of values (C51). Its settings are 
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
 """
 
+import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from common import augment, devices, envs, networks, replay, runs, shaping
+from common import augment, checkpoints, devices, envs, networks, replay, runs, shaping
 from common.actors import ActorArgs, Fleet
 from common.devices import GAMES, SAME
 from common.runs import check
@@ -591,7 +592,7 @@ def make_buffer(args: Args, saved: dict | None) -> replay.Replay:
         home = devices.shardings(args, replay.REPLAY)
     if saved and "replay" in saved:
         template = jax.eval_shape(partial(initial_replay, args))
-        return jax.device_put(runs.restore_tree(template, saved.pop("replay"), args.resume), home)
+        return jax.device_put(checkpoints.restore_tree(template, saved.pop("replay"), args.resume), home)
     return jax.jit(partial(initial_replay, args), out_shardings=home)()
 
 
@@ -608,19 +609,29 @@ def describe(buffer: replay.Replay) -> str:
     return f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {where}"
 
 
+def kept(args: Args, agent: Agent) -> tuple:
+    """What a run keeps, for `runs.check_memory`."""
+    carry = initial_carry(args, devices.games_of_host(args))
+    return initial(args, agent), [
+        begin_rollout(args, carry, 0)
+    ] * 2  # one unroll is played while another is learnt from
+
+
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    saved = load(args, agent, args.resume) if args.resume else None
-    buffer = make_buffer(args, saved)
+    buffer, others = jax.eval_shape(partial(initial_replay, args)), jax.eval_shape(partial(kept, args, agent))
+    on_host = args.replay_device == "host"
+    names = "num_envs", "num_steps", "buffer_size"
+    runs.check_memory(args, names, (others, () if on_host else buffer), on_host=buffer if on_host else ())
 
-    with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
+    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, make_fleet(args, agent) as fleet:
+        saved, buffer = run.saved, make_buffer(args, run.saved)
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
         state = devices.put(args, (saved or initial(args, agent))["state"], SAME)
         step = int(state.global_step)
         if saved:
-            run.restore(step, saved["run"])
             episodes.restore(saved["episodes"])
             fleet.restore(saved["fleet"], state.params, run)
             if not buffer.written:

@@ -4,6 +4,7 @@ python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --lev
 python evaluate.py runs/MontezumaRevenge-v5__rnd_montezuma__1__1790000000 --episodes 8 --video
 """
 
+import common  # noqa: F401, I001 - first: from here on signals are answered
 import importlib
 import json
 from dataclasses import dataclass

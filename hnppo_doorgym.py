@@ -8,6 +8,7 @@ keeps what it generates for earlier tasks as it was (von Oswald et al. 2020, arX
     python hnppo_doorgym.py --method ppo --task 2 --robot gripper
 """
 
+import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -693,29 +694,21 @@ def initial(args: Args, agent: Agent) -> dict:
 
 
 def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run."""
-    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
-
-
-def check_begun(args: Args, state: TrainState) -> None:
-    """Raises UsageError if a task that the resumed run has begun is not in its place."""
+    """The newest checkpoint of a run. Raises UsageError if a task that it has begun is not in its place."""
+    saved = runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
     names = doors.task_names(args)
-    begun = doors.task_names(runs.saved_args(Args, args.resume, "--resume", SCRIPT))[: int(state.task) + 1]
+    begun = doors.task_names(runs.saved_args(Args, run_dir, "--resume", SCRIPT))[: int(saved["state"].task) + 1]
     check(names[: len(begun)] == begun, f"--tasks {args.tasks!r}: this run has begun {', '.join(begun)}")
+    return saved
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = Agent(args)
-    saved = load(args, agent, args.resume) if args.resume else None
-    if saved:
-        check_begun(args, saved["state"])
 
-    with runs.Run(args, SCRIPT) as run:
-        state = (saved or initial(args, agent))["state"]
-        if saved:
-            run.restore(int(state.global_step), saved["run"])
+    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
+        state = (run.saved or initial(args, agent))["state"]
         while not run.stop and state.finished < len(doors.task_names(args)):
             if state.finished > state.task:
                 state = begin_task(args, agent, state)

@@ -7,6 +7,7 @@ of 200 steps, three passes over each batch, and the same network on the same fra
     python impala_procgen.py --env-id coinrun --num-actors 4 --num-envs 256 --num-steps 32 --update-epochs 1
 """
 
+import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -652,23 +653,30 @@ def make_fleet(args: Args, agent: Agent) -> Fleet:
     )
 
 
+def kept(args: Args, agent: Agent) -> tuple:
+    """What a run keeps, for `runs.check_memory`."""
+    carry = initial_carry(args, devices.games_of_host(args))
+    return initial(args, agent), [
+        begin_rollout(args, carry, 0)
+    ] * 2  # one unroll is played while another is learnt from
+
+
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    saved = load(args, agent, args.resume) if args.resume else None
+    runs.check_memory(args, ("num_envs", "num_steps", "replay_size"), jax.eval_shape(partial(kept, args, agent)))
 
-    with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
+    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, make_fleet(args, agent) as fleet:
         episodes, watch = envs.EpisodeStatistics(len(devices.games_of_host(args))), runs.Stopwatch()
+        saved = run.saved
         start_from = saved or initial(args, agent)
         state = devices.share(args, start_from["state"], SAME)
         memory = devices.share(args, start_from["memory"], MEMORY)
         step, params = int(state.global_step), devices.here(args, state.params)
-        if saved:
-            run.restore(step, saved["run"])
-            if "fleet" in saved:  # there are as many hosts as there were
-                episodes.restore(saved["episodes"])
-                fleet.restore(saved["fleet"], params, run)
+        if saved and "fleet" in saved:  # there are as many hosts as there were
+            episodes.restore(saved["episodes"])
+            fleet.restore(saved["fleet"], params, run)
 
         def save():
             run.save(step, {"state": state, "memory": memory}, {"fleet": fleet.save(), "episodes": episodes.save()})

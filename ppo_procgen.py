@@ -7,6 +7,7 @@ IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
     python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --capture-video
 """
 
+import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -569,14 +570,20 @@ def load(args: Args, agent: Agent, run_dir: str) -> dict:
     return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
+def kept(args: Args, agent: Agent) -> tuple:
+    """What a run keeps, for `runs.check_memory`."""
+    carry = initial_carry(args, devices.games_of_host(args))
+    return initial(args, agent), begin_rollout(args, carry, 0)
+
+
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    saved = load(args, agent, args.resume) if args.resume else None
+    runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
 
-    with runs.Run(args, SCRIPT) as run:
-        numbers = devices.games_of_host(args)
+    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
+        saved, numbers = run.saved, devices.games_of_host(args)
         make = partial(envs.make_levels, args)
         games = envs.Games(make, numbers, envs.derive_seed(args.seed, 0), args.restart_every)
         episodes, watch = envs.EpisodeStatistics(len(numbers)), runs.Stopwatch()
@@ -584,11 +591,9 @@ def main(args: Args) -> runs.Run:
         state = devices.share(args, start_from["state"], STATE)
         carry = devices.put(args, start_from["carry"], CARRY)
         step = int(state.global_step)
-        if saved:
-            run.restore(step, saved["run"])
-            if "games" in saved:  # there are as many hosts as there were
-                episodes.restore(saved["episodes"])
-                games.restore(saved["games"], run)
+        if saved and "games" in saved:  # there are as many hosts as there were
+            episodes.restore(saved["episodes"])
+            games.restore(saved["games"], run)
 
         def save():
             own = {"carry": carry, "games": games.mark().save(), "episodes": episodes.save()}

@@ -7,6 +7,7 @@ learns, one update behind. Try:
     python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
 """
 
+import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -774,18 +775,24 @@ def load(args: Args, agent: Agent, run_dir: str) -> dict:
     return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
+def kept(args: Args, agent: Agent) -> tuple:
+    """What a run keeps, for `runs.check_memory`."""
+    carry = initial_carry(args, devices.games_of_host(args))
+    return initial(args, agent), begin_rollout(args, carry, 0)
+
+
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    saved = load(args, agent, args.resume) if args.resume else None
+    runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
 
-    with runs.Run(args, SCRIPT) as run, make_fleet(args, agent) as fleet:
+    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, make_fleet(args, agent) as fleet:
+        saved = run.saved
         statistics, watch = atari.Statistics(args.num_envs), runs.Stopwatch()
         state = devices.put(args, (saved or initial(args, agent))["state"], STATE)
         step = int(state.global_step)
         if saved:
-            run.restore(step, saved["run"])
             statistics.restore(saved["statistics"])
             fleet.restore(saved["fleet"], state.params["agent"], run)
         if state.frame_stats.count == 0:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from common import runs
+from common import checkpoints, runs
 from common.envs import Games, Mark
 
 
@@ -184,7 +184,7 @@ class Fleet:
             "carries": {str(actor): carry for actor, carry in enumerate(self._carries)},
             "published": dict.fromkeys(saved["published"], params),
         }
-        parts = {name: runs.restore_tree(some, saved[name], str(run.path)) for name, some in template.items()}
+        parts = {name: checkpoints.restore_tree(some, saved[name], str(run.path)) for name, some in template.items()}
         for actor, games in enumerate(self._games):
             games.restore(saved["games"][str(actor)], run)
             self._carries[actor] = parts["carries"][str(actor)]

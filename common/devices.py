@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -112,6 +113,17 @@ def multiple(args: Any, number: int) -> int:
     """About as many games, a multiple of this host's devices."""
     each = count(args)
     return each * max(number // each, 1)
+
+
+def memory(args: Any) -> tuple[int, int]:
+    """Bytes of memory: of this host (or of its container), and of its devices that learn; the same ones on a CPU."""
+    bytes_of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        bytes_of_host = min(bytes_of_host, int(text))
+    if on_cpu():
+        return bytes_of_host, bytes_of_host
+    return bytes_of_host, sum(device.memory_stats()["bytes_limit"] for device in of_learner(args)[: count(args)])
 
 
 def layout(kind: Callable, *, games: str = "", steps: str = "", **parts: Any) -> Any:

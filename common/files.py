@@ -17,7 +17,7 @@ class UsageError(ValueError):
 
 
 class FullError(RuntimeError):
-    """A file system takes no more: one sentence about what could not be written, where, and how to go on."""
+    """A disk is full: one sentence about what could not be written, and where."""
 
 
 def check(condition: bool, sentence: str) -> None:
@@ -87,13 +87,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextlib.contextmanager
-def full_disk_explained(path: Path, then: str = "") -> Iterator[None]:
-    """Turns the error of a full disk, from Python or from a library that has it in words, into FullError.
-
-    Args:
-      path: what is being written.
-      then: what is whole, and how to go on.
-    """
+def full_disk_explained(path: Path) -> Iterator[None]:
+    """Turns the error of a disk that is full while `path` is written, from Python or from a library that has it in
+    words, into FullError."""
     try:
         yield
     except Exception as error:
@@ -101,14 +97,16 @@ def full_disk_explained(path: Path, then: str = "") -> Iterator[None]:
         of_libraries = any(os.strerror(number) in words or errno.errorcode[number] in words for number in FULL)
         if not (of_libraries or getattr(error, "errno", None) in FULL):
             raise
-        raise FullError(full(path, then)) from None
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(there).free / 2**20
+        raise FullError(f"cannot write {path}: the disk is full, {free:,.1f} MiB are free there") from None
 
 
-def full(path: Path, then: str = "") -> str:
-    """The sentence for a disk that takes no more of `path`."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free / 2**20
-    return f"cannot write {path}: the disk is full, {free:,.1f} MiB are free there" + (f"; {then}" if then else "")
+def set_aside(path: Path, folder: Path) -> Path:
+    """Moves something that cannot be read into a folder, under a name that is free there; returns where it is now."""
+    folder.mkdir(exist_ok=True)
+    count = len(list(folder.glob(f"{path.name}*")))
+    return path.rename(folder / (f"{path.name}.{count}" if count else path.name))
 
 
 # HOLDING

@@ -2,8 +2,9 @@
 
 runs/<env_id>__<script>__<seed>__<time>/
     args.json        script, W&B id and arguments
-    metrics.jsonl    one line a log, with `global_step` and `time` (seconds since 1970)
-    checkpoints/     Orbax, one folder a step
+    metrics.jsonl    one line a log, with `global_step`, `time` (seconds since 1970) and `seconds` (of its own clock)
+    checkpoints/     Orbax, one folder a step, each with a checksum
+    lock             held by the process that trains
     videos/  eval.json  wandb/
 """
 
@@ -14,9 +15,9 @@ import inspect
 import io
 import itertools
 import json
-import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,8 +36,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common import devices
-from common.files import UsageError, check, write_json
+from common import checkpoints, devices, files
+from common.files import FullError, UsageError, check, write_json
 
 MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
 
@@ -81,6 +82,10 @@ class RunArgs:
     wandb_entity: str = ""
     """W&B team or user; empty for your default"""
 
+    def check(self) -> None:
+        """Raises UsageError if the run has no place."""
+        check(self.run_dir != "", "--run-dir '': give a folder")
+
     def shares(self) -> dict[str, int]:
         """What the devices that learn divide between them: in words, and how many."""
         return {"--num-envs": self.num_envs}
@@ -101,15 +106,24 @@ def check_args(args: Any, script: str) -> None:
 
     Raises UsageError, one sentence, if a flag's value makes no sense.
     """
+    check_flags(args)
+    check_devices(args)
+    if args.resume:
+        check_same(args, saved_args(type(args), args.resume, "--resume", script), fixed(type(args)))
+
+
+def check_flags(args: Any) -> None:
+    """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
     groups = _groups(type(args))
     for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
         check_limits(args, vars(group).get("LIMITS", {}))
     for group in groups:
         if "check" in vars(group):
             group.check(args)
-    check_devices(args)
-    if args.resume:
-        check_same(args, saved_args(type(args), args.resume, "--resume", script), fixed(type(args)))
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        finite = not isinstance(value, float) or abs(value) <= np.finfo(np.float32).max
+        check(finite, f"{flag_of(field.name)} {value}: is not a number that float32 can hold")
 
 
 def check_devices(args: Any) -> None:
@@ -125,6 +139,30 @@ def check_devices(args: Any) -> None:
             args.num_devices in (0, *fit),
             f"--num-devices {args.num_devices}: does not divide {what}, {share}; give {must}",
         )
+
+
+GAME = 280_000  # bytes of a game of bigfish in EnvPool; coinrun has 790,000, Montezuma's Revenge 950,000
+
+
+def check_memory(args: Any, names: Sequence[str], arrays: Any, on_host: Any = ()) -> None:
+    """Raises UsageError if a run keeps more than there is memory for. (It needs still more in an update.)
+
+    Args:
+      names: of the flags that decide about it.
+      arrays: what lies on the devices that learn, a tree of anything with a shape and a dtype.
+      on_host: what lies in this host's memory besides the games.
+    """
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (arrays, on_host)]
+    of_host, of_devices = devices.memory(args)
+    games = len(devices.games_of_host(args)) * GAME
+    asked = {"this machine": (sizes[1] + games + sizes[0] * devices.on_cpu(), of_host)}
+    if not devices.on_cpu():
+        asked["the devices that learn"] = sizes[0], of_devices
+    flags = " ".join(f"{flag_of(name)} {getattr(args, name)}" for name in names)
+    needs = " and ".join(
+        f"{need / 1e9:,.1f} GB on {place} (there are {there / 1e9:,.1f})" for place, (need, there) in asked.items()
+    )
+    check(all(need <= there for need, there in asked.values()), f"{flags}: ask for at least {needs} of memory")
 
 
 def fixed(args_class: type) -> tuple[str, ...]:
@@ -152,7 +190,9 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     try:
         _check_old_flags(args_class, argv)
         default = None
-        if run_dir := _flag_value(argv, "--resume"):
+        run_dir = _flag_value(argv, "--resume")
+        check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
+        if run_dir:
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
         with _PARSING:
             args = _parse(args_class, argv, default, module.__doc__)
@@ -160,8 +200,10 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             args.check()  # before JAX starts: not every script can
             _join_hosts()
         main(args)
-    except (UsageError, DivergedError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UsageError, DivergedError, FullError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, FullError) and jax.process_count() > 1:
+            os._exit(1)  # as below
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
         sys.exit(130)
@@ -279,7 +321,8 @@ def parse_schedule(text: str) -> Schedule:
     """Reads "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError if it is neither."""
     points = text.split(",") if ":" in text else [f"0:{text}"]
     steps, values = zip(*(map(float, point.split(":")) for point in points), strict=True)
-    if not (np.isfinite(np.float32(steps + values)).all() and steps[0] >= 0 and (np.diff(steps) > 0).all()):
+    finite = (np.abs(steps + values) <= np.finfo(np.float32).max).all()  # NaN is not
+    if not (finite and steps[0] >= 0 and (np.diff(steps) > 0).all()):
         raise ValueError(text)
     return Schedule(steps, values)
 
@@ -333,11 +376,11 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
 
     Raises UsageError, naming `flag`, if `run_dir` is no run, or a run of another script than `script`.
     """
-    try:
-        content = json.loads(Path(run_dir, "args.json").read_text())
-        owner, _ = str(content["script"]), dict(content["args"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"{flag} {run_dir}: give a run directory, with a readable args.json in it") from None
+    form = "give a run directory, with a readable args.json in it"
+    content = files.read(Path(run_dir, "args.json"), dict, flag, form)
+    known = re.fullmatch(r"\w+", str(content.get("script"))) and isinstance(content.get("args"), dict)
+    check(bool(known), f"{flag} {run_dir}: its args.json has no script's name and no arguments; {form}")
+    owner = content["script"]
     check(script in (None, owner), f"{flag} {run_dir}: give a run of {script}.py, this one is of {owner}.py")
     return content
 
@@ -349,9 +392,13 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     words += [flag_of(k if value else f"no_{k}") for k, value in args.items() if isinstance(value, bool)]
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(args_class, args=words)
+            saved = tyro.cli(args_class, args=words)
+        check_flags(saved)
+        return saved
     except SystemExit:
         raise UsageError(f"{source} {run_dir}: its args.json is not of this version of the script") from None
+    except UsageError as error:
+        raise UsageError(f"{source} {run_dir}: its args.json is not of this version of the script ({error})") from None
 
 
 def on_this_machine(args: Any) -> Any:
@@ -367,75 +414,21 @@ def check_same(args: Any, saved: Any, names: Sequence[str]) -> None:
         check(new == old, f"{flag_of(name)} {new}: a resumed run keeps its own, {old}")
 
 
-def _checkpoint_manager(run_dir: Path, keep: int | None = None):
-    import orbax.checkpoint as ocp  # late: it takes a second
-
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, create=keep is not None)
-    if jax.process_count() > 1:  # each host for itself
-        if keep is not None:
-            Path(run_dir, "checkpoints").mkdir(exist_ok=True)
-        one = jax.process_index()
-        options.create = False
-        options.multiprocessing_options = ocp.options.MultiprocessingOptions(one, {one}, f"host{one}")
-    return ocp.CheckpointManager(Path(run_dir, "checkpoints").absolute(), options=options)
-
-
-def load_checkpoint(run_dir: str) -> tuple[int, dict[str, Any]]:
-    """The newest complete checkpoint: its step and its tree of NumPy arrays (tuples come back as dicts).
-
-    Raises UsageError if there is none, or if its files are damaged.
-    """
-    import orbax.checkpoint as ocp
-
-    check(Path(run_dir, "checkpoints").is_dir(), f"{run_dir} has no checkpoint yet: nothing to load")
-    manager = _checkpoint_manager(Path(run_dir))
-    step = manager.latest_step()
-    check(step is not None, f"{run_dir} has no complete checkpoint yet: nothing to load")
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # tensorstore's threads complain on their own
-    try:
-        tree = manager.restore(step, args=ocp.args.StandardRestore())
-    except Exception as error:  # Orbax and tensorstore raise many kinds
-        path = Path(run_dir, "checkpoints", str(step))
-        reason = str(error).split(":")[0].strip().replace("\n", " ")[:80]
-        raise UsageError(f"checkpoint {path} is damaged ({reason}): delete that folder to use the one before") from None
-    sys.unraisablehook = hook
-    manager.close()
-    return step, tree
-
-
-def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
-    """Gives a loaded tree the structure of `template`; raises UsageError if names or shapes differ."""
-    from flax import serialization
-
-    differ = f"{run_dir}: its checkpoint does not fit these arguments"
-    try:
-        tree = serialization.from_state_dict(template, saved)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{differ} ({str(error).splitlines()[0]})") from None
-    except AttributeError:  # Flax found None where there should be a tuple
-        raise UsageError(f"{differ}: something that they need is not in it") from None
-    same = len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)) == len(jax.tree.leaves(saved))
-    check(same, f"{differ}: there is something in it that they do not need")
-    for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
-        name = jax.tree_util.keystr(path)
-        check(want.shape == got.shape, f"{differ} ({name} is {got.shape} there, {want.shape} here)")
-    return tree
-
-
 def load(run_dir: str, template: dict[str, Any]) -> dict[str, Any]:
     """The newest checkpoint of a run, those parts of it that `template` names with its structure; raises UsageError.
 
     What is of one host only is in it where there are as many hosts as there were.
     """
-    saved = _Checkpoint(load_checkpoint(run_dir)[1])
+    step, saved = checkpoints.load(run_dir)
+    saved = _Checkpoint(saved)
     saved.run_dir = run_dir
+    saved["run"]["step"] = step
     own = saved["hosts"]
     same = len(own) == jax.process_count()
     if same:
         saved.update(own[str(jax.process_index())])
     wanted = {name: part for name, part in template.items() if same or name in saved}
-    saved.update({name: restore_tree(part, saved[name], run_dir) for name, part in wanted.items()})
+    saved.update({name: checkpoints.restore_tree(part, saved[name], run_dir) for name, part in wanted.items()})
     return saved
 
 
@@ -475,33 +468,31 @@ class Run:
 
     Attributes:
       path: the run directory. Of several hosts only the first writes there, logs and evaluates.
+      saved: the checkpoint that a resumed run goes on from, as `load` returned it; else None.
       stop: the name of the signal that asked the run to end, else None. Hosts agree on it in `over`.
     """
 
-    def __init__(self, args: Any, script: str):
-        """Creates the run directory (or opens `args.resume`); raises UsageError where that is not possible."""
+    def __init__(self, args: Any, script: str, load: Callable[[str], dict[str, Any]] | None = None):
+        """Creates the run directory, or opens `args.resume`: holds it, so that no other process can write there, and
+        only then reads its checkpoint by load(run_dir).
+
+        Raises UsageError where that is not possible, FullError where the disk is full; what was there is as it was.
+        """
         self.first = devices.host(args) == 0
-        if not self.first:  # what it writes is of no use to anybody
-            self._nowhere = tempfile.TemporaryDirectory()
-            args = dataclasses.replace(args, run_dir=self._nowhere.name, resume="", wandb_mode="disabled")
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
-        mode = _wandb_mode(args)
-        try:
-            self.path = Path(args.resume) if args.resume else _new_directory(args, script)
-            saved = read_args(args.resume, "--resume", script) if args.resume else {}
-            config = dataclasses.asdict(args) | {"resume": ""}
-            run_id = saved.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or self.path.name
-            self._checkpoints = _checkpoint_manager(self.path, args.keep_checkpoints)
-            self._metrics = (self.path / "metrics.jsonl").open("a")
-            self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
-            write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
-        except OSError as error:
-            raise UsageError(f"{flag} {root}: cannot write there ({error.strerror})") from None
+        mode = _wandb_mode(args) if self.first else "disabled"
+        with contextlib.ExitStack() as undo:
+            try:
+                with files.full_disk_explained(Path(root)):
+                    self._open(args, script, load, mode=mode, undo=undo)
+            except OSError as error:
+                raise UsageError(f"{flag} {root}: cannot write there ({error.strerror})") from None
+            undo.pop_all()
         self.stop, self._script, self._args = None, script, args
         self._lines, self._evaluated, self._saved, self._begun = 0, 0, 0, False
-        self._signal, self._written = None, None
+        self._signal, self._written, self._seconds = None, None, 0.0
         self._old_handlers = {}
-        self._console = Console(stderr=True, quiet=not self.first)
+        self._console = _Console(self._on_broken_pipe, stderr=True, quiet=not self.first)
         columns = "[progress.description]{task.description}", BarColumn(None), "{task.fields[status]}"
         self._progress = Progress(
             *(TextColumn(c) if isinstance(c, str) else c for c in columns),
@@ -514,31 +505,80 @@ class Run:
         self._task = self._progress.add_task(f"{script} {args.env_id}", total=args.total_timesteps, status="compiling")
         self._start_time, self._start_step = None, 0
 
+    def _open(self, args: Any, script: str, load: Callable | None, *, mode: str, undo: contextlib.ExitStack) -> None:
+        """Finds or makes the run directory, holds it and opens its files; `undo` is told how to take that back."""
+        if args.resume:
+            self.path = Path(args.resume)
+            self._lock = files.take(self.path) if self.first else None
+            mine = self._lock or not self.first
+            check(mine, f"--resume {args.resume}: {files.holder(self.path)} is at it; wait for its end, or stop it")
+        elif self.first:
+            self.path = _new_directory(args, script)
+            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
+            self._lock = files.take(self.path)
+        undo.callback(lambda: self._lock and self._lock.close())
+        self.saved = load(args.resume) if args.resume and load else None
+        if not self.first:  # what it writes is of no use to anybody
+            self._nowhere = tempfile.TemporaryDirectory()
+            self.path, self._lock = Path(self._nowhere.name), None
+        known = read_args(args.resume, "--resume", script) if args.resume else {}
+        config = dataclasses.asdict(args) | {"resume": ""}
+        run_id = known.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or self.path.name
+        self._checkpoints = checkpoints.open_folder(self.path, args.keep_checkpoints)
+        self._metrics = (self.path / "metrics.jsonl").open("a")
+        self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
+        write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
+
     def __enter__(self) -> "Run":
         with contextlib.suppress(ValueError):  # signals can be caught in the main thread only
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._progress.start()
+        self._since = time.monotonic()
         self.say(f"run directory: {self.path}")
+        if self.saved:
+            self._go_back(self.saved["run"])
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         self._progress.stop()
-        self._metrics.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take has been said already
+            self._metrics.close()
+        if isinstance(error, FullError):
+            error.args = (f"{error}; {self._kept()}",)
         self._checkpoints.close()
         if self.stop and kind is None:
-            self.say(f"stopped by {self.stop}; continue with: python {self._script}.py --resume {self.path}")
+            self.say(f"stopped by {self.stop}; continue with: {self._how_to_go_on()}")
         if self._wandb:
             self._wandb.finish(exit_code=0 if kind is None else 1)
+        if self._lock:
+            self._lock.close()
+
+    def _how_to_go_on(self) -> str:
+        return f"python {self._script}.py --resume {self.path}"
+
+    def _kept(self) -> str:
+        last = self._checkpoints.latest_step()
+        if last is None:
+            return "no checkpoint was written yet"
+        return f"the checkpoint of step {last} is whole, to go on from it: {self._how_to_go_on()}"
 
     def _on_signal(self, number: int, frame) -> None:
         # Asked twice: do not wait for the iteration's end. One signal to a whole group may come twice, though, at once.
         if self._signal and time.monotonic() - self._asked > 2:
             raise KeyboardInterrupt
+        self._end_for(signal.Signals(number).name)
+
+    def _on_broken_pipe(self) -> None:
+        """Whoever read what the run says has gone, as in `| head`: as good as a signal."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        self._end_for("SIGPIPE")
+
+    def _end_for(self, name: str) -> None:
         if not self._signal:
-            self._signal, self._asked = signal.Signals(number).name, time.monotonic()
+            self._signal, self._asked = name, time.monotonic()
             if devices.hosts(self._args) == 1:
                 self.stop = self._signal
 
@@ -546,11 +586,17 @@ class Run:
         """Prints one line, above the progress line where there is one."""
         self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
 
+    def _clock(self) -> float:
+        """Seconds that this run has run, over all its resumes, by a clock that nobody sets."""
+        return self._seconds + time.monotonic() - self._since
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Writes metrics to metrics.jsonl and W&B."""
         numbers = {name: float(value) for name, value in metrics.items()}
-        self._metrics.write(json.dumps({"global_step": step, "time": time.time()} | numbers) + "\n")
-        self._metrics.flush()
+        clocks = {"global_step": step, "time": time.time(), "seconds": round(self._clock(), 3)}
+        with files.full_disk_explained(self.path / "metrics.jsonl"):
+            self._metrics.write(json.dumps(clocks | numbers) + "\n")
+            self._metrics.flush()
         self._lines += 1
         if self._wandb:
             self._wandb.log(numbers, step=step)
@@ -598,9 +644,8 @@ class Run:
         from PIL import Image
 
         path = self.path / f"{name}.png"
-        temporary = path.with_suffix(".tmp")
-        Image.fromarray(picture).save(temporary, format="png")
-        temporary.replace(path)
+        with files.whole(path) as temporary:
+            Image.fromarray(picture).save(temporary, format="png")
         if self._wandb:
             import wandb
 
@@ -617,16 +662,13 @@ class Run:
         """Writes a checkpoint, under a temporary name, then renames it: a dict of trees of arrays that all hosts have
         together, and one of what each has of its own. All of them call it."""
         if step != self._written:
-            import orbax.checkpoint as ocp
             from flax import serialization
 
-            progress = {"lines": self._lines, "evaluated": self._evaluated} | self._where()
+            progress = {"lines": self._lines, "evaluated": self._evaluated, "seconds": self._clock()} | self._where()
             content = devices.whole(self._args, tree) | {"hosts": devices.of_each_host(self._args, own)}
-            content["run"] = {name: np.int64(number) for name, number in progress.items()}
+            content["run"] = {name: np.asarray(number) for name, number in progress.items()}
             if self.first:
-                self._checkpoints.save(
-                    step, args=ocp.args.StandardSave(serialization.to_state_dict(content)), force=True
-                )
+                checkpoints.save(self._checkpoints, step, serialization.to_state_dict(content))
         self._saved = self._written = step
 
     def _where(self) -> dict[str, int]:
@@ -636,30 +678,35 @@ class Run:
         """Raises DivergedError if a metric is NaN or infinite; the checkpoints before are kept."""
         broken = [name for name, value in metrics.items() if not np.isfinite(value)]
         if broken:
-            last = self._checkpoints.latest_step()
-            kept = (
-                f"the checkpoint at step {last} in {self.path} is kept"
-                if last is not None
-                else "no checkpoint was written yet"
-            )
-            raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped, {kept}")
+            raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped; {self._kept()}")
 
-    def restore(self, step: int, saved: dict[str, np.ndarray]) -> None:
-        """Goes back to a checkpoint: drops what was logged after it, since it is about to be logged again."""
-        self._lines, self._evaluated, self._saved = int(saved["lines"]), int(saved["evaluated"]), step
-        self._written = step
+    def _go_back(self, saved: dict[str, Any]) -> None:
+        """To a checkpoint: drops what was logged after it, since it is about to be logged again."""
+        self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
+        self._written = self._saved
         before, now = (f"{where['devices']} devices of {where['hosts']} hosts" for where in (saved, self._where()))
         if before != now:
             self.say(f"this run was on {before} and goes on with {now}: it will not be the same run")
-        if not self.first:
-            return
+        if self.first:
+            checkpoints.set_aside(self.path, after=self._saved)
+            self._go_back_to_line(int(saved["lines"]))
+
+    def _go_back_to_line(self, count: int) -> None:
+        """Keeps the first `count` lines of metrics.jsonl; says so if they are not all there, and keeps what cannot be
+        read elsewhere."""
         path = self.path / "metrics.jsonl"
-        kept = path.read_bytes().splitlines(keepends=True)[: self._lines]
+        lines = path.read_bytes().splitlines(keepends=True)[:count]
+        kept = [line for line in lines if _is_logged(line, self._saved)]
+        if len(kept) < count:
+            lost = f"{path}: {count - len(kept)} of the {count} lines before step {self._saved} are missing"
+            if lines:
+                old = Path(shutil.copy2(path, path.with_suffix(".old")))
+                lost += f" or not readable; what was there is now {files.set_aside(old, self.path / 'damaged')}"
+            self.say(lost)
         self._metrics.close()
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(b"".join(kept))
-        temporary.replace(path)
-        self._metrics = path.open("a")
+        with files.whole(path) as temporary:
+            temporary.write_bytes(b"".join(kept))
+        self._metrics, self._lines = path.open("a"), len(kept)
 
     def while_replaying(self, what: str, total: int) -> Callable[[int], None]:
         """Asked with how many of `total` steps have been played again: says so every ten seconds, and ends the program
@@ -733,6 +780,26 @@ def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str
         raise UsageError(f"--wandb-mode {args.wandb_mode}: W&B does not start ({reason}); use offline") from None
 
 
+def _is_logged(line: bytes, step: int) -> bool:
+    """Whether this is a whole line of metrics.jsonl, of that step or one before."""
+    try:
+        return line.endswith(b"\n") and json.loads(line)["global_step"] <= step
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+class _Console(Console):
+    """Rich's, which tells when nobody reads what it prints any more; its own would end the program."""
+
+    def __init__(self, told: Callable[[], None], **options):
+        super().__init__(**options)
+        self._told = told
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        self._told()
+
+
 class Evaluation(NamedTuple):
     """What a script's `evaluate` answers evaluate.py, which asks every script the same."""
 
@@ -750,9 +817,7 @@ def write_video(path: Path, frames: np.ndarray, fps: int = 15) -> None:
 
     scale = round(400 / frames.shape[1])
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name("tmp_" + path.name)
-    with av.open(str(temporary), "w") as container:
+    with files.whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=fps, options={"crf": "18"})
         stream.height, stream.width = (scale * size for size in frames.shape[1:3])
         stream.pix_fmt = "yuv420p"
@@ -760,4 +825,3 @@ def write_video(path: Path, frames: np.ndarray, fps: int = 15) -> None:
             picture = np.ascontiguousarray(frame.repeat(scale, axis=0).repeat(scale, axis=1))
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
-    temporary.replace(path)

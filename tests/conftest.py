@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
-from common import atari, devices, envs, runs
+from common import atari, checkpoints, devices, envs, runs
 from common.actors import Fleet
 from experiments import trials
 from ppo_procgen import Args, main
@@ -64,12 +64,12 @@ def train(tmp_path):
 def read_metrics(run_dir, clocks=False):
     """The lines of metrics.jsonl; without `clocks`, without what depends on the machine's speed."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time", "charts/SPS", "charts/queue_size")
+    timed = ("time", "seconds", "charts/SPS", "charts/queue_size")
     return [{k: v for k, v in line.items() if clocks or not (k in timed or k.startswith("time/"))} for line in lines]
 
 
 def parameters(run_dir):
-    return jax.tree.leaves(runs.load_checkpoint(run_dir)[1]["state"])
+    return jax.tree.leaves(checkpoints.load(run_dir)[1]["state"])
 
 
 def assert_same_run(a, b):
@@ -233,7 +233,7 @@ def assert_resumes_after_sigterm(script, flags, tmp_path):
     assert process.returncode == 0, output
     (run_dir,) = (tmp_path / "stopped").iterdir()
     assert f"python {script.SCRIPT}.py --resume {run_dir}" in output
-    step = runs.load_checkpoint(run_dir)[0]
+    step = checkpoints.load(run_dir)[0]
     assert step == read_metrics(run_dir)[-1]["global_step"] < script.Args(**flags).total_timesteps
     resumed = start(f"{script.SCRIPT}.py", "--resume", run_dir)
     assert resumed.wait(120) == 0, resumed.communicate()[0]

@@ -27,7 +27,7 @@ from conftest import (
 
 import apex_procgen as apex
 import evaluate
-from common import devices, envs, replay, runs
+from common import checkpoints, devices, envs, replay, runs
 
 # Small enough to compile in seconds; the games are real. Everything that has a state of its own is on; the replay
 # buffer goes round, and the games start anew after every 64 steps. What is compiled is the same in most of these tests.
@@ -54,7 +54,7 @@ def uninterrupted(tmp_path_factory):
 
 def assert_same_run_and_replay(a, b):
     assert_same_run(a, b)
-    jax.tree.map(np.testing.assert_array_equal, *(runs.load_checkpoint(path)[1]["replay"] for path in (a, b)))
+    jax.tree.map(np.testing.assert_array_equal, *(checkpoints.load(path)[1]["replay"] for path in (a, b)))
 
 
 def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted, monkeypatch):
@@ -72,7 +72,7 @@ def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted,
 def test_resume_equals_uninterrupted(train, uninterrupted, stop, played):
     """Stopped before learning starts, where the games are about to start anew, and after that."""
     half = train(total_timesteps=stop).path
-    games = runs.load_checkpoint(half)[1]["hosts"]["0"]["fleet"]["games"]
+    games = checkpoints.load(half)[1]["hosts"]["0"]["fleet"]["games"]
     assert [len(games[actor]["actions"]) for actor in games] == [played, played]
     assert_same_run_and_replay(uninterrupted, train(resume=str(half)).path)
 
@@ -94,7 +94,7 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, m
     assert f"python apex_procgen.py --resume {stopped.path}" in capfd.readouterr().err
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
     assert len(read_metrics(stopped.path)) == 6
-    assert runs.load_checkpoint(stopped.path)[0] == read_metrics(stopped.path)[-1]["global_step"]
+    assert checkpoints.load(stopped.path)[0] == read_metrics(stopped.path)[-1]["global_step"]
     assert_same_run_and_replay(uninterrupted, train(resume=str(stopped.path)).path)
 
 
@@ -110,7 +110,7 @@ def test_a_buffer_in_the_hosts_memory(train, uninterrupted):
     also where the buffer comes from and goes to the devices."""
     whole = train(replay_device="host", total_timesteps=250).path
     half = train(replay_device="host", total_timesteps=150).path
-    assert runs.load_checkpoint(half)[1]["state"]["updates"] > 0
+    assert checkpoints.load(half)[1]["state"]["updates"] > 0
     assert_same_run_and_replay(whole, train(replay_device="host", total_timesteps=250, resume=str(half)).path)
     want = read_metrics(uninterrupted)
     for line, same in zip(read_metrics(whole), want, strict=False):
@@ -128,7 +128,7 @@ def test_evaluation_does_not_disturb_training(train, uninterrupted):
 
 def test_without_a_saved_buffer_it_is_filled_again(train, capfd):
     half = train(save_replay=False, total_timesteps=300)
-    assert "replay" not in runs.load_checkpoint(half.path)[1]
+    assert "replay" not in checkpoints.load(half.path)[1]
     before = read_metrics(half.path)[-1]
     resumed = train(save_replay=False, resume=str(half.path))
     assert "the replay buffer was not saved: learning goes on after 100 more steps" in capfd.readouterr().err
@@ -141,7 +141,7 @@ def test_without_a_saved_buffer_it_is_filled_again(train, capfd):
 def test_the_buffer_is_cut_and_its_priorities_are_written(uninterrupted):
     """Where the games start anew no return runs on; and what was learnt from has a new priority."""
     args = apex.Args(**TINY)
-    saved = runs.load_checkpoint(uninterrupted)[1]["replay"]
+    saved = checkpoints.load(uninterrupted)[1]["replay"]
     buffer = runs.restore_tree(jax.eval_shape(lambda: apex.initial_replay(args)), saved, "")
     rows, length = buffer.rows, len(buffer.priorities)
     (last,) = [t % length for t in range(buffer.written - length, buffer.written) if t % 64 == 63]
@@ -163,7 +163,7 @@ def test_updates_follow_the_replay_ratio(uninterrupted):
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
-    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is kept"):
+    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
         train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
 
 

@@ -14,7 +14,7 @@ import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 from benchmarks.scaling import variables_of_hosts
-from common import runs
+from common import checkpoints, runs
 
 # One minibatch, of all samples, so that no device decides which are in it.
 ACTOR_CRITIC = TINY | {"num_minibatches": 1, "sticky_actions": 0.25, "normalize_rewards": True, "num_envs": 8}
@@ -44,7 +44,7 @@ SCRIPTS = {
 def train(script, folder, **flags):
     """A run's last checkpoint and its metrics."""
     path = script.main(script.Args(**flags, run_dir=str(folder))).path
-    return runs.load_checkpoint(path)[1], read_metrics(path)
+    return checkpoints.load(path)[1], read_metrics(path)
 
 
 def assert_close(a, b):
@@ -186,12 +186,10 @@ def test_two_hosts_stop_go_on_and_train_as_one_with_two_devices(tmp_path):
     assert "stopped by a signal on another host" in finish(hosts)[0]
     (path,) = tmp_path.glob("hosts/*")
     stopped = read_metrics(path)[-1]["global_step"]
-    assert runs.load_checkpoint(path)[0] == stopped < 1500
+    assert checkpoints.load(path)[0] == stopped < 1500
     finish(on_two_hosts(ppo, {"resume": path}))
     saved, lines = train(ppo, tmp_path / "one", **HOSTS[ppo] | {"num_devices": 2})
-    for x, y in zip(
-        jax.tree.leaves(saved["state"]), jax.tree.leaves(runs.load_checkpoint(path)[1]["state"]), strict=True
-    ):
+    for x, y in zip(jax.tree.leaves(saved["state"]), jax.tree.leaves(checkpoints.load(path)[1]["state"]), strict=True):
         np.testing.assert_array_equal(x, y)
     assert [line["losses/loss"] for line in lines] == [line["losses/loss"] for line in read_metrics(path)]
 
@@ -201,7 +199,7 @@ def test_two_hosts_with_actors_train_as_one_with_two_devices(tmp_path):
     finish(on_two_hosts(impala, HOSTS[impala] | {"run_dir": tmp_path / "hosts"}))
     (path,) = tmp_path.glob("hosts/*")
     saved, _ = train(impala, tmp_path / "one", **HOSTS[impala] | {"num_devices": 2})
-    assert_close(saved["state"], runs.load_checkpoint(path)[1]["state"])
+    assert_close(saved["state"], checkpoints.load(path)[1]["state"])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -216,7 +214,7 @@ def test_a_host_that_is_killed_ends_the_others(victim, tmp_path):
     # Ours; or JAX's own, where it is the first to notice.
     assert "this host or another has failed" in output or "another task died" in output
     (path,) = tmp_path.iterdir()
-    assert runs.load_checkpoint(path)[0] >= 500
+    assert checkpoints.load(path)[0] >= 500
 
 
 @pytest.mark.parametrize("script", [apex, rnd, hnppo], ids=lambda script: script.SCRIPT)

@@ -26,7 +26,7 @@ from conftest import (
 import doorgym
 import evaluate
 import hnppo_doorgym as hn
-from common import doors, runs
+from common import checkpoints, doors, runs
 
 # Small enough to compile in seconds; the physics is real. A task has three updates of 256 decisions, and is evaluated
 # after the second and at its end.
@@ -55,7 +55,7 @@ def whole(tmp_path_factory):
 
 
 def state_of(run_dir):
-    return runs.load_checkpoint(run_dir)[1]["state"]
+    return checkpoints.load(run_dir)[1]["state"]
 
 
 def test_same_seed_same_metrics_whatever_the_threads(train, whole):

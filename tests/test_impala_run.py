@@ -28,7 +28,7 @@ from conftest import (
 
 import evaluate
 import impala_procgen as impala
-from common import devices, envs, runs
+from common import checkpoints, devices, envs, runs
 from common.actors import ActorError, Fleet
 
 # Small enough to compile in seconds; the games are real. They start anew after every second update, and the learning
@@ -115,7 +115,7 @@ def test_resume_equals_uninterrupted(resume, whole, updates, tmp_path):
     path = shutil.copytree(whole.path, tmp_path / "copy")
     for later in whole.checkpoints[updates:]:
         shutil.rmtree(path / "checkpoints" / later.name)
-    assert runs.load_checkpoint(path)[1]["state"]["updates"] == updates
+    assert checkpoints.load(path)[1]["state"]["updates"] == updates
     assert_same_run(whole.path, resume(path, **STATEFUL))
 
 
@@ -123,7 +123,7 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
     """Whatever checkpoints say of when: what is saved of the games, the episodes, and the normaliser's returns."""
     for number, folder in enumerate(whole.checkpoints, 1):
         shutil.copytree(folder, tmp_path / folder.name / "checkpoints" / folder.name)
-        saved = runs.load_checkpoint(tmp_path / folder.name)[1]
+        saved = checkpoints.load(tmp_path / folder.name)[1]
         anew = number % 2 == 0
         own = saved["hosts"]["0"]
         assert (own["episodes"]["length"] == 0).all() == anew
@@ -238,7 +238,7 @@ def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
-    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is kept"):
+    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
         train(checkpoint_every=1000, total_timesteps=10_000)
     assert not actor_threads()
 
@@ -259,7 +259,7 @@ def test_sigterm_while_the_learner_waits(train, resume, whole, monkeypatch):
     run = train(**STATEFUL)
     assert run.stop == "SIGTERM"
     assert not actor_threads()
-    assert runs.load_checkpoint(run.path)[0] == read_metrics(run.path)[-1]["global_step"]
+    assert checkpoints.load(run.path)[0] == read_metrics(run.path)[-1]["global_step"]
     monkeypatch.undo()
     assert_same_run(whole.path, resume(run.path, **STATEFUL))
 

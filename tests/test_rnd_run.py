@@ -25,7 +25,7 @@ from conftest import (
 
 import evaluate
 import rnd_montezuma as rnd
-from common import atari, devices, envs, runs
+from common import atari, checkpoints, devices, envs, runs
 from common.actors import ActorError
 
 # Small enough to compile in seconds; the game is real. The games start anew after every second update, and the learning
@@ -86,7 +86,7 @@ def test_resume_equals_uninterrupted(resume, whole, updates, tmp_path):
     path = shutil.copytree(whole.path, tmp_path / "copy")
     for later in whole.checkpoints[updates:]:
         shutil.rmtree(path / "checkpoints" / later.name)
-    assert runs.load_checkpoint(path)[1]["state"]["updates"] == updates
+    assert checkpoints.load(path)[1]["state"]["updates"] == updates
     assert_same_run(whole.path, resume(path, **whole.flags))
 
 
@@ -95,7 +95,7 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
     played = []
     for folder in whole.checkpoints:
         shutil.copytree(folder, tmp_path / folder.name / "checkpoints" / folder.name)
-        saved = runs.load_checkpoint(tmp_path / folder.name)[1]
+        saved = checkpoints.load(tmp_path / folder.name)[1]
         own = saved["hosts"]["0"]
         games, statistics = own["fleet"]["games"]["0"], own["statistics"]
         played.append((int(games["seed"]), len(games["actions"])))
@@ -109,7 +109,7 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
 
 
 def test_running_statistics_are_resumed(whole):
-    saved = runs.load_checkpoint(whole.path)[1]["state"]
+    saved = checkpoints.load(whole.path)[1]["state"]
     steps = TINY["obs_norm_init_steps"] + 4 * TINY["num_steps"]
     assert saved["frame_stats"]["count"] == TINY["num_envs"] * steps
     assert saved["bonus_filter"]["count"] == saved["global_step"]
@@ -121,7 +121,7 @@ def test_stopped_before_the_first_update(train, resume, whole, monkeypatch):
     monkeypatch.setattr(runs.Run, "__enter__", stop_at_once(runs.Run.__enter__))
     stopped = train(**whole.flags)
     monkeypatch.undo()
-    saved = runs.load_checkpoint(stopped)[1]["state"]
+    saved = checkpoints.load(stopped)[1]["state"]
     assert saved["frame_stats"]["count"] == saved["updates"] == 0
     assert_same_run(whole.path, resume(stopped, **whole.flags))
 
@@ -154,7 +154,7 @@ def test_a_failing_actor_stops_the_run_with_a_checkpoint(train, resume, whole, t
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is kept"):
+    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
         train(checkpoint_every=1000, total_timesteps=10_000)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
