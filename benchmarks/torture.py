@@ -10,7 +10,6 @@ Prints a line a kill; the exit code is 1 if a run did not end the same. The seed
 depends on the machine's speed.
 """
 
-import contextlib
 import os
 import random
 import shutil
@@ -75,7 +74,7 @@ class Args:
     scripts: tuple[str, ...] = tuple(FLAGS)
     """which scripts"""
     folder: str = ""
-    """an empty folder for the runs, which are kept there; by default a temporary one, kept if a run was not the same"""
+    """an empty folder for the runs, which are kept there; by default a temporary one, kept if one was not the same"""
 
 
 # WHAT IS THERE
@@ -232,23 +231,21 @@ def main(args: Args) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the process that we have started
     print(f"seed {args.seed}, {args.kills} kills, in {root}", flush=True)
     failed, done, turn, seconds = 0, 0, 0, {}
-    with contextlib.ExitStack() as stack:
-        if not args.folder:
-            stack.callback(lambda: failed or shutil.rmtree(root))
-        while done < args.kills:
-            script = args.scripts[turn % len(args.scripts)]
-            folder, turn = root / Path(script).stem, turn + 1
-            if script not in seconds:
-                seconds[script] = left_alone(script, folder, folder / "cache")
-                cold, warm = seconds[script]
-                print(f"{script} left alone: {cold:.1f} s, {warm:.1f} s once it is compiled", flush=True)
-            kills, wrong = trial(script, folder / f"killed{turn}", args.kills - done, seconds[script], rng)
-            for number, line in enumerate(kills, done + 1):
-                print(f"{number:3d} {line}; {f'NOT EXACT: {wrong}' if wrong else 'exact'}", flush=True)
-            if wrong and not kills:
-                print(f"    {script} was done before it was killed; NOT EXACT: {wrong}", flush=True)
-            done += len(kills)
-            failed += max(len(kills), 1) if wrong else 0
+    while done < args.kills:
+        script = args.scripts[turn % len(args.scripts)]
+        folder, turn = root / Path(script).stem, turn + 1
+        if script not in seconds:
+            seconds[script] = left_alone(script, folder, folder / "cache")
+            cold, warm = seconds[script]
+            print(f"{script} left alone: {cold:.1f} s, {warm:.1f} s once it is compiled", flush=True)
+        kills, wrong = trial(script, folder / f"killed{turn}", args.kills - done, seconds[script], rng)
+        for i, line in enumerate(kills or [f"{script} was done before it was killed"]):
+            number = done + i + 1 if kills else "-"
+            print(f"{number:>3} {line}; {f'NOT EXACT: {wrong}' if wrong else 'exact'}", flush=True)
+            failed += bool(wrong)
+        done += len(kills)
+    if not failed and not args.folder:
+        shutil.rmtree(root)
     print(f"{done} kills, {failed} not exact" + (f": the runs are kept in {root}" if failed else ""))
     sys.exit(1 if failed else 0)
 
