@@ -6,7 +6,7 @@ TRAIN ?= --env-id bigfish --gap-stack --num-levels 10 --encoder nature --width 1
 	--normalize-rewards --eval-every 250000 --eval-episodes 64
 ARGS ?=
 
-.PHONY: train test gpu-plan gpu-plan-test
+.PHONY: train test torture gpu-plan gpu-plan-test
 train: .venv/$(REQUIREMENTS)
 	.venv/bin/python ppo_procgen.py $(TRAIN) $(ARGS)
 
@@ -14,6 +14,10 @@ test: .venv/requirements-dev.txt
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest -n 2 --dist loadfile
+
+# Runs that are killed with kill -9 and resumed, for every night: make torture ARGS="--kills 100 --seed 2"
+torture: .venv/$(REQUIREMENTS)
+	.venv/bin/python -m benchmarks.torture $(ARGS)
 
 # What XLA would run on a GPU, from a machine without one: make gpu-plan ARGS="ppo.update --gpu h100"
 gpu-plan: .venv-gpu-plan/requirements-gpu-plan.txt

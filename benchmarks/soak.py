@@ -1,0 +1,277 @@
+"""Hours of a script: its memory, threads, open files and steps per second, minute by minute.
+
+Runs the script as a process of its own and adds a row for each minute to OUT.csv: minutes of soaking, MiB of resident
+memory, numbers of threads and open files, steps per second over that minute, checkpoints written so far. A signal to
+this program makes the script write a checkpoint; with the same --out and flags it then goes on with that run, and
+with counting minutes. At the end and at each stop it draws OUT.png and says how fast memory grows. Linux only. The
+flags in quotes are the script's:
+
+python -m benchmarks.soak ppo_procgen.py --minutes 120 --out benchmarks/results/soak_ppo --flags="--env-id bigfish"
+"""
+
+import contextlib
+import csv
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from benchmarks import records
+from common import files, runs
+from experiments import trials
+
+WARM = 10  # minutes after each start that do not count as growth: it compiles and fills its buffers
+ENDLESS = 2_000_000_000  # steps
+
+
+@dataclass(frozen=True)
+class Args:
+    script: tyro.conf.Positional[str]
+    """the script, such as ppo_procgen.py"""
+    out: str
+    """what to write: OUT.csv and OUT.png"""
+    flags: str = ""
+    """its flags, in one string, after a ="""
+    minutes: float = 120
+    """minutes of soaking, those before a stop included"""
+    every: float = 60
+    """seconds between samples"""
+    run_dir: str = "runs/soak"
+    """where the run goes, in a folder named after OUT"""
+
+
+# SAMPLES
+
+
+def of_process(pid: int) -> dict[str, float]:
+    """Resident memory in MiB, threads and open files of a process; raises OSError if it is gone."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "VmRSS" not in status:  # it has ended, and only we have not waited for it yet
+        raise ProcessLookupError(pid)
+    return {
+        "memory_mib": round(int(status["VmRSS"].split()[0]) / 1024, 1),
+        "threads": int(status["Threads"]),
+        "open_files": len(os.listdir(f"/proc/{pid}/fd")),
+    }
+
+
+def new_lines(run: Path | None, since: float) -> list[tuple[int, float]]:
+    """Steps and times (seconds since 1970) that a run has logged from a time on, of the newest quarter of a MiB."""
+    metrics = run and run / "metrics.jsonl"
+    if not (metrics and metrics.exists()):
+        return []
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - 2**18))
+        text = file.read().splitlines(keepends=True)
+    logged = []
+    for line in text:
+        if line.startswith(b"{") and line.endswith(b"\n"):  # not what is cut at the front, or being written
+            entry = json.loads(line)
+            logged.append((entry["global_step"], entry["time"]))
+    return [(step, moment) for step, moment in logged if moment >= since]
+
+
+class Sampler:
+    """Samples one start of a script; counts on from the rows of those before."""
+
+    def __init__(self, pid: int, folder: Path, rows: list[dict]):
+        last = rows[-1] if rows else {"start": 0, "minutes": 0, "checkpoints": 0}
+        self._pid, self._folder, self._start = pid, folder, int(last["start"]) + 1
+        self._begin, self._minutes = time.monotonic(), float(last["minutes"])
+        self._logged = time.time()
+        self._seen, self._checkpoints = set(folder.glob("*/checkpoints/*")), int(last["checkpoints"])
+
+    @property
+    def minutes(self) -> float:
+        return self._minutes + (time.monotonic() - self._begin) / 60
+
+    def count_checkpoints(self) -> int:
+        """Checkpoints written since the first start; to be asked often, since old ones are deleted."""
+        now = {path for path in self._folder.glob("*/checkpoints/*") if path.name.isdigit()}
+        self._checkpoints += len(now - self._seen)
+        self._seen |= now
+        return self._checkpoints
+
+    def sample(self) -> dict:
+        """A row; steps/s from the first to the last line logged since the row before, None if there was none."""
+        lines = new_lines(trials.find_run(self._folder), self._logged)
+        rate = None
+        if len(lines) > 1 and lines[-1][1] > lines[0][1]:
+            rate = round((lines[-1][0] - lines[0][0]) / (lines[-1][1] - lines[0][1]), 1)
+        if lines:
+            self._logged = lines[-1][1]
+        row = {"minutes": round(self.minutes, 3), "start": self._start} | of_process(self._pid)
+        step = lines[-1][0] if lines else None
+        return row | {"steps_per_second": rate, "global_step": step, "checkpoints": self.count_checkpoints()}
+
+
+# WHAT THEY SAY
+
+
+def growth(rows: list[dict]) -> dict[int, tuple[float, float, float]]:
+    """By start: MiB an hour of the least-squares line through memory, and from which minute to which it was looked at.
+
+    The first minutes of each start do not count; a start with fewer than three samples after them is left out.
+    """
+    found = {}
+    for start in sorted({int(row["start"]) for row in rows}):
+        own = [(float(row["minutes"]), float(row["memory_mib"])) for row in rows if int(row["start"]) == start]
+        before = max((float(row["minutes"]) for row in rows if int(row["start"]) < start), default=0.0)
+        minutes, memory = np.array([(x, y) for x, y in own if x >= before + WARM]).reshape(-1, 2).T
+        if len(minutes) >= 3:
+            found[start] = 60 * np.polyfit(minutes - minutes[0], memory, 1)[0], minutes[0], minutes[-1]
+    return found
+
+
+def draw(path: Path, rows: list[dict], title: str) -> None:
+    """A panel for each quantity over the minutes of soaking, with a vertical line where it was started again."""
+    from experiments import plot
+
+    columns = {"memory_mib": "resident memory, MiB", "threads": "threads", "open_files": "open files",
+               "steps_per_second": "steps/s"}  # fmt: skip
+    starts = np.array([int(row["start"]) for row in rows])
+    minutes = np.array([float(row["minutes"]) for row in rows])
+    again = [minutes[starts < start].max() for start in set(starts) if start > starts.min()]
+    figure, axes = plot.plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
+    for axis, (column, label), color in zip(axes.flat, columns.items(), plot.COLORS, strict=False):
+        values = np.array([float(row[column] or "nan") for row in rows])
+        for start in sorted(set(starts)):  # parted where it was started again
+            own = starts == start
+            axis.plot(minutes[own], values[own], ".-", color=color, markersize=3, linewidth=1)
+        for minute in again:
+            axis.axvline(minute, color="0.4", linestyle=(0, (5, 2)), linewidth=1)
+        axis.set_title(label, loc="left")
+        axis.set_xlim(0)
+        if column != "memory_mib":  # whose slow growth is to be seen
+            axis.set_ylim(0, 1.15 * np.nanmax([1, *values]))
+    for start, (slope, first, last) in growth(rows).items():
+        own = (starts == start) & (minutes >= first)
+        middle = np.mean([float(row["memory_mib"]) for row, mine in zip(rows, own, strict=True) if mine])
+        ends = middle + slope / 60 * (np.array([first, last]) - minutes[own].mean())
+        axes[0, 0].plot([first, last], ends, color="k", linestyle=(0, (1, 1.3)), linewidth=2)
+    for axis in axes[1]:
+        axis.set_xlabel("minutes of soaking" + ("; dashed: started again" if again else ""))
+    figure.suptitle("\n".join(textwrap.wrap(title, 140)), fontsize=9)
+    with files.whole(path) as temporary:
+        figure.savefig(temporary, format="png")
+    plot.plt.close(figure)
+
+
+def report(args: Args, rows: list[dict]) -> None:
+    """Draws the picture and says how fast memory grows."""
+    last = rows[-1]
+    draw(Path(f"{args.out}.png"), rows, f"{args.script} {args.flags} ({last['machine']}, commit {last['commit']})")
+    found = growth(rows)
+    for start, (slope, first, after) in found.items():
+        print(f"start {start}, minute {first:.0f} to {after:.0f}: memory grows by {slope:+.1f} MiB an hour")
+    if not found:
+        print(f"growth of memory: three samples later than {WARM} minutes after a start are needed")
+    print(f"{float(last['minutes']):.1f} of {args.minutes:g} minutes: {args.out}.csv, {args.out}.png")
+
+
+# THE SCRIPT
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows so far, without one that was cut short."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def start(args: Args, folder: Path, lock) -> subprocess.Popen:
+    """The script, with what it prints added to output.txt; it goes on with the run in the folder if there is one that
+    has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
+    run = trials.find_run(folder)
+    resumable = run is not None and any(path.name.isdigit() for path in run.glob("checkpoints/*"))
+    words = ["--wandb-mode", "disabled", *shlex.split(args.flags)]
+    if "total_timesteps" in [field.name for field in fields(import_module(Path(args.script).stem).Args)]:
+        words = ["--total-timesteps", str(ENDLESS), *words]
+    words += ["--resume", str(run)] if resumable else ["--run-dir", str(folder)]
+    prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
+    with (folder / "output.txt").open("a") as output:
+        return subprocess.Popen(
+            [sys.executable, args.script, *words], cwd=records.ROOT, stdout=output, stderr=output,
+            stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[lock.fileno()],
+            preexec_fn=lambda: prctl(set_death_signal, signal.SIGTERM),
+        )  # fmt: skip
+
+
+def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
+    """Samples the script until the minutes are full or a signal comes, and then asks it to end; adds to `rows`.
+
+    Returns what went wrong with it; empty if nothing.
+    """
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    origin = {"script": args.script, "flags": args.flags} | trials.origin()
+    process = start(args, folder, lock)
+    sampler = Sampler(process.pid, folder, rows)
+    due, row = time.monotonic() + args.every, None
+
+    def add(row):
+        rows.append(row | origin)
+        records.append_rows(f"{args.out}.csv", rows[-1:])
+
+    while process.poll() is None and not stopping.is_set() and sampler.minutes < args.minutes:
+        left = 60 * (args.minutes - sampler.minutes)
+        stopping.wait(max(0, min(1, due - time.monotonic(), left)))
+        sampler.count_checkpoints()
+        if time.monotonic() >= due:
+            due += args.every
+            with contextlib.suppress(OSError):  # it has just ended
+                add(sampler.sample())
+    asked = process.poll() is None
+    if asked:
+        if time.monotonic() > due - args.every + 1:
+            with contextlib.suppress(OSError):
+                row = sampler.sample()  # of the part of a minute before the end
+        process.send_signal(signal.SIGTERM)
+        print("waiting for the script's checkpoint", flush=True)
+    code = process.wait()
+    if row:
+        add(row | {"checkpoints": sampler.count_checkpoints()})
+    if (code == 0 and asked) or code == -signal.SIGTERM:  # the latter if it had not even started to listen
+        return ""
+    lines = [line for line in (folder / "output.txt").read_text().splitlines() if any(map(str.isalpha, line))]
+    said = " ".join(lines[-1:]).removeprefix("error: ").strip("│ ")
+    runs.check(code != 2, f"--flags {args.flags}: {said} (all it said is in {folder}/output.txt)")
+    return f"{args.script} ended by itself with exit code {code}: {said} (all it said is in {folder}/output.txt)"
+
+
+def main(args: Args) -> None:
+    runs.check_limits(args, {"minutes": (0.1, 10**6), "every": (1, 3600)})
+    trials.check_flags(f"soak {args.script}", args.script, ())
+    runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")
+    rows = read_rows(Path(f"{args.out}.csv"))
+    now = args.script, args.flags
+    runs.check(
+        not rows or (rows[0]["script"], rows[0]["flags"]) == now,
+        f"--out {args.out}: is of {' '.join((rows or [{}])[0].get(k, '') for k in ('script', 'flags'))}; give another",
+    )
+    folder = Path(args.run_dir, Path(args.out).name).absolute()
+    lock = files.take(folder)
+    runs.check(lock is not None, f"--out {args.out}: {files.holder(folder)} is writing in {folder}")
+    wrong = "" if rows and float(rows[-1]["minutes"]) >= args.minutes else soak(args, folder, rows, lock)
+    if rows:
+        report(args, rows)
+    if wrong:
+        sys.exit(f"error: {wrong}")
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

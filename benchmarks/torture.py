@@ -1,0 +1,254 @@
+"""Kills runs with SIGKILL at random moments, resumes them, and compares what they end with, bit for bit, with a run of
+the same flags that was left alone.
+
+The games are real, the networks tiny, and there are checkpoints all the time. A third of the kills comes while a
+checkpoint is being written; some come in a start that has to compile everything; some runs are killed more than once:
+
+python -m benchmarks.torture --kills 20 --seed 1
+
+Prints a line a kill; the exit code is 1 if a run did not end the same. The seed draws the moments, but what they hit
+depends on the machine's speed.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks import records
+from common import runs
+from experiments import trials
+
+# Everything that has a state of its own is on. A checkpoint after each update or two, and long enough for a dozen.
+PROCGEN = {
+    "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "hidden": 16, "pool": "flatten", "learning_rate": 0.003,
+    "sticky_actions": 0.25, "restart_every": 40, "eval_episodes": 1,
+}  # fmt: skip
+NATURE = {"encoder": "nature", "width": 1, "num_minibatches": 2, "update_epochs": 2, "normalize_rewards": True}
+FLAGS = {
+    "ppo_procgen.py": PROCGEN | NATURE | {
+        "core": "gru", "rnd_coef": 0.5, "rnd_normalize": True, "augment": "translate", "dropout": 0.1,
+        "kl_target": 1e-4, "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,
+    },
+    "impala_procgen.py": PROCGEN | NATURE | {
+        "core": "lstm", "replay_fraction": 0.5, "replay_size": 16, "max_lag": 2, "deterministic": True,
+        "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,
+    },
+    "apex_procgen.py": PROCGEN | {
+        "buffer_size": 320, "learning_starts": 100, "batch_size": 16, "replay_ratio": 0.5, "n_step": 3, "num_atoms": 11,
+        "channels": 8, "blocks": 0, "downsample": "stride", "target_network_frequency": 4, "max_lag": 2,
+        "dropout": 0.1, "augment": "translate", "deterministic": True, "total_timesteps": 1000, "eval_every": 600,
+        "checkpoint_every": 100,
+    },
+    "rnd_montezuma.py": {
+        "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "channels": "4,4,4", "hidden": 8,
+        "obs_norm_init_steps": 5, "learning_rate": 0.003, "max_episode_steps": 30, "restart_every": 40, "async": True,
+        "vtrace": True, "core": "gru", "room_map": True, "total_timesteps": 1000, "checkpoint_every": 100,
+    },
+    "hnppo_doorgym.py": {
+        "tasks": "0,2", "num_envs": 2, "num_worlds": 2, "num_minibatches": 2, "update_epochs": 2, "hidden": 8,
+        "num_layers": 1, "hyper_width": 16, "task_timesteps": 4 * 256, "eval_every": 600, "eval_episodes": 4,
+        "checkpoint_every": 256, "hyper_learning_rate": 1e-3,
+    },
+}  # fmt: skip
+CLOCKS = "time", "seconds", "charts/SPS", "charts/queue_size"  # metrics that depend on the machine's speed
+COLD, WRITING, AGAIN = 1 / 6, 1 / 3, 1 / 4  # chances: of a first start without compiled programs, and so on
+WRITE_SECONDS = 0.1  # how long after a checkpoint was begun it is killed, at most
+
+
+@dataclass(frozen=True)
+class Args:
+    kills: int = 20
+    """how many kills, in turns over the scripts"""
+    seed: int = 1
+    """of the moments"""
+    scripts: tuple[str, ...] = tuple(FLAGS)
+    """which scripts"""
+    folder: str = ""
+    """an empty folder for the runs, which are kept there; by default a temporary one, kept if one was not the same"""
+
+
+# WHAT IS THERE
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints of the run in a folder; Orbax writes under another name first."""
+    run = trials.find_run(folder)
+    return sorted(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit()) if run else []
+
+
+def being_written(folder: Path) -> set[Path]:
+    """Checkpoints under their temporary names."""
+    return set(folder.glob("*/checkpoints/*.orbax-checkpoint-tmp*"))
+
+
+def describe(folder: Path) -> str:
+    """What a killed process has left behind."""
+    run = trials.find_run(folder)
+    if run is None:
+        return "nothing" if not any(folder.glob("*__*")) else "a run directory without args.json"
+    logged = [int(line["global_step"]) for line in trials.read_metrics(run)]
+    steps = checkpoints(folder)
+    words = f"step {logged[-1]} logged" if logged else "nothing logged"
+    return f"{words}, {f'checkpoints up to {steps[-1]}' if steps else 'no checkpoint'}"
+
+
+def difference(whole: Path, run: Path) -> str:
+    """Where a run's metrics, but for clocks, or anything in its last checkpoint differ from another's; empty if not."""
+
+    def lines_of(path):
+        lines = trials.read_metrics(path)
+        return [{k: v for k, v in x.items() if k not in CLOCKS and not k.startswith("time/")} for x in lines]
+
+    want, got = lines_of(whole), lines_of(run)
+    if len(want) != len(got):
+        return f"{len(got)} lines of metrics, {len(want)} if left alone"
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        if a != b:
+            names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+            one = f"{names[0]} is {b.get(names[0])}, {a.get(names[0])} if left alone"
+            return f"line {i + 1} of metrics, step {b['global_step']}: {one} ({len(names)} differ)"
+    (step, a), (its_step, b) = runs.load_checkpoint(str(whole)), runs.load_checkpoint(str(run))
+    if step != its_step or jax.tree.structure(a) != jax.tree.structure(b):
+        return f"the last checkpoint is of step {its_step}, {step} if left alone, or has other parts"
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        if not np.array_equal(x, y, equal_nan=np.issubdtype(np.asarray(x).dtype, np.floating)):
+            return f"{jax.tree_util.keystr(path)} in the last checkpoint"
+    return ""
+
+
+# RUNS
+
+
+def start(script: str, folder: Path, cache: Path) -> subprocess.Popen:
+    """Starts a script in a folder, or goes on with the run that is there if it has a complete checkpoint."""
+    if checkpoints(folder):
+        words = ["--resume", str(trials.find_run(folder))]
+    else:
+        words = trials.words_of(FLAGS[script] | {"wandb_mode": "disabled", "run_dir": folder})
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    variables |= {"PYTHONFAULTHANDLER": "1"}  # for what hangs
+    command = [sys.executable, script, *words]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "output.txt").open("a") as output:
+        return subprocess.Popen(command, cwd=records.ROOT, env=os.environ | variables, stdout=output, stderr=output)
+
+
+def finish(process: subprocess.Popen, folder: Path, seconds: float = 600) -> str:
+    """Waits for a process; what went wrong with it, empty if nothing."""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # it prints where its threads are
+        process.wait()
+        return f"not done after {seconds:.0f} s"
+    finally:
+        process.kill()
+    last = (folder / "output.txt").read_text().strip().splitlines()[-1:]
+    return f"exit code {code}: {' '.join(last)}" if code else ""
+
+
+def kill(process: subprocess.Popen, folder: Path, seconds: float, number: int = 0) -> float | None:
+    """Kills a process so many seconds after it was started or, with `number`, after it began that checkpoint of its.
+
+    Returns how long it lived, in seconds; None if it was done before.
+    """
+    begin = since = time.monotonic()
+    seen = being_written(folder)
+    wanted = len(seen) + number
+    while process.poll() is None and (len(seen) < wanted or time.monotonic() - since < seconds):
+        if len(seen) < wanted:
+            seen |= being_written(folder)
+            since = time.monotonic()
+        time.sleep(0.001)
+    lived = time.monotonic() - begin
+    process.kill()
+    return lived if process.wait() == -signal.SIGKILL else None
+
+
+def left_alone(script: str, folder: Path, cache: Path) -> tuple[float, float]:
+    """Two runs that nobody kills; returns the seconds that they took, with nothing compiled and with everything."""
+    seconds = []
+    for name in ("first", "whole"):
+        begin = time.monotonic()
+        wrong = finish(start(script, folder / name, cache), folder / name)
+        seconds.append(time.monotonic() - begin)
+        runs.check(not wrong, f"--scripts {script}: does not run even if left alone ({wrong})")
+    wrong = difference(*(trials.find_run(folder / name) for name in ("whole", "first")))
+    runs.check(not wrong, f"--scripts {script}: two runs that were left alone differ ({wrong})")
+    return tuple(seconds)
+
+
+def trial(script: str, own: Path, most: int, seconds: tuple[float, float], rng: random.Random) -> tuple[list, str]:
+    """A run in a folder of its own that is killed, at most `most` times, and then goes on to its end.
+
+    Returns a line for each kill, and how it differs from the run that was left alone; empty if it does not.
+    """
+    kills, cold = [], rng.random() < COLD
+    # What is killed while it writes a compiled program leaves a part of it to the next start.
+    cache = own / "cache" if cold else own.with_name("cache")
+    process = None
+    try:
+        while True:
+            since, old = checkpoints(own), being_written(own)
+            process = start(script, own, cache)
+            if kills:
+                kills[-1] += f"; resumed from {since[-1]}" if since else "; started anew"
+            if len(kills) == most or (kills and rng.random() >= AGAIN):
+                break
+            if rng.random() < WRITING:
+                lived = kill(process, own, rng.uniform(0, WRITE_SECONDS), number=rng.randint(1, 6))
+            else:
+                lived = kill(process, own, rng.uniform(0, seconds[0] if cold and not kills else seconds[1]))
+            if lived is None:
+                break
+            while_writing = ", while a checkpoint was being written" if being_written(own) - old else ""
+            kills.append(f"{script} after {lived:.1f} s{' of a cold start' if cold and not kills else ''}"
+                         f"{while_writing}: {describe(own)}")  # fmt: skip
+        wrong = finish(process, own)
+    finally:
+        if process:
+            process.kill()
+    return kills, wrong or difference(trials.find_run(own.with_name("whole")), trials.find_run(own))
+
+
+def main(args: Args) -> None:
+    runs.check_limits(args, {"kills": (1, 10_000)})
+    unknown = [name for name in args.scripts if name not in FLAGS]
+    runs.check(bool(args.scripts) and not unknown, f"--scripts {' '.join(unknown)}: give some of {' '.join(FLAGS)}")
+    root = Path(args.folder or tempfile.mkdtemp(prefix="torture")).absolute()
+    runs.check(not root.exists() or not any(root.iterdir()), f"--folder {args.folder}: give an empty folder")
+    rng = random.Random(args.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the process that we have started
+    print(f"seed {args.seed}, {args.kills} kills, in {root}", flush=True)
+    failed, done, turn, seconds = 0, 0, 0, {}
+    while done < args.kills:
+        script = args.scripts[turn % len(args.scripts)]
+        folder, turn = root / Path(script).stem, turn + 1
+        if script not in seconds:
+            seconds[script] = left_alone(script, folder, folder / "cache")
+            cold, warm = seconds[script]
+            print(f"{script} left alone: {cold:.1f} s, {warm:.1f} s once it is compiled", flush=True)
+        kills, wrong = trial(script, folder / f"killed{turn}", args.kills - done, seconds[script], rng)
+        for i, line in enumerate(kills or [f"{script} was done before it was killed"]):
+            number = done + i + 1 if kills else "-"
+            print(f"{number:>3} {line}; {f'NOT EXACT: {wrong}' if wrong else 'exact'}", flush=True)
+            failed += bool(wrong)
+        done += len(kills)
+    if not failed and not args.folder:
+        shutil.rmtree(root)
+    print(f"{done} kills, {failed} not exact" + (f": the runs are kept in {root}" if failed else ""))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,84 @@
+"""Soaking and torture: what they read, say and refuse; no run is started."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import assert_refused
+
+from benchmarks import soak, torture
+
+
+def rows(slope, start=1, begin=0, minutes=60):
+    """Memory that grows by `slope` MiB an hour after a start that takes much."""
+    origin = {"machine": "M", "commit": "c", "threads": 5, "open_files": 9, "steps_per_second": ""}
+    return [
+        origin | {"start": str(start), "minutes": str(begin + m), "memory_mib": 300 + 50 * (m > 5) + slope / 60 * m}
+        for m in range(1, minutes + 1)
+    ]
+
+
+def test_growth_is_that_after_the_first_minutes_of_each_start():
+    found = soak.growth(rows(12) + rows(-6, start=2, begin=60) + rows(0, start=3, begin=120, minutes=11))
+    assert found == {1: (pytest.approx(12), 10, 60), 2: (pytest.approx(-6), 70, 120)}
+
+
+def test_a_process_is_read():
+    before = soak.of_process(os.getpid())
+    with open(os.devnull):
+        after = soak.of_process(os.getpid())
+    assert after["open_files"] == before["open_files"] + 1
+    assert after["threads"] >= 1
+    assert 10 < after["memory_mib"] < 100_000
+    with pytest.raises(OSError, match="No such file"):
+        soak.of_process(2**22 + 1)
+
+
+def test_steps_a_second_are_of_what_was_logged_since(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "args.json").write_text("{}")
+    sampler = soak.Sampler(os.getpid(), tmp_path, [{"start": "2", "minutes": "7.5", "checkpoints": "4"}])
+    assert sampler.sample()["steps_per_second"] is None
+    times = sampler._logged + np.array([-100, 10, 20, 30])
+    lines = [json.dumps({"global_step": 50 * i, "time": t}) + "\n" for i, t in enumerate(times)]
+    (run / "metrics.jsonl").write_text("".join(lines) + '{"global_step": 99')
+    (run / "checkpoints" / "100").mkdir(parents=True)
+    (run / "checkpoints" / "150.orbax-checkpoint-tmp").mkdir()
+    row = sampler.sample()
+    assert (row["steps_per_second"], row["start"], row["checkpoints"]) == (5, 3, 5)
+    assert 7.5 <= row["minutes"] < 8
+
+
+def test_the_picture_is_drawn(tmp_path):
+    soak.draw(tmp_path / "soak.png", rows(12) + rows(-6, start=2, begin=60), "title")
+    assert [path.name for path in tmp_path.iterdir()] == ["soak.png"]
+
+
+REFUSED = {
+    "script": (soak, ["dqn.py", "--out", "x"], "program dqn.py", "ppo_procgen.py"),
+    "minutes": (soak, ["ppo_procgen.py", "--out", "x", "--minutes", 0], "--minutes 0", "from 0.1"),
+    "others' rows": (soak, ["ppo_procgen.py", "--out", "there"], "--out there: is of apex_procgen.py", "give another"),
+    "kills": (torture, ["--kills", 0], "--kills 0", "from 1"),
+    "scripts": (torture, ["--scripts", "dqn.py"], "--scripts dqn.py", "ppo_procgen.py"),
+    "folder": (torture, ["--folder", "."], "--folder .", "an empty folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_gets_one_sentence(case, tmp_path, monkeypatch, capfd):
+    tool, words, *parts = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.csv").write_text("start,minutes,script,flags\n1,1,apex_procgen.py,\n")
+    assert_refused(tool, words, capfd, *parts)
+
+
+def test_what_differs_is_named(tmp_path):
+    for name, loss in (("whole", 1.0), ("run", 1.5)):
+        (tmp_path / name).mkdir()
+        lines = [{"global_step": 1, "time": loss, "time/update": loss, "losses/loss": 1.0}]
+        lines.append({"global_step": 2, "time": loss, "losses/loss": loss})
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = torture.difference(tmp_path / "whole", tmp_path / "run")
+    assert said == "line 2 of metrics, step 2: losses/loss is 1.5, 1.0 if left alone (1 differ)"
