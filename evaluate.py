@@ -6,7 +6,7 @@ python evaluate.py runs/MontezumaRevenge-v5__rnd_montezuma__1__1790000000 --epis
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
 import importlib
-import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from common import runs
+from common import files, runs
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,14 @@ class Args:
 
 
 def read_results(path: Path) -> dict:
-    """An earlier eval.json; nothing where there is none that can be read."""
+    """An earlier eval.json; nothing where there is none. One that cannot be read is moved aside."""
+    if not path.exists():
+        return {}
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return files.read(path, dict, "RUN_DIR", "it is set aside")
+    except runs.UsageError as error:
+        print(error, file=sys.stderr)
+        files.set_aside(path, path.parent / "damaged")
         return {}
 
 
@@ -62,12 +66,11 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
 
 def main(args: Args) -> dict:
     """Evaluates the newest checkpoint of a run; returns what eval.json now says of it."""
-    runs.check(args.episodes >= 1, f"--episodes {args.episodes}: must be 1 or more")
-    runs.check(0 <= args.seed <= runs.MAX_SEED, f"--seed {args.seed}: must be from 0 to {runs.MAX_SEED}")
+    runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
     path = Path(args.run_dir)
     name = runs.read_args(args.run_dir, "RUN_DIR")["script"]
-    here = Path(__file__).with_name(f"{name}.py").exists()
-    runs.check(here, f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here")
+    here = [path.stem for path in Path(__file__).parent.glob("*_*.py")]
+    runs.check(name in here, f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here")
     script = importlib.import_module(name)
     answer = script.evaluate(
         runs.on_this_machine(runs.saved_args(script.Args, args.run_dir, "RUN_DIR")),

@@ -77,8 +77,8 @@ def make_montezuma(args, num_envs: int, seed: int, **frames):
 
 
 def rooms_of(info: dict) -> np.ndarray:
-    """The room int64 [N] that each game is in: byte 3 of the console's memory."""
-    return info["ram"][:, 3].astype(np.int64)
+    """The room int64 [N] that each game is in: byte 3 of the console's memory, which may hold anything for a moment."""
+    return np.minimum(info["ram"][:, 3], NUM_ROOMS - 1).astype(np.int64)
 
 
 # WHAT TRAINING SEES OF IT

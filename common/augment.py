@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from common.runs import UsageError, check_needs
+from common.runs import UsageError, check, check_needs
 
 GREY = (0.299, 0.587, 0.114)  # luma of red, green and blue (ITU-R BT.601)
 
@@ -174,6 +174,7 @@ def parse(text: str) -> tuple[str, ...]:
             near = difflib.get_close_matches(name, TRANSFORMS, 1)
             hint = f"did you mean {near[0]}?" if near else f"give some of {', '.join(TRANSFORMS)}"
             raise UsageError(f"--augment {text}: {name!r} is no augmentation; {hint}")
+    check(len(set(names)) == len(names), f"--augment {text}: give each of them once")
     return names
 
 

@@ -115,7 +115,7 @@ def multiple(args: Any, number: int) -> int:
     return each * max(number // each, 1)
 
 
-def memory(args: Any) -> tuple[int, int]:
+def memory(args: Any) -> tuple[int, float]:
     """Bytes of memory: of this host (or of its container), and of its devices that learn; the same ones on a CPU."""
     bytes_of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -123,7 +123,8 @@ def memory(args: Any) -> tuple[int, int]:
         bytes_of_host = min(bytes_of_host, int(text))
     if on_cpu():
         return bytes_of_host, bytes_of_host
-    return bytes_of_host, sum(device.memory_stats()["bytes_limit"] for device in of_learner(args)[: count(args)])
+    stats = [device.memory_stats() or {} for device in of_learner(args)[: count(args)]]
+    return bytes_of_host, sum(of_one.get("bytes_limit", math.inf) for of_one in stats)  # not every kind says it
 
 
 def layout(kind: Callable, *, games: str = "", steps: str = "", **parts: Any) -> Any:
