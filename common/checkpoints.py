@@ -83,20 +83,21 @@ def load(run_dir: str) -> tuple[int, dict[str, Any]]:
     Says which ones are damaged. Raises UsageError if none is left. The run may go on meanwhile.
     """
     check(Path(run_dir, "checkpoints").is_dir(), f"{run_dir} has no checkpoint yet: nothing to load")
+    damaged = {}
     with open_folder(Path(run_dir)) as manager:
-        damaged = set()
-        while steps := sorted({*manager.all_steps(read=True)} - damaged):
+        while steps := sorted({*manager.all_steps(read=True)} - {*damaged}):
             try:
-                return steps[-1], _read(manager, steps[-1])
+                tree = _read(manager, steps[-1])
             except Exception as error:  # Orbax and tensorstore raise many kinds
-                if max(manager.all_steps(read=True), default=-1) > steps[-1]:
-                    continue  # the run that goes on has put a newer one in its place
-                path = Path(run_dir, "checkpoints", str(steps[-1]))
-                why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
-                instead = "the one before it is taken" if len(steps) > 1 else "there is none before it"
-                print(f"checkpoint {path} is damaged ({why}): {instead}", file=sys.stderr, flush=True)
-                damaged.add(steps[-1])
-    raise UsageError(f"{run_dir} has no {'whole' if damaged else 'complete'} checkpoint: nothing to load")
+                if max(manager.all_steps(read=True), default=-1) <= steps[-1]:  # else the run has gone on meanwhile
+                    why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
+                    damaged[steps[-1]] = f"checkpoint {Path(run_dir, 'checkpoints', str(steps[-1]))} is damaged ({why})"
+                continue
+            for sentence in damaged.values():
+                print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)
+            return steps[-1], tree
+    none = f"{run_dir} has no {'whole' if damaged else 'complete'} checkpoint: nothing to load"
+    raise UsageError("; ".join([none, *damaged.values()]))
 
 
 def _read(manager, step: int) -> dict[str, Any]:
