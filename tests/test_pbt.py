@@ -10,7 +10,8 @@ from conftest import TINY, assert_refused, start, wait_for
 from common import runs
 from experiments import pbt, trials
 
-SET = [f"{k}={v}" for k, v in TINY.items() if k not in ("total_timesteps", "eval_episodes", "learning_rate")]
+OWN = "total_timesteps", "eval_episodes", "learning_rate", "wandb_mode"
+SET = [f"{k}={v}" for k, v in TINY.items() if k not in OWN]
 # The metric is a hyper-parameter, so that it is certain who is better: the larger gamma.
 STUDY = [
     "-m", "experiments.pbt", "ppo_procgen.py", "--mutate", "gamma=0.9:0.999", "learning_rate=1e-4:1e-2:log",
