@@ -40,7 +40,9 @@ from experiments import trials
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogFormatter
 
+plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in them
 OVER = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 RANGES = ("int_uniform", "uniform", "q_uniform", "log_uniform_values")
 MAX_CELLS = 1000
@@ -343,6 +345,8 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
         axis.set_facecolor("white")
         for lines in axis.collections:
             lines.set(cmap="cividis_r", linewidth=2)
+        if axis.get_yscale() == "log":  # whose numbers would be formulas
+            axis.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter(minor_thresholds=(1, 0.4)))
     figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(study.study_name)
     figure.set_size_inches(9, 5)

@@ -14,6 +14,8 @@ import pytest
 import tyro
 import yaml
 from conftest import ROOT, TINY, assert_refused, assert_same_run, run_here, start, wait_for
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from sqlalchemy.exc import SQLAlchemyError
 
 import hnppo_doorgym
@@ -481,6 +483,30 @@ def test_a_full_disk_is_told_in_one_sentence(quick, monkeypatch, capfd):
     monkeypatch.setattr(sweep, "run_trial", fail)
     with pytest.raises(files.FullError, match=r"the disk is full.*the same command goes on"):
         quick({"x": {"values": [1]}})
+
+
+def test_names_are_no_formulas(tmp_path, monkeypatch):
+    """A study's or a value's: what is between two $ is drawn as it is. A logarithm's numbers are none either."""
+    study = optuna.create_study(study_name="$\\frac{$", sampler=optuna.samplers.RandomSampler(seed=0))
+    study.set_user_attr("sweep", {"metric": {"name": "$\\frac{$", "goal": "minimize"}})
+    specs = {"x": {"values": ["$\\frac{$", "b"]}, "y": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}}
+    for value in range(4):
+        trial = study.ask()
+        assert {name: sweep.suggest(trial, name, spec) for name, spec in specs.items()}
+        for name, content in {"seconds": 1, "origin": {"machine": "this one"}}.items():
+            trial.set_user_attr(name, content)
+        study.tell(trial, value)
+    texts, save = [], Figure.savefig
+
+    def look(figure, *given, **how):
+        save(figure, *given, **how)
+        texts.extend(text.get_text() for text in figure.findobj(Text))
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    sweep.write_results(study, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.csv", "parallel.png", "importance.png"}
+    assert {"$\\frac{$", "1e\N{MINUS SIGN}03"} <= set(texts)
+    assert not any("mathdefault" in text for text in texts)
 
 
 def test_cells_are_queued_once(tmp_path, monkeypatch):
