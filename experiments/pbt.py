@@ -10,7 +10,6 @@ folders that all machines see under the same paths. Wants `pip install -r requir
 """
 
 import contextlib
-import csv
 import dataclasses
 import importlib
 import itertools
@@ -284,10 +283,11 @@ class Results(tune.Callback, tune.Stopper):
     def __init__(self, args: Args, out: Path, names: list[str]):
         self.args, self.out = args, out
         self.rows = {}
+        self.numbers = [*names, args.metric]
         self.columns = ["member", "generation", "global_step", *names, args.metric, "cloned_from", "hours", "why"]
 
     def setup(self, **info) -> None:
-        self.rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(self.out)}
+        self.rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(self.out, self.numbers)}
 
     def on_trial_result(self, iteration, trials, trial, result, **info) -> None:
         row = {name: result[name] for name in self.columns if name in result}
@@ -321,16 +321,23 @@ class Results(tune.Callback, tune.Stopper):
 # RESULTS
 
 
-def read_rows(out: Path) -> list[dict]:
+COUNT, REAL = "^[0-9]{1,15}$", r"^(-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?)?$"
+
+
+def read_rows(out: Path, numbers: list[str]) -> list[dict]:
+    """results.csv so far, with numbers or nothing in these columns; raises UsageError if it is something else."""
     if not (out / "results.csv").exists():
         return []
-    with (out / "results.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    count, real = (Annotated[str, Field(pattern=pattern)] for pattern in (COUNT, REAL))
+    columns = {"member": count, "generation": count, "cloned_from": count | Literal[""], "why": str}
+    kind = TypedDict("Row", columns | dict.fromkeys(["global_step", "hours", *numbers], real))
+    return files.read(out / "results.csv", list[kind], "--out", "give another folder")
 
 
 def draw(args: Args, out: Path, ranges: dict[str, Range]) -> None:
     """pbt.png: the metric and the hyper-parameters over steps; a clone's line begins at its donor's."""
-    rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(out) if row[args.metric]}
+    known = [row for row in read_rows(out, [*ranges, args.metric]) if row[args.metric]]
+    rows = {(int(row["member"]), int(row["generation"])): row for row in known}
     figure = Figure(figsize=(9, 3.5 + 1.8 * len(ranges)), dpi=120, layout="constrained")
     axes = figure.subplots(1 + len(ranges), sharex=True, squeeze=False, height_ratios=[2] + [1] * len(ranges))
     looks = itertools.cycle(zip(COLORS * 20, LINES * 35, MARKERS * 28, strict=True))  # 140 before one comes again
@@ -419,6 +426,8 @@ def main(args: Args) -> None:
         study = asked | {"id": uuid.uuid4().hex}
         files.write_json(token_of(study["id"]), place_of(out))
     files.write_json(out / "args.json", study)
+    results = Results(args, out, list(ranges))
+    done = len(read_rows(out, results.numbers))
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called|Consider boosting PBT performance")
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(args.population)  # all of them take part from the beginning
     local = {} if args.address else {"num_cpus": math.ceil(args.jobs * args.cpus), "include_dashboard": False}
@@ -432,8 +441,7 @@ def main(args: Args) -> None:
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
 
-    results = Results(args, out, list(ranges))
-    random.seed(f"{args.seed} {len(read_rows(out))}")
+    random.seed(f"{args.seed} {done}")
     trainable = tune.with_resources(member, {"cpu": args.cpus, "gpu": args.gpus})
     if tune.Tuner.can_restore(out / "members"):
         tuner = tune.Tuner.restore(str(out / "members"), trainable, resume_errored=True)
@@ -463,7 +471,7 @@ def main(args: Args) -> None:
     remove_work(out, f"{study['id']}_")
     with contextlib.suppress(OSError):  # something else is in it
         (out / "work").rmdir()
-    rows = read_rows(out)
+    rows = read_rows(out, results.numbers)
     if any(row[args.metric] for row in rows):
         draw(args, out, ranges)
     good = [result for result in grid if result.checkpoint and math.isfinite(result.metrics.get("score", math.nan))]

@@ -203,6 +203,19 @@ def test_a_strangers_study_is_refused_and_not_executed(begun, change, tmp_path, 
     assert executed.exists()  # it would have been
 
 
+def test_damaged_results_are_answered_in_one_sentence(begun, tmp_path, capfd):
+    """Good ones are read; a text where a number should be, a column less and a cell more are refused."""
+    path, columns = tmp_path / "study/results.csv", ["gamma", "learning_rate", "charts/episodic_return"]
+    head = f"member,generation,global_step,{','.join(columns)},cloned_from,hours,why\n"
+    row = "0,1,128,0.99,1e-05,-2.5,1,0.1,\n"
+    path.write_text(head + row + "1,1,,0.99,1e-05,,,,lost\n")
+    assert [row["hours"] for row in pbt.read_rows(path.parent, columns)] == ["0.1", ""]
+    capfd.readouterr()
+    for text in (head + row.replace("128", "much"), head.replace(",why", "") + row, head + "1," + row, head + "0,1\n"):
+        path.write_text(text)
+        assert_refused(pbt, begun[0], capfd, f"--out {path}: ", "give another folder")
+
+
 def test_only_own_folders_are_removed(tmp_path):
     """A member's, and the study's when it is over; what a user has put there stays."""
     for name in ("1_thesis", "abc_1_x", "abc_11_x", "abd_1_x"):
