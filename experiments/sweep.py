@@ -452,8 +452,9 @@ def main(args: Args) -> optuna.Study:
         print("stopped; the same command goes on")
     print(out / "results.csv")
     over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]
-    failed = {f"trial {trial.number}": trial.user_attrs["why"] for trial in over if trial.state == TrialState.FAIL}
-    trials.report_failures(failed, len(over), out / "results.csv")
+    failed = [trial for trial in over if trial.state == TrialState.FAIL]
+    whys = {f"trial {trial.number}": trial.user_attrs.get("why", "") for trial in failed}
+    trials.report_failures(whys, len(over), out / "results.csv")
     return study
 
 
