@@ -45,7 +45,7 @@ def append_rows(path: str, rows: list[dict]) -> None:
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         new = not Path(path).exists()
-        with Path(path).open("a", newline="") as file:
+        with files.full_disk_explained(Path(path)), Path(path).open("a", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
             if new:
                 writer.writeheader()

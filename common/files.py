@@ -1,12 +1,16 @@
 """Files: read with one sentence about what is wrong, written whole or not at all, held by one process."""
 
 import contextlib
+import csv
 import errno
 import fcntl
+import io
 import json
 import os
 import platform
+import reprlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,21 +34,24 @@ def check(condition: bool, sentence: str) -> None:
 
 
 def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
-    """A JSON or YAML file's content, of the type `kind` as pydantic reads it, strictly: "1" is no number, 1 no text.
+    """A file's content, of the type `kind` as pydantic reads it, strictly: "1" is no number, 1 no text.
 
-    Nothing in the file is executed. Raises UsageError, naming `flag` and what would be `valid`, if the file cannot be
-    read, is of another form, or is of another type.
+    JSON and CSV are known by their ending, all else is YAML; CSV is a list of rows, each a dict of text. Nothing
+    in the file is executed. Raises UsageError, naming `flag` and what would be `valid`, if the file cannot be read, is
+    of another form, or is of another type.
     """
     from pydantic import TypeAdapter, ValidationError  # late: not every run reads one
 
     try:
         text = Path(path).read_text()
-        if Path(path).suffix in (".yaml", ".yml"):
+        if Path(path).suffix == ".json":
+            content = json.loads(text)
+        elif Path(path).suffix == ".csv":
+            content = list(csv.DictReader(io.StringIO(text)))
+        else:
             import yaml
 
-            content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        else:
-            content = json.loads(text)
+            content = yaml.load(text, yaml.SafeLoader)  # not the one in C, which deep nesting crashes
         return TypeAdapter(kind).validate_python(content, strict=True)
     except OSError as error:
         why = error.strerror
@@ -53,12 +60,28 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg'].removeprefix('Value error, ')}"
+        why += f", it is {reprlib.repr(first['input'])}" if first["type"] != "missing" else ""
     except Exception as error:  # YAML raises more kinds than its own: its dates and numbers are Python's
-        why = " ".join(str(error).split())[:200]
-    raise UsageError(f"{flag} {path}: {why}; {valid}") from None
+        why = str(error)
+    raise UsageError(f"{flag} {path}: {' '.join(why.split())[:300]}; {valid}") from None
 
 
 # WRITING
+
+
+def make_folder(path: Path, flag: str) -> None:
+    """Makes a folder, unless it is there; raises UsageError, naming `flag`, if nothing can be written in it."""
+    try:
+        with full_disk_explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); give another folder") from None
+
+
+def own_folder() -> Path:
+    """This user's folder on this machine, for what is of use to all runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jax-rl-scripts")
 
 
 @contextlib.contextmanager
@@ -84,6 +107,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+SQLITE_FULL = "database or disk is full"
 
 
 @contextlib.contextmanager
@@ -93,8 +117,12 @@ def full_disk_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        words = str(error)
-        of_libraries = any(os.strerror(number) in words or errno.errorcode[number] in words for number in FULL)
+        chain = [error]
+        while cause := chain[-1].__cause__:
+            chain.append(cause)
+        words = " ".join(map(str, chain))
+        known = [SQLITE_FULL, *map(os.strerror, FULL), *(errno.errorcode[number] for number in FULL)]
+        of_libraries = any(word in words for word in known)
         if not (of_libraries or getattr(error, "errno", None) in FULL):
             raise
         there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())

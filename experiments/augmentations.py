@@ -5,23 +5,19 @@ python -m experiments.augmentations --out experiments/results/augmentations.png
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import jax
-import matplotlib as mpl
 import numpy as np
 
 import ppo_procgen as ppo
 from common import augment, envs, runs
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+from experiments import plot
 
 
 @dataclass(frozen=True)
 class Args:
     out: str = "augmentations.png"
-    """the picture"""
+    """the picture: OUT.png"""
     env_ids: str = "bigfish,coinrun,fruitbot"
     """games, one a row"""
     steps: int = 40
@@ -32,7 +28,8 @@ class Args:
 
 def play(env_id: str, args: Args) -> np.ndarray:
     """A frame uint8 [64, 64, 3]."""
-    of = ppo.Args(env_id=env_id)
+    of = ppo.Args(env_id=env_id, seed=args.seed)
+    runs.check_args(of, ppo.SCRIPT)
     games = envs.Games(partial(envs.make_levels, of), [0], args.seed, of.restart_every)
     rng = np.random.default_rng(args.seed)
     games.play(lambda obs, age: rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32), args.steps, runs.Stopwatch())
@@ -41,10 +38,12 @@ def play(env_id: str, args: Args) -> np.ndarray:
 
 
 def main(args: Args) -> None:
+    plot.check_out(args.out)
+    runs.check_limits(args, {"steps": (0, 1_000_000)})
     frames = np.stack([play(env_id, args) for env_id in args.env_ids.split(",")])
     keys = jax.random.split(jax.random.PRNGKey(args.seed), len(frames))
     columns = {"frame": frames} | {name: augment.augment((name,), 1.0, keys, frames) for name in augment.TRANSFORMS}
-    figure, axes = plt.subplots(
+    figure, axes = plot.plt.subplots(
         len(frames), len(columns), figsize=(1.2 * len(columns), 1.25 * len(frames) + 0.2), squeeze=False, dpi=100
     )
     for axis in axes.flat:
@@ -54,9 +53,7 @@ def main(args: Args) -> None:
         for image, axis in zip(images, column, strict=True):
             axis.imshow(image, interpolation="nearest")
     figure.tight_layout(pad=0.2)
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.out)
-    print(args.out)
+    plot.write_whole(args.out, ".png", lambda temporary: figure.savefig(temporary, format="png", dpi=100))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def last_evaluation(run: plot.Logged) -> dict[str, dict[str, float]]:
     """Mean_return, min, max and std by split, of the last line that has them for all splits that the run evaluates."""
     splits = SPLITS if run.args["num_levels"] else SPLITS[1:]
     names = [(split, name) for split in splits for name in ("mean_return", "min", "max", "std")]
-    found = [x for x in run.lines if all(np.isfinite(x.get(f"eval/{s}_levels/{n}", np.nan)) for s, n in names)]
+    found = [x for x in run.lines if all(plot.can_be_drawn(x.get(f"eval/{s}_levels/{n}", np.nan)) for s, n in names)]
     runs.check(bool(found), f"RUN_DIRS {run.path}: has no evaluation on {' and '.join(splits)} levels, leave it out")
     return {split: {n: found[-1][f"eval/{split}_levels/{n}"] for s, n in names if s == split} for split in splits}
 
@@ -95,8 +95,8 @@ def draw(answer: dict, title: str) -> plot.plt.Figure:
 
 
 def main(args: Args) -> None:
-    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one run directory")
-    everything = [plot.read_run(run_dir) for run_dir in args.run_dirs]
+    plot.check_out(args.out)
+    everything = plot.read_runs(args.run_dirs)
     games = list(dict.fromkeys(run.game for run in everything))
     runs.check(len(games) == 1, f"RUN_DIRS: are of {' and '.join(games)}, give runs of one game")
     without = " ".join(run.path for run in everything if "num_levels" not in run.args)

@@ -9,7 +9,7 @@ other hyper-parameters. Stopped and started again, a study goes on. On a cluster
 folders that all machines see under the same paths. Wants `pip install -r requirements-ray.txt`.
 """
 
-import csv
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -26,14 +26,17 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_type_hints
+from typing import Annotated, Literal, NamedTuple, NotRequired, get_type_hints
 
 import jax
 import tyro
 from matplotlib.figure import Figure
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
 from benchmarks import records
 from common import files, runs
@@ -51,7 +54,7 @@ except ImportError:
     print("error: experiments/pbt.py needs Ray Tune: pip install -r requirements-ray.txt", file=sys.stderr)
     sys.exit(2)
 
-OWN = ("total_timesteps", "seed", "run_dir", "resume", "checkpoint_every", "keep_checkpoints")
+OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # and trials.PLACES
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
 LINES = "-", "--", "-.", ":"
 MARKERS = "osD^v"
@@ -141,9 +144,7 @@ def read_flags(args: Args, kinds: dict[str, type]) -> dict[str, str]:
     if "eval_episodes" in kinds and not args.metric.startswith("eval/"):
         flags["eval_episodes"] = 0
     given = trials.read_settings(args.set)
-    trials.check_flags("--set", args.program, given)
-    for name, value in given.items():
-        check(name not in OWN, f"--set {name}={value}: {runs.flag_of(name)} is not free here, pbt.py gives it itself")
+    trials.check_flags("--set", args.program, given, OWN)
     return flags | given
 
 
@@ -161,8 +162,9 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     check("total_timesteps" in kinds, f"PROGRAM {args.program}: has no --total-timesteps to measure generations by")
     ranges = read_ranges(args, kinds)
     flags = read_flags(args, kinds)
+    trials.check_flags("--mutate", args.program, {name: f"{r.low}:{r.high}" for name, r in ranges.items()}, OWN)
     for name in ranges:
-        fixed = name in (*OWN, *runs.fixed(script.Args))
+        fixed = name in runs.fixed(script.Args)
         check(not fixed, f"--mutate {name}: {runs.flag_of(name)} is not free here, a resumed run keeps its own")
         check(name not in flags, f"--set {name}={flags.get(name)}: --mutate changes it already")
     flags["total_timesteps"] = args.interval * args.generations
@@ -181,7 +183,14 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
 
 def read_owner(checkpoint: Path) -> tuple[int, int]:
     """Whose checkpoint it is, and of which generation."""
-    return tuple(json.loads((checkpoint / "member.json").read_text()))
+    two = Annotated[list[int], Field(min_length=2, max_length=2)]
+    return tuple(files.read(checkpoint / "member.json", two, "--out", "give another folder"))
+
+
+def remove_work(out: Path, begin: str) -> None:
+    """Removes the folders of OUT/work whose names begin so: with the random name of a study, they are its own."""
+    for old in (out / "work").glob(f"{begin}*"):
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def member(config: dict) -> None:
@@ -192,11 +201,10 @@ def member(config: dict) -> None:
     """
     study = config["study"]
     me = int(tune.get_context().get_trial_id().split("_")[-1])
-    work = Path(study["out"], "work")
-    for old in work.glob(f"{me}_*"):  # of processes that are gone
-        shutil.rmtree(old, ignore_errors=True)
-    work.mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{me}_", dir=work))
+    out = Path(study["out"])
+    remove_work(out, f"{study['id']}_{me}_")  # of processes that are gone
+    (out / "work").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{study['id']}_{me}_", dir=out / "work"))
     generation = 0
     donor = ""
     if checkpoint := tune.get_checkpoint():
@@ -275,10 +283,11 @@ class Results(tune.Callback, tune.Stopper):
     def __init__(self, args: Args, out: Path, names: list[str]):
         self.args, self.out = args, out
         self.rows = {}
+        self.numbers = [*names, args.metric]
         self.columns = ["member", "generation", "global_step", *names, args.metric, "cloned_from", "hours", "why"]
 
     def setup(self, **info) -> None:
-        self.rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(self.out)}
+        self.rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(self.out, self.numbers)}
 
     def on_trial_result(self, iteration, trials, trial, result, **info) -> None:
         row = {name: result[name] for name in self.columns if name in result}
@@ -312,16 +321,23 @@ class Results(tune.Callback, tune.Stopper):
 # RESULTS
 
 
-def read_rows(out: Path) -> list[dict]:
+COUNT, REAL = "^[0-9]{1,15}$", r"^(-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?)?$"
+
+
+def read_rows(out: Path, numbers: list[str]) -> list[dict]:
+    """results.csv so far, with numbers or nothing in these columns; raises UsageError if it is something else."""
     if not (out / "results.csv").exists():
         return []
-    with (out / "results.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    count, real = (Annotated[str, Field(pattern=pattern)] for pattern in (COUNT, REAL))
+    columns = {"member": count, "generation": count, "cloned_from": count | Literal[""], "why": str}
+    kind = TypedDict("Row", columns | dict.fromkeys(["global_step", "hours", *numbers], real))
+    return files.read(out / "results.csv", list[kind], "--out", "give another folder")
 
 
 def draw(args: Args, out: Path, ranges: dict[str, Range]) -> None:
     """pbt.png: the metric and the hyper-parameters over steps; a clone's line begins at its donor's."""
-    rows = {(int(row["member"]), int(row["generation"])): row for row in read_rows(out) if row[args.metric]}
+    known = [row for row in read_rows(out, [*ranges, args.metric]) if row[args.metric]]
+    rows = {(int(row["member"]), int(row["generation"])): row for row in known}
     figure = Figure(figsize=(9, 3.5 + 1.8 * len(ranges)), dpi=120, layout="constrained")
     axes = figure.subplots(1 + len(ranges), sharex=True, squeeze=False, height_ratios=[2] + [1] * len(ranges))
     looks = itertools.cycle(zip(COLORS * 20, LINES * 35, MARKERS * 28, strict=True))  # 140 before one comes again
@@ -360,22 +376,58 @@ def point(row: dict, name: str) -> tuple[float, float]:
 # MAIN
 
 
+class Saved(TypedDict):
+    """args.json: the flags of a study, and its random name."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    id: NotRequired[Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
+
+
+def token_of(study: str) -> Path:
+    """The file by which a user's own studies are known: where nobody else writes, unlike the study's folder."""
+    return files.own_folder() / "pbt" / f"{study}.json"
+
+
+def place_of(out: Path) -> dict:
+    return {"out": str(out.resolve()), "inode": out.stat().st_ino}
+
+
+def check_ours(out: Path, study: str) -> None:
+    """Raises UsageError unless this user began the study here: Ray unpickles its files, which can run any command."""
+    token = token_of(study)
+    known = token.exists() and files.read(token, dict, "--out", "give another folder") == place_of(out)
+    restored = [path for pattern in ("members", "members/*", "members/*/*") for path in out.glob(pattern)]
+    foreign = [path for path in restored if path.lstat().st_uid != os.getuid()]
+    here = f"{os.environ.get('USER', os.getuid())} on {socket.gethostname()}"
+    check(
+        known and not foreign,
+        f"--out {out}: the study in it was not begun there by {here} (there is no {token} that says so, or files are "
+        "another user's), and Ray would execute what its files say; go on where it was begun, or give another --out",
+    )
+
+
 def main(args: Args) -> None:
-    """Trains the population until all generations are over, or a signal comes."""
+    """Trains the population until all generations are over, or a signal comes; goes on with a study of this user."""
     ranges, flags = check_args(args)
     out = Path(args.out or f"runs/pbt/{Path(args.program).stem}").absolute()
     where = ("jobs", "cpus", "gpus", "address", "out")  # may differ when a study goes on
     asked = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args).items() if k not in where}
+    saved = {}
     if (out / "args.json").exists():
-        saved = json.loads((out / "args.json").read_text())
+        saved = files.read(out / "args.json", Saved, "--out", "give another folder")
         for name, value in asked.items():
             same = f"{runs.flag_of(name)} {value}: the study in {out} has {saved.get(name)}; go on with that or give"
             check(value == saved.get(name), f"{same} another --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        runs.write_json(out / "args.json", asked)
-    except OSError as error:
-        raise runs.UsageError(f"--out {out}: cannot write there ({error.strerror})") from None
+    files.make_folder(out, "--out")
+    if (out / "members").exists():
+        study = asked | {"id": saved.get("id", "")}
+        check_ours(out, study["id"])
+    else:
+        study = asked | {"id": uuid.uuid4().hex}
+        files.write_json(token_of(study["id"]), place_of(out))
+    files.write_json(out / "args.json", study)
+    results = Results(args, out, list(ranges))
+    done = len(read_rows(out, results.numbers))
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called|Consider boosting PBT performance")
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(args.population)  # all of them take part from the beginning
     local = {} if args.address else {"num_cpus": math.ceil(args.jobs * args.cpus), "include_dashboard": False}
@@ -389,13 +441,12 @@ def main(args: Args) -> None:
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
 
-    results = Results(args, out, list(ranges))
-    random.seed(f"{args.seed} {len(read_rows(out))}")
+    random.seed(f"{args.seed} {done}")
     trainable = tune.with_resources(member, {"cpu": args.cpus, "gpu": args.gpus})
     if tune.Tuner.can_restore(out / "members"):
         tuner = tune.Tuner.restore(str(out / "members"), trainable, resume_errored=True)
     else:
-        study = asked | {"out": str(out), "gpus": args.gpus, "flags": flags, "ranges": list(ranges)}
+        study |= {"out": str(out), "gpus": args.gpus, "flags": flags, "ranges": list(ranges)}
         seeds = tune.grid_search([args.seed + i for i in range(args.population)])
         scheduler = Generations(
             time_attr="generation", metric="score", mode=args.goal[:3], perturbation_interval=1, synch=True,
@@ -417,8 +468,10 @@ def main(args: Args) -> None:
         )  # fmt: skip
     grid = tuner.fit()
     ray.shutdown()
-    shutil.rmtree(out / "work", ignore_errors=True)
-    rows = read_rows(out)
+    remove_work(out, f"{study['id']}_")
+    with contextlib.suppress(OSError):  # something else is in it
+        (out / "work").rmdir()
+    rows = read_rows(out, results.numbers)
     if any(row[args.metric] for row in rows):
         draw(args, out, ranges)
     good = [result for result in grid if result.checkpoint and math.isfinite(result.metrics.get("score", math.nan))]

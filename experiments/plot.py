@@ -9,17 +9,19 @@ interval of it over the runs. It is drawn where all of them have logged: a run t
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 import tyro
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
-from common import runs
+from common import files, runs
 from common.envs import RETURN_RANGES
 from experiments import trials
 
@@ -50,6 +52,7 @@ STROKES = "-", (0, (5, 2)), (0, (1, 1.3)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 
 MARKERS = "o", "s", "^", "D", "v", "P", "X"
 HALO = [Stroke(linewidth=3.5, foreground="w"), Normal()]  # parts a line from the edges of bands
 plt.rcParams |= {"font.size": 10, "legend.fontsize": 9, "axes.grid": True, "grid.alpha": 0.3, "savefig.dpi": 120}
+plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in them
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Args:
     reference: tuple[str, ...] = ()
     """OpenAI's PPO, easy-all, easy-200-train or easy-200-test, or a CSV with env_steps, mean_return (game, split)"""
     hours: bool = False
-    """draw the curves over wall time too"""
+    """draw the curves over the hours that runs took too, without those between two resumes (older runs: with them)"""
     metrics: tuple[str, ...] = ("charts/episodic_return",)
     """what to draw, such as charts/episodic_return charts/intrinsic_reward; any that is logged"""
     each_run: bool = False
@@ -79,7 +82,10 @@ class Args:
 
 
 class Logged(NamedTuple):
-    """A run as it lies on the disk; `lines` of metrics.jsonl, with `hours` since the first (if it ran in one go)."""
+    """A run as it lies on the disk; `lines` of metrics.jsonl, with `hours`: by `seconds`, the run's own clock.
+
+    Older runs have none. There they are the hours since the first line, by `time`, with those between two resumes.
+    """
 
     path: str
     script: str
@@ -92,15 +98,46 @@ class Logged(NamedTuple):
 # RUNS
 
 
+class SavedArgs(TypedDict, total=False):
+    """The arguments of a run, those of them that are read here."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    env_id: str
+    seed: int
+    num_levels: Annotated[int, Field(ge=0)]
+    distribution_mode: str
+
+
+class Saved(TypedDict):
+    """args.json of a run."""
+
+    script: str
+    args: SavedArgs
+
+
+def read_runs(run_dirs: Sequence[str]) -> list[Logged]:
+    """Reads run directories; raises UsageError if there are none, one is no run, or one is given twice."""
+    runs.check(len(run_dirs) > 0, "RUN_DIRS: give at least one run directory")
+    everything, seen = [], {}
+    for run_dir in run_dirs:
+        everything.append(read_run(run_dir))
+        there = Path(run_dir).stat()
+        first = seen.setdefault((there.st_dev, there.st_ino), run_dir)
+        runs.check(len(seen) == len(everything), f"RUN_DIRS {run_dir}: is the same run as {first}, give it once")
+    return everything
+
+
 def read_run(run_dir: str) -> Logged:
     """Reads a run directory; raises UsageError if there is none, or nothing in it."""
-    content = runs.read_args(run_dir, "RUN_DIRS")
-    lines = [
-        x for x in trials.read_metrics(Path(run_dir)) if isinstance(x, dict) and {"global_step", "time"} <= x.keys()
-    ]
+    content = files.read(Path(run_dir, "args.json"), Saved, "RUN_DIRS", "give run directories")
+    lines = [x for x in trials.read_metrics(Path(run_dir)) if {"global_step", "time"} <= x.keys()]
+    lines = [x for x in lines if all(0 <= x.get(clock, 0) < 1e15 for clock in ("global_step", "time", "seconds"))]
     runs.check(len(lines) > 0, f"RUN_DIRS {run_dir}: has no line of metrics yet, give runs that have logged something")
+    hours, last = 0.0, {"seconds": 0.0, "time": lines[0]["time"]}
     for line in lines:
-        line["hours"] = (line["time"] - lines[0]["time"]) / 3600
+        clock = "seconds" if {"seconds"} <= line.keys() & last.keys() else "time"
+        hours += max(0, line[clock] - last[clock]) / 3600  # a computer's time may go back
+        line["hours"], last = hours, line
     game = content["args"].get("env_id", Path(run_dir).resolve().name.split("__")[0])
     return Logged(run_dir, content["script"], game, content["args"], lines=lines)
 
@@ -156,6 +193,8 @@ def read_reference(name: str, games: list[str]) -> dict[tuple[str, str], np.ndar
                 if path != REFERENCE or row["split"] == name:
                     label = ", ".join(filter(None, (own, row.get("split"))))
                     point = float(row["env_steps"]), float(row["mean_return"])
+                    if not all(map(can_be_drawn, point)):
+                        raise ValueError
                     curves.setdefault((label, row.get("game") or ""), []).append(point)
     except (OSError, ValueError, KeyError, TypeError, csv.Error):
         curves = {}
@@ -175,9 +214,14 @@ def thin(lines: list[dict], points: int) -> list[dict]:
     return [x for i, x in enumerate(lines) if i % every == 0 or any(k.startswith("eval/") for k in x)]
 
 
+def can_be_drawn(value: float) -> bool:
+    """Whether it is a number, and its square too: neither NaN nor too large for axes."""
+    return abs(value) < 1e100
+
+
 def curve(lines: list[dict], x: str, metric: str) -> np.ndarray:
-    """float64 [2, points]: `x` (global_step or hours) and a metric, where it is logged and finite."""
-    points = [(line[x], line[metric]) for line in lines if np.isfinite(line.get(metric, np.nan))]
+    """float64 [2, points]: `x` (global_step or hours) and a metric, where it is logged and can be drawn."""
+    points = [(line[x], line[metric]) for line in lines if can_be_drawn(line.get(metric, np.nan))]
     return np.array(points, np.float64).reshape(-1, 2).T
 
 
@@ -213,11 +257,9 @@ def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
 def write_whole(out: str, ending: str, write: Callable[[Path], None]) -> None:
     """Calls write(path) on a temporary name of OUT and `ending`, then renames. Raises UsageError where it cannot."""
     path = Path(out.removesuffix(".png").removesuffix(".csv") + ending)
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        temporary.replace(path)
+        with files.whole(path) as temporary:
+            write(temporary)
     except OSError as error:
         raise runs.UsageError(f"--out {out}: cannot write {path} ({error.strerror})") from None
     print(path)
@@ -407,11 +449,18 @@ def write_aggregate(args: Args, groups: dict, games: list[str], scores: dict[str
     write_picture(args.out, "_aggregate.png", figure)
 
 
+def check_out(out: str) -> None:
+    """Raises UsageError if OUT is no beginning of names of files."""
+    runs.check(Path(out).name != "" and not out.endswith("/"), f"--out {out!r}: give the name of a file, such as curve")
+
+
 def main(args: Args) -> None:
-    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one run directory")
     runs.check_limits(args, {"points": (1, None)})
+    check_out(args.out)
+    runs.check(len(args.metrics) > 0, "--metrics: give at least one, such as charts/episodic_return")
+    runs.check(args.random is None or abs(args.random) < 1e15, f"--random {args.random}: give a return, such as 0.9")
     runs.check_needs(args, args.aggregate, "--aggregate", ["score_metric"])
-    everything = [read_run(run_dir) for run_dir in args.run_dirs]
+    everything = read_runs(args.run_dirs)
     groups = group_runs(everything, args.group_by)
     games = list(dict.fromkeys(run.game for run in everything))
     runs.check(

@@ -20,11 +20,14 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, NotRequired
 
 import matplotlib as mpl
 import numpy as np
 import tyro
+from pydantic import Field
 from scipy import stats
+from typing_extensions import TypedDict
 
 from benchmarks import records
 from common import files, runs
@@ -34,6 +37,7 @@ from experiments import trials
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+Digits = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
 REFERENCE = Path(__file__).parent / "reference" / "tables.csv"
 
 
@@ -83,9 +87,12 @@ def flags_of(row: dict, args: Args) -> dict:
 
 
 def check_overrides(args: Args, rows: list[dict]) -> None:
-    """Raises UsageError if --set has a flag in which the table's cells differ."""
+    """Raises UsageError if --set has a flag that a script lacks, that is not free, or in which the cells differ."""
+    given = trials.read_settings(args.set)
+    for program in {row["script"] for row in rows if row["script"]}:
+        trials.check_flags("--set", program, given, own=("seed",))
     own = [trials.read_settings(row["flags"].split()) for row in rows if row["script"]]
-    for name in trials.read_settings(args.set):
+    for name in given:
         same = len({flags.get(name) for flags in own}) == 1 and not name.endswith("_timesteps")
         check(same, f"--set {name}: cells of {args.table} differ in it; give another flag, or --scale for steps")
 
@@ -99,9 +106,23 @@ def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
 # RUNS
 
 
-def read_progress(folder: Path) -> dict:
+class Progress(TypedDict):
+    """progress.json: how far a run is, and where it was run."""
+
+    done: bool
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    why: str
+    machine: NotRequired[str]
+    jax: NotRequired[str]
+    commit: NotRequired[str]
+    date: NotRequired[str]
+
+
+def read_progress(folder: Path) -> Progress:
     path = folder / "progress.json"
-    return json.loads(path.read_text()) if path.exists() else {"done": False, "seconds": 0.0, "why": ""}
+    if not path.exists():
+        return {"done": False, "seconds": 0.0, "why": ""}
+    return files.read(path, Progress, "--runs", "delete it, and the run goes on from its checkpoint")
 
 
 def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stopping: threading.Event) -> str:
@@ -156,7 +177,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     result |= {"seconds": round(np.mean([progress[f]["seconds"] for f in done])) if done else ""}
     result |= {"note": "; ".join(filter(None, notes)), "script": row["script"], "flags": row["flags"]}
     for name in ("machine", "jax", "commit", "date"):
-        result[name] = " ".join(dict.fromkeys(progress[f][name] for f in done))
+        result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
     return result | {"command": command_of(args)}
 
 
@@ -245,24 +266,36 @@ def steps_in(rows: Iterable[dict]) -> int:
     return sum(int(row["seeds"]) * int(row["steps"] or 0) for row in rows)
 
 
+class Result(TypedDict):
+    """What is read of a row of a result."""
+
+    seeds: Digits
+    steps: Digits | Literal[""]
+
+
 def steps_of(path: Path) -> int:
     if not path.exists():
         return 0
-    with path.open() as file:
-        return steps_in(csv.DictReader(file))
+    return steps_in(files.read(path, list[Result], "--out", "move it away, or give another folder"))
 
 
 def main(args: Args) -> list[dict]:
     check(0 < args.scale <= 100, f"--scale {args.scale}: must be above 0, at most 100")
-    check(args.jobs >= 1, f"--jobs {args.jobs}: must be 1 or more")
-    check(len(set(args.seeds)) == len(args.seeds) > 0, "--seeds: give one or more, each once")
+    runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS)})
+    given = " ".join(map(str, args.seeds))
+    check(len(set(args.seeds)) == len(args.seeds) > 0, f"--seeds {given}: give one or more, each once")
+    valid = min(args.seeds) >= 0 and max(args.seeds) <= runs.MAX_SEED
+    check(valid, f"--seeds {given}: must be from 0 to {runs.MAX_SEED}")
     rows = read_table(args.table)
     check_overrides(args, rows)
-    root = Path(args.runs).absolute()
+    root, out = Path(args.runs).absolute(), Path(args.out) / args.table
     cells = []
     for row in rows:
         flags = flags_of(row, args) if row["script"] else {}
         cells.append((row, flags, [folder_of(root, row, flags, seed) for seed in args.seeds] if flags else []))
+    for flag, folder in (("--runs", root), ("--out", out.parent)):
+        files.make_folder(folder, flag)
+    steps_of(out.with_suffix(".csv"))  # before anything is run
     wanted = {
         folder: (row, flags, seed)
         for row, flags, folders in cells
@@ -287,11 +320,13 @@ def main(args: Args) -> list[dict]:
     for future in begun:
         future.result()
     results = write(args, cells)
-    out = Path(args.out) / args.table
     before, now = steps_of(out.with_suffix(".csv")), steps_in(results)
     if now < before:
         print(f"{out}.csv has {before:,} steps of training, here are {now:,}: it was left as it is")
     print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
+    names = {folder: f"{row['cell']}, seed {folder.name}" for row, _, folders in reversed(cells) for folder in folders}
+    failed = {name: why for folder, name in names.items() if (why := read_progress(folder)["why"])}
+    trials.report_failures(failed, len(names), root)
     return results
 
 

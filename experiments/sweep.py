@@ -10,7 +10,6 @@ locked by a file there, so that one whose process has died is known and taken ov
 
 import importlib.util
 import itertools
-import json
 import math
 import os
 import platform
@@ -23,15 +22,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, NotRequired, Required, TextIO
 
 import matplotlib as mpl
 import numpy as np
 import optuna
 import tyro
-import yaml
 from optuna.trial import TrialState
+from pydantic import AfterValidator, Field
 from sqlalchemy.exc import SQLAlchemyError
+from typing_extensions import TypedDict
 
 from benchmarks import records
 from common import files, runs
@@ -40,9 +40,12 @@ from experiments import trials
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogFormatter
 
+plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in them
 OVER = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 RANGES = ("int_uniform", "uniform", "q_uniform", "log_uniform_values")
+MAX_CELLS = 1000
 
 
 @dataclass(frozen=True)
@@ -68,35 +71,110 @@ class Args:
 # THE SWEEP FILE
 
 
+def number(value: Any) -> Any:
+    """A number that a float holds."""
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) and abs(value) <= LARGEST):
+        raise ValueError("give a number")
+    return value
+
+
+def scalar(value: Any) -> Any:
+    """A value that a flag can have, and JSON."""
+    if not isinstance(value, (str, bool)):
+        try:
+            number(value)
+        except ValueError:
+            raise ValueError("give a number, text, true or false") from None
+    return value
+
+
+def fixed(value: Any) -> Any:
+    """One of them, or a list."""
+    return [scalar(x) for x in value] if isinstance(value, list) else scalar(value)
+
+
+def in_order(spec: dict) -> dict:
+    """A parameter that has a value, values, or a range that values can be drawn from."""
+    if not ({"value", "values"} & set(spec) or {"min", "max"} <= set(spec)):
+        raise ValueError("give it a value, values, or min and max")
+    if not {"value", "values"} & set(spec):
+        low, high, kind, q = spec["min"], spec["max"], kind_of(spec), spec.get("q", 1)
+        if kind not in RANGES:
+            raise ValueError(f"its distribution is {kind}, of min and max give one of {', '.join(RANGES)}")
+        if low > high:
+            raise ValueError("min must not be above max")
+        if kind == "int_uniform" and not (isinstance(low, int) and isinstance(high, int)):
+            raise ValueError("int_uniform takes whole numbers")
+        if kind == "log_uniform_values" and low <= 0:
+            raise ValueError("min must be above 0 for a logarithm")
+        if kind == "q_uniform" and not (high - low) / LARGEST < q <= high - low:
+            raise ValueError("q must be above 0, at most max - min")
+    return spec
+
+
+LARGEST = 2**53  # a float holds whole numbers up to there
+Number = Annotated[Any, AfterValidator(number)]
+
+
+class Parameter(TypedDict, total=False):
+    """How a flag's value is found."""
+
+    value: Annotated[Any, AfterValidator(fixed)]
+    values: Annotated[list[Annotated[Any, AfterValidator(scalar)]], Field(min_length=1)]
+    min: Number
+    max: Number
+    distribution: str
+    q: Number
+
+
+class Metric(TypedDict):
+    """What trials are compared by."""
+
+    name: str
+    goal: NotRequired[Literal["minimize", "maximize"]]
+
+
+class EarlyTerminate(TypedDict, total=False):
+    """When a trial is given up."""
+
+    type: Required[Literal["hyperband"]]
+    min_iter: Annotated[int, Field(ge=1, le=LARGEST)]
+    max_iter: Annotated[int, Field(ge=1, le=LARGEST)]
+    s: Annotated[int, Field(ge=0, le=100)]
+    eta: Annotated[int, Field(ge=2, le=1000)]
+
+
+def in_time(rule: dict | None) -> dict | None:
+    """A rule that says when trials are first looked at."""
+    if rule and not ("min_iter" in rule or {"max_iter", "s"} <= set(rule)):
+        raise ValueError("give hyperband with min_iter, or max_iter and s")
+    return rule
+
+
+class Sweep(TypedDict):
+    """A sweep file, as far as it is read here."""
+
+    program: str
+    method: Literal["grid", "random", "bayes"]
+    metric: Metric
+    parameters: dict[str, Annotated[Parameter, AfterValidator(in_order)]]
+    early_terminate: NotRequired[Annotated[EarlyTerminate | None, AfterValidator(in_time)]]
+
+
 def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """A sweep file with flags overridden; raises UsageError if it is not one that can be run here."""
-
-    def valid(condition: bool, sentence: str) -> None:
-        check(bool(condition), f"SWEEP {path}: {sentence}")
-
-    try:
-        sweep = dict(yaml.safe_load(Path(path).read_text()))
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        raise runs.UsageError(f"SWEEP {path}: give a readable sweep file, such as one in sweeps/") from None
-    for key, kind in {"program": str, "method": str, "metric": dict, "parameters": dict}.items():
-        valid(isinstance(sweep.get(key), kind), f"its {key} is {sweep.get(key)}, see the files in sweeps/")
-    method = sweep["method"]
-    metric = {"goal": "minimize"} | sweep["metric"]
-    rule = sweep.get("early_terminate") or {"type": "hyperband", "min_iter": 1}
-    valid(method in ("grid", "random", "bayes"), f"method {method}, give grid, random or bayes")
-    valid("name" in metric and metric["goal"] in ("minimize", "maximize"), "give its metric a name and a goal")
-    hyperband = rule.get("type") == "hyperband" and (rule.get("min_iter", 0) >= 1 or {"max_iter", "s"} <= set(rule))
-    valid(hyperband, f"early_terminate {rule}, give hyperband with min_iter, or max_iter and s")
-    sweep["parameters"] |= {name: {"value": value} for name, value in trials.read_settings(overrides).items()}
-    for name, spec in sweep["parameters"].items():
-        valid(isinstance(spec, dict), f"{name} is {spec}, give it a value, values, or min and max")
-        known = {"value", "values"} & set(spec) or ({"min", "max"} <= set(spec) and kind_of(spec) in RANGES)
-        valid(known, f"{name} needs value, values, or min and max of {', '.join(RANGES)}")
-        plain = not any(isinstance(value, (list, dict)) for value in spec.get("values", []))
-        valid(plain, f"{name} has lists among its values, write them as a flag has them, as text")
-        valid(method != "grid" or "min" not in spec, f"{name} has a range, and a grid takes values")
+    sweep = files.read(path, Sweep, "SWEEP", "give a sweep file such as those in sweeps/")
+    settings = trials.read_settings(overrides)
+    trials.check_flags("--set", sweep["program"], settings)
     trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
-    return sweep | {"metric": metric}
+    sweep["parameters"] |= {name: {"value": value} for name, value in settings.items()}
+    if sweep["method"] == "grid":
+        for name, spec in sweep["parameters"].items():
+            in_grid = {"value", "values"} & set(spec)
+            check(bool(in_grid), f"SWEEP {path}: {name} has a range, and a grid takes values")
+        cells = math.prod(map(len, choices(sweep).values()))
+        check(cells <= MAX_CELLS, f"SWEEP {path}: its grid has {cells:,} cells, give at most {MAX_CELLS:,}")
+    return sweep | {"metric": {"goal": "minimize"} | sweep["metric"]}
 
 
 def kind_of(spec: dict) -> str:
@@ -104,9 +182,14 @@ def kind_of(spec: dict) -> str:
     return spec.get("distribution", "int_uniform" if whole else "uniform")
 
 
+def choices(sweep: dict) -> dict[str, list]:
+    """The values of each parameter that has several."""
+    return {k: spec["values"] for k, spec in sweep["parameters"].items() if "values" in spec and "value" not in spec}
+
+
 def grid_of(sweep: dict) -> list[dict]:
     """The cells of a grid, the last parameter varying fastest: the values of each parameter that has several."""
-    values = {name: spec["values"] for name, spec in sweep["parameters"].items() if "values" in spec}
+    values = choices(sweep)
     return [dict(zip(values, cell, strict=True)) for cell in itertools.product(*values.values())]
 
 
@@ -262,6 +345,8 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
         axis.set_facecolor("white")
         for lines in axis.collections:
             lines.set(cmap="cividis_r", linewidth=2)
+        if axis.get_yscale() == "log":  # whose numbers would be formulas
+            axis.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter(minor_thresholds=(1, 0.4)))
     figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(study.study_name)
     figure.set_size_inches(9, 5)
@@ -271,6 +356,13 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
 
 
 # MAIN
+
+
+class Here(TypedDict):
+    """study.json: which study a folder is of."""
+
+    study: str
+    id: str
 
 
 def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
@@ -287,7 +379,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     own = out / "study.json"
     here = {"study": name, "id": str(uuid.uuid4())}
     if own.exists():
-        here = json.loads(own.read_text())
+        here = files.read(own, Here, "--out", "give another folder")
         check(here["study"] == name, f"--out {out}: has the study {here['study']}, give another folder")
     gone = name not in optuna.get_all_study_names(storage) and any(out.glob("[0-9]*/"))
     check(not gone, f"--out {out}: has trials of a study that is gone, give another folder")
@@ -311,21 +403,22 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     same = known["sweep"] == sweep
     check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
     if "ready" not in known:
+        queued = {trial.user_attrs.get("cell") for trial in study.get_trials(deepcopy=False)}
         for i, cell in enumerate(grid_of(sweep) if sweep["method"] == "grid" else ()):
-            study.enqueue_trial(cell, user_attrs={"cell": i}, skip_if_exists=True)
+            if i not in queued:
+                study.enqueue_trial(cell, user_attrs={"cell": i})
         study.set_user_attr("ready", True)
     return study
 
 
 def main(args: Args) -> optuna.Study:
     """Runs trials until the study has enough; returns it."""
-    check(args.jobs >= 1, f"--jobs {args.jobs}: must be 1 or more")
-    check(args.count >= 0, f"--count {args.count}: must be 0 or more")
-    check(args.seed >= 0, f"--seed {args.seed}: must be 0 or more")
+    runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS), "count": (0, 1_000_000), "seed": (0, None)})
     sweep = read_sweep(args.sweep, args.set)
     check(args.count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
     count = args.count or len(grid_of(sweep))
     out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()
+    files.make_folder(out, "--out")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     stopping = Event()
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -352,11 +445,16 @@ def main(args: Args) -> optuna.Study:
         workers = [pool.submit(work) for _ in range(args.jobs)]
     for number, handler in old.items():
         signal.signal(number, handler)
-    for worker in workers:
-        worker.result()
+    with files.full_disk_explained(out, "trials that were under way are open, the same command goes on"):
+        for worker in workers:
+            worker.result()
     if stopping.is_set():
         print("stopped; the same command goes on")
     print(out / "results.csv")
+    over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]
+    failed = [trial for trial in over if trial.state == TrialState.FAIL]
+    whys = {f"trial {trial.number}": trial.user_attrs.get("why", "") for trial in failed}
+    trials.report_failures(whys, len(over), out / "results.csv")
     return study
 
 

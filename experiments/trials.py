@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from common.runs import check
+from common.runs import DivergedError, check, flag_of
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
+PLACES = ("resume", "run_dir")  # flags by which a run could write to another's
+MAX_JOBS = 1000
 # Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies. Takes
 # no signals itself: one that is meant for all reaches the command too.
 SUPERVISOR = """
@@ -51,12 +53,20 @@ def read_settings(words: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def check_flags(source: str, program: str, names: Iterable[str]) -> None:
-    """Raises UsageError if a script is not here or lacks one of these flags."""
+def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[str] = ()) -> None:
+    """Raises UsageError if a script is not here, lacks one of these flags, or gets it from us.
+
+    Args:
+      source: where the flags are from, such as --set.
+      own: flags that whoever runs the script gives it, besides those that say where a run is.
+    """
     check(program in SCRIPTS, f"{source}: program {program}, give one of {', '.join(SCRIPTS)}")
     known = [field.name.rstrip("_") for field in fields(importlib.import_module(Path(program).stem).Args)]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in flags if name not in known]
     check(not unknown, f"{source}: {program} has no flag {', '.join(unknown)}")
+    for name, value in flags.items():
+        free = name not in (*PLACES, *own) and not name.startswith("wandb_")
+        check(free, f"{source} {name}={value}: {flag_of(name)} is not free here, each run is given its own")
 
 
 @functools.cache
@@ -73,18 +83,34 @@ def find_run(folder: Path) -> Path | None:
 
 
 def read_metrics(run: Path | None) -> list[dict]:
-    """The lines of a run's metrics.jsonl so far, without one that is still being written."""
+    """The lines of a run's metrics.jsonl so far that are numbers by name: not one that is still being written."""
     lines = []
-    if run and (run / "metrics.jsonl").exists():
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(line))
+    if run and (run / "metrics.jsonl").is_file():
+        for text in (run / "metrics.jsonl").read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+                if isinstance(line, dict) and all(isinstance(value, (int, float)) for value in line.values()):
+                    lines.append(line)
     return lines
 
 
 def values_of(run: Path | None, metric: str) -> list[float]:
     """What a run has logged of a metric so far."""
     return [line[metric] for line in read_metrics(run) if metric in line]
+
+
+def report_failures(failed: dict[str, str], count: int, see: Path) -> None:
+    """Says which of `count` runs failed, by why; raises DivergedError if it is all of them."""
+    if not failed:
+        return
+    by_reason = {}
+    for name, why in failed.items():
+        by_reason.setdefault(why, []).append(name)
+    listed = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
+    sentence = f"{len(failed)} of {count} runs failed, see {see}: {listed}"
+    if len(failed) == count:
+        raise DivergedError(sentence)
+    print(sentence)
 
 
 def words_of(flags: dict) -> list[str]:

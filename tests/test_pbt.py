@@ -1,6 +1,10 @@
 import csv
 import json
+import os
+import pathlib
+import pickle
 import runpy
+import shutil
 import signal
 import sys
 
@@ -10,7 +14,8 @@ from conftest import TINY, assert_refused, start, wait_for
 from common import runs
 from experiments import pbt, trials
 
-SET = [f"{k}={v}" for k, v in TINY.items() if k not in ("total_timesteps", "eval_episodes", "learning_rate")]
+OWN = "total_timesteps", "eval_episodes", "learning_rate", "wandb_mode"
+SET = [f"{k}={v}" for k, v in TINY.items() if k not in OWN]
 # The metric is a hyper-parameter, so that it is certain who is better: the larger gamma.
 STUDY = [
     "-m", "experiments.pbt", "ppo_procgen.py", "--mutate", "gamma=0.9:0.999", "learning_rate=1e-4:1e-2:log",
@@ -26,6 +31,7 @@ def read_rows(out):
 
 
 def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
+    (tmp_path / "work/1_thesis").mkdir(parents=True)
     process = start(*STUDY, "--out", tmp_path)
     begun = set()
     wait_for(lambda: begun.update(tmp_path.glob("work/*/output.txt")) or len(begun) == 3, process)  # generation 2
@@ -62,7 +68,7 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
         assert args["seed"] == 3 + donor
         assert float(args["learning_rate"]) == float(rows[i, 2]["learning_rate"])
     assert (tmp_path / "pbt.png").stat().st_size > 10_000
-    assert not (tmp_path / "work").exists()
+    assert [path.name for path in tmp_path.glob("work/*")] == ["1_thesis"]  # which is not the study's
     assert f"best: member {max((0, 1), key=lambda i: float(rows[i, 2]['gamma']))}, " in output
 
 
@@ -83,7 +89,9 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
         (["ppo_procgen.py", "--mutate"], "--mutate", "at least one"),
         (["ppo_procgen.py", "--set", "num_envs"], "--set num_envs", "name=value"),
         (["ppo_procgen.py", "--set", "games=3"], "--set", "no flag games"),
-        (["ppo_procgen.py", "--set", "seed=3"], "--set seed=3", "gives it itself"),
+        (["ppo_procgen.py", "--set", "seed=3"], "--set seed=3", "each run is given its own"),
+        (["ppo_procgen.py", "--set", "resume=/x"], "--set resume=/x", "each run is given its own"),
+        (["ppo_procgen.py", "--mutate", "wandb_mode=1:2"], "--mutate wandb_mode=1.0:2.0", "each run is given its own"),
         (["ppo_procgen.py", "--set", "num_envs=0"], "--num-envs 0", "from 1"),
         (["ppo_procgen.py", "--interval", "0"], "--interval 0", "from 1"),
         (["ppo_procgen.py", "--population", "1"], "--population 1", "from 2"),
@@ -106,6 +114,116 @@ def test_a_study_goes_on_only_as_it_was(tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit):
         runs.cli(pbt.Args, pbt.main, ["ppo_procgen.py", "--out", str(tmp_path)])
     assert "another --out" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "1", '{"id": "*"}', "[" * 100_000, "\0"])
+def test_damaged_arguments_are_answered_in_one_sentence(text, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(pbt.ray, "init", None)
+    (tmp_path / "args.json").write_text(text)
+    words = ["ppo_procgen.py", "--out", tmp_path]
+    assert_refused(pbt, words, capfd, f"--out {tmp_path / 'args.json'}: ", "give another folder")
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "[1, 2, 3]", '["1", 2]', "["])
+def test_a_damaged_checkpoint_is_answered_in_one_sentence(text, tmp_path):
+    (tmp_path / "member.json").write_text("[1, 2]")
+    assert pbt.read_owner(tmp_path) == (1, 2)
+    (tmp_path / "member.json").write_text(text)
+    with pytest.raises(runs.UsageError, match=str(tmp_path)):
+        pbt.read_owner(tmp_path)
+
+
+class Reached(Exception):
+    """Ray would be started."""
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """A study of this user that Ray would go on with; words to go on, and what its tuner.pkl would write if it were
+    read."""
+
+    def start_ray(*given, **how):
+        raise Reached
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(pbt.ray, "init", start_ray)
+    words = ["ppo_procgen.py", "--out", str(tmp_path / "study")]
+    with pytest.raises(Reached):
+        runs.cli(pbt.Args, pbt.main, words)
+    (tmp_path / "study/members/0").mkdir(parents=True)
+    (tmp_path / "study/members/tuner.pkl").write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+    with pytest.raises(Reached):
+        runs.cli(pbt.Args, pbt.main, words)
+    return words, tmp_path / "executed"
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def copy(study):
+    shutil.copytree(study, study.with_name("other"))
+    shutil.rmtree(study)
+    study.with_name("other").rename(study)
+
+
+def rename(study):
+    args = json.loads((study / "args.json").read_text())
+    (study / "args.json").write_text(json.dumps(args | {"id": "0" * 32}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy,
+        rename,
+        lambda study: (study / "args.json").unlink(),
+        lambda study: shutil.rmtree(study.with_name("cache")),
+        lambda study: os.chown(study / "members/tuner.pkl", 12345, -1),
+        lambda study: os.chown(study / "members/0", 12345, -1),
+    ],
+    ids=["a copy", "another id", "no arguments", "no token", "another user's file", "another user's folder"],
+)
+def test_a_strangers_study_is_refused_and_not_executed(begun, change, tmp_path, capfd):
+    words, executed = begun
+    try:
+        change(tmp_path / "study")
+    except PermissionError:
+        pytest.skip("only root can give files away")
+    capfd.readouterr()
+    assert_refused(pbt, words, capfd, f"--out {tmp_path / 'study'}: ", "where it was begun, or give another --out")
+    assert not executed.exists()
+    pickle.loads((tmp_path / "study/members/tuner.pkl").read_bytes())
+    assert executed.exists()  # it would have been
+
+
+def test_damaged_results_are_answered_in_one_sentence(begun, tmp_path, capfd):
+    """Good ones are read; a text where a number should be, a column less and a cell more are refused."""
+    path, columns = tmp_path / "study/results.csv", ["gamma", "learning_rate", "charts/episodic_return"]
+    head = f"member,generation,global_step,{','.join(columns)},cloned_from,hours,why\n"
+    row = "0,1,128,0.99,1e-05,-2.5,1,0.1,\n"
+    path.write_text(head + row + "1,1,,0.99,1e-05,,,,lost\n")
+    assert [row["hours"] for row in pbt.read_rows(path.parent, columns)] == ["0.1", ""]
+    capfd.readouterr()
+    for text in (head + row.replace("128", "much"), head.replace(",why", "") + row, head + "1," + row, head + "0,1\n"):
+        path.write_text(text)
+        assert_refused(pbt, begun[0], capfd, f"--out {path}: ", "give another folder")
+
+
+def test_only_own_folders_are_removed(tmp_path):
+    """A member's, and the study's when it is over; what a user has put there stays."""
+    for name in ("1_thesis", "abc_1_x", "abc_11_x", "abd_1_x"):
+        (tmp_path / "work" / name).mkdir(parents=True)
+    pbt.remove_work(tmp_path, "abc_1_")
+    assert {path.name for path in tmp_path.glob("work/*")} == {"1_thesis", "abc_11_x", "abd_1_x"}
+    pbt.remove_work(tmp_path, "abc_")
+    assert {path.name for path in tmp_path.glob("work/*")} == {"1_thesis", "abd_1_x"}
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch, capfd):

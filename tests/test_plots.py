@@ -1,17 +1,20 @@
 """Learning curves, scores over games and the study of levels, from run directories that are written here."""
 
 import csv
+import errno
 import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
 
-from experiments import levels, plot
+from common import files
+from experiments import augmentations, levels, plot, trials
 
 RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
 EVALUATION = "eval/test_levels/mean_return"
@@ -227,6 +230,61 @@ def test_half_written_last_line_is_left_out(tmp_path):
     assert len(draw(tmp_path, [path])) == 3
 
 
+BAD_LINES = [
+    b"text", b"null", b"[1]", b"1", b"\xff\xfe\x00", b"[" * 100_000, b'{"global_step": 1, "time": "now"}',
+    b'{"global_step": 1, "time": null}', b'{"global_step": null, "time": 2}', b'{"global_step": 1}',
+    b'{"global_step": 4000, "time": 1, "charts/episodic_return": "high"}', b'{"global_step": NaN, "time": 2}',
+    b'{"global_step": 4000, "time": 1, "charts/episodic_return": null}', b'{"global_step": -1, "time": 2}',
+    b'{"global_step": 4000, "time": %s}' % (b"9" * 400), b'{"global_step": %s, "time": 1}' % (b"9" * 5000),
+    b'{"global_step": 4000, "time": 1, "seconds": Infinity}',
+]  # fmt: skip
+
+
+def test_bad_lines_are_left_out(tmp_path, capsys):
+    """Among good ones; where there are no others, it is said that there are none."""
+    path, only = write_run(tmp_path / "runs"), write_run(tmp_path / "runs", steps=())
+    for run in (path, only):
+        with open(f"{run}/metrics.jsonl", "ab") as file:
+            file.write(b"\n".join(BAD_LINES))
+    assert len(plot.read_run(path).lines) == 3
+    assert_refused(plot, [only, "--out", tmp_path / "out"], capsys, f"RUN_DIRS {only}: has no line of metrics yet")
+    assert trials.values_of(Path(path), "charts/episodic_return") == [1, 2, 3]
+
+
+def test_numbers_of_any_size_are_drawn(tmp_path):
+    """400 digits are infinity, which is no point."""
+    huge = '{"global_step": 3500, "time": 3e4, "charts/episodic_return": %s}\n'
+    path = write_run(tmp_path / "runs", lines=[{"global_step": 4000, "time": 4e4, "charts/episodic_return": -1e308}])
+    with open(f"{path}/metrics.jsonl", "a") as file:
+        file.write(huge % ("9" * 400) + huge % "1e308" + huge % "-Infinity")
+    assert len(draw(tmp_path, [path, write_run(tmp_path / "runs", seed=2)], hours=True, each_run=True)) == 10
+
+
+def test_hours_are_those_of_the_runs_clock(tmp_path):
+    """Which goes on over a resume; in older runs, the computer's, which may be set back."""
+
+    def hours(*lines):
+        own = [{"global_step": i} | line for i, line in enumerate(lines)]
+        return [line["hours"] for line in plot.read_run(write_run(tmp_path, steps=(), lines=own)).lines]
+
+    assert hours({"time": 9e9, "seconds": 360}, {"time": 1, "seconds": 720}, {"time": 2, "seconds": 3600}) == [
+        0.1,
+        0.2,
+        1,
+    ]
+    assert hours({"time": 9e6}, {"time": 9e6 + 3600}, {"time": 9e6 - 7200}, {"time": 9e6}) == [0, 1, 1, 3]
+    older = {"time": 100}, {"time": 460}, {"time": 9e6, "seconds": 0}, {"time": 9e6, "seconds": 360}
+    assert hours(*older)[:2] == [0, 0.1]
+    assert hours(*older)[3] - hours(*older)[2] == pytest.approx(0.1)
+
+
+def test_names_are_no_formulas(tmp_path):
+    """A run's, a game's or a metric's: what is between two $ is drawn as it is."""
+    lines = [{"global_step": 3000, "time": 1e6, "$\\frac{$": 1.0}]
+    path = write_run(tmp_path / "runs", "$\\frac{$", "$\\frac{$", lines=lines, encoder="$\\frac{$")
+    draw(tmp_path, [path], metrics=("$\\frac{$",), group_by=("encoder",))
+
+
 def test_nan_is_no_point(tmp_path):
     run = plot.read_run(write_run(tmp_path, lines=[{"global_step": 4, "time": 1, "charts/episodic_return": np.nan}]))
     assert plot.curve(run.lines, "global_step", "charts/episodic_return").tolist() == [[1000, 2000, 3000], [1, 2, 3]]
@@ -349,16 +407,22 @@ def test_unlimited_levels_stand_at_the_right_end(tmp_path):
         ({"metrics": "charts/nothing"}, "--metrics charts/nothing", "charts/episodic_return"),
         ({"reference": "openai"}, "--reference openai", "easy-200-test"),
         ({"reference": "empty.csv"}, "--reference empty.csv", "env_steps and mean_return"),
+        ({"reference": "nan.csv"}, "--reference nan.csv", "env_steps and mean_return"),
         ({"reference": "maze.csv"}, "--reference maze.csv", "bigfish"),
         ({"points": 0}, "--points 0", "1 or more"),
         ({"aggregate": True}, f"--score-metric {EVALUATION}", "charts/episodic_return"),
         ({"score_metric": "charts/episodic_return"}, "--score-metric charts/episodic_return", "--aggregate"),
+        ({"random": "nan"}, "--random nan", "give a return"),
+        ({"out": ""}, "--out ''", "name of a file"),
+        ({"out": "somewhere/"}, "--out 'somewhere/'", "name of a file"),
+        ({"out": "a" * 300}, "--out aaa", "File name too long"),
         ({"out": "empty.csv/there"}, "--out empty.csv/there", "cannot write"),
     ],
 )
 def test_bad_flags(study, tmp_path, monkeypatch, capsys, flags, said, valid):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.csv").write_text("steps,mean_return\n1,2\n")
+    (tmp_path / "nan.csv").write_text("env_steps,mean_return\n1,nan\n")
     (tmp_path / "maze.csv").write_text("game,env_steps,mean_return\nmaze,1,2\n")
     error = assert_refused(plot, [*study, *flags_of(flags)], capsys)
     assert said in error
@@ -373,6 +437,11 @@ def test_bad_runs(tmp_path, monkeypatch, capsys):
     assert "RUN_DIRS nowhere" in assert_refused(plot, ["nowhere"], capsys)
     assert f"RUN_DIRS {empty}: has no line of metrics" in assert_refused(plot, [good, empty], capsys)
     other = write_run(tmp_path / "a", "coinrun")
+    assert "--metrics: give at least one" in assert_refused(plot, [good, "--metrics"], capsys)
+    (tmp_path / "link").symlink_to(good)
+    for again in (good, "link", f"a/../{Path(good).relative_to(tmp_path)}"):
+        for script in (plot, levels):
+            assert f"RUN_DIRS {again}: is the same run as {good}" in assert_refused(script, [good, again], capsys)
     assert "--random 1.0" in assert_refused(plot, [good, other, "--random", "1"], capsys)
     said = assert_refused(plot, [good, other, "--aggregate"], capsys)
     assert f"{other} has logged none" in said
@@ -382,6 +451,51 @@ def test_bad_runs(tmp_path, monkeypatch, capsys):
     fork = write_run(tmp_path / "a", "coinrun", script="mine", lines=scored(3))
     assert "'ppo_procgen' has no run of coinrun" in assert_refused(plot, [good, fork, "--aggregate"], capsys)
     assert not list(tmp_path.glob("curve*"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]", "1", "{", "\0", "[" * 100_000, '{"script": "a"}', '{"script": 1, "args": {}}',
+        '{"script": "a", "args": []}', '{"script": "a", "args": "b"}', '{"script": "a", "args": {"seed": "1"}}',
+        '{"script": "a", "args": {"env_id": []}}', '{"script": "a", "args": {"num_levels": "all"}}',
+        '{"script": "a", "args": {"distribution_mode": {}}}',
+    ],
+)  # fmt: skip
+def test_damaged_arguments_are_answered_in_one_sentence(content, tmp_path, capsys):
+    run = write_run(tmp_path, lines=scored(3))
+    Path(run, "args.json").write_text(content)
+    for script in (plot, levels):
+        assert_refused(
+            script, [run, "--out", tmp_path / "out"], capsys, f"RUN_DIRS {run}/args.json: ", "give run direc"
+        )
+
+
+def test_a_full_disk_is_no_bad_flag(tmp_path, monkeypatch):
+    """What was there stays."""
+
+    def fail(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "out.csv").write_text("old")
+    monkeypatch.setattr(csv.DictWriter, "writeheader", fail)
+    with pytest.raises(files.FullError, match="the disk is full"):
+        plot.main(plot.Args((write_run(tmp_path / "runs"),), out=str(tmp_path / "out")))
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.csv"]
+    assert (tmp_path / "out.csv").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--env-ids", "bigfish,chess"], "--env-id chess"),
+        (["--steps", -1], "--steps -1"),
+        (["--out", ""], "--out ''"),
+        (["--seed", -1], "--seed -1"),
+    ],
+)
+def test_bad_flags_of_augmentations(words, said, capsys):
+    assert_refused(augmentations, words, capsys, said)
 
 
 def test_bad_runs_of_levels(tmp_path, monkeypatch, capsys):

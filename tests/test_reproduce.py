@@ -3,6 +3,7 @@
 import csv
 import fcntl
 import importlib
+import json
 import math
 import os
 import signal
@@ -103,7 +104,10 @@ BAD = {
     "an unknown table": (["coinrun_grid"], "TABLE coinrun_grid", "coinrun_ppo_grid"),
     "no scale": (["gamma", "--scale", 0], "--scale 0", "above 0"),
     "a seed twice": (["gamma", "--seeds", 1, 1], "--seeds", "each once"),
-    "no jobs": (["gamma", "--jobs", 0], "--jobs 0", "1 or more"),
+    "no jobs": (["gamma", "--jobs", 0], "--jobs 0", "from 1"),
+    "a seed below 0": (["gamma", "--seeds", 1, -1], "--seeds 1 -1", "from 0 to 2147483647"),
+    "a seed of all": (["gamma", "--set", "seed=3"], "--set seed=3", "each run is given its own"),
+    "another run": (["gamma", "--set", "run_dir=/x"], "--set run_dir=/x", "each run is given its own"),
     "what the cells differ in": (["gamma", "--set", "gamma=0.9"], "--set gamma", "differ"),
     "steps": (["gamma", "--set", "total_timesteps=9"], "--set total_timesteps", "--scale"),
     "an unknown flag": (["gamma", "--set", "lr=9"], "lr", "no flag"),
@@ -115,6 +119,47 @@ def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
     words, names, valid = BAD[case]
     assert_refused(reproduce, [*words, "--runs", tmp_path, "--out", tmp_path], capfd, names, valid)
     assert not list(tmp_path.iterdir())
+
+
+def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
+    """Before anything is run: files in the place of folders, the progress of a run, and an earlier result."""
+    monkeypatch.setattr(trials, "run", None)
+    (out, root) = (table / "out", table / "runs")
+    words = ["small", "--seeds", 1, "--out", out, "--runs", root]
+    for flag in ("--out", "--runs"):
+        assert_refused(reproduce, [*words, flag, table / "tables.csv"], capfd, f"{flag} {table}/tables.csv: cannot wri")
+    row = reproduce.read_table("small")[0]
+    folder = reproduce.folder_of(root, row, reproduce.flags_of(row, reproduce.Args("small")), 1)
+    folder.mkdir(parents=True)
+    good = {"done": True, "seconds": 1.5, "why": ""}
+    for content in ([], 1, {}, good | {"done": 1}, good | {"seconds": "1"}, good | {"seconds": -1}, good | {"why": 1}):
+        (folder / "progress.json").write_text(json.dumps(content))
+        assert_refused(reproduce, words, capfd, f"--runs {folder / 'progress.json'}: ", "delete it")
+    (folder / "progress.json").unlink()
+    for text in ("seeds\n1\n", "seeds,steps\n1\n", "seeds,steps\n1,x\n", "seeds,steps\n-1,2\n"):
+        (out / "small.csv").write_text(text)
+        assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "move it away")
+
+
+def test_failures_are_told(table, monkeypatch, capfd):
+    """Where all runs failed, with exit code 1 and each reason once; beside one that came to its end, in a line."""
+
+    def fail(program, flags, *rest, **options):
+        if failing or "gamma" in flags:
+            raise RuntimeError("exit code 1: error: no")
+
+    monkeypatch.setattr(trials, "run", fail)
+    monkeypatch.setattr(trials, "origin", lambda: {"machine": "this", "jax": "1", "commit": "a", "date": "today"})
+    words = ["small", "--seeds", "1", "--out", str(table / "out"), "--runs", str(table / "runs")]
+    failing = True
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(reproduce.Args, reproduce.main, words)
+    assert stopped.value.code == 1
+    told = f"2 of 2 runs failed, see {table / 'runs'}: "
+    assert capfd.readouterr().err.startswith(f"error: {told}")
+    failing = False
+    runs.cli(reproduce.Args, reproduce.main, words)
+    assert f"1 of 2 runs failed, see {table / 'runs'}: fails, seed 1: exit code 1: error: no" in capfd.readouterr().out
 
 
 # THE README

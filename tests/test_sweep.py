@@ -6,6 +6,7 @@ import itertools
 import signal
 import textwrap
 import threading
+from datetime import date
 from pathlib import Path
 
 import optuna
@@ -13,6 +14,9 @@ import pytest
 import tyro
 import yaml
 from conftest import ROOT, TINY, assert_refused, assert_same_run, run_here, start, wait_for
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from sqlalchemy.exc import SQLAlchemyError
 
 import hnppo_doorgym
 import ppo_procgen
@@ -46,7 +50,8 @@ TINY_GRID = {
     "program": "ppo_procgen.py",
     "method": "grid",
     "metric": {"name": "charts/episodic_return", "goal": "maximize"},
-    "parameters": {name: {"value": value} for name, value in TINY.items()} | {"gap_stack": {"values": [True, False]}},
+    "parameters": {name: {"value": value} for name, value in TINY.items() if name != "wandb_mode"}
+    | {"gap_stack": {"values": [True, False]}},
 }
 
 
@@ -337,24 +342,64 @@ def test_values_are_drawn_within_their_ranges():
     assert values["fixed"] == [[1]] * 300
 
 
+def with_gamma(spec, method="random"):
+    return {"parameters": {"gamma": spec}, "method": method}
+
+
 BAD = {
     "nothing there": ({}, ["--out", "x"], "SWEEP", "sweep file"),
-    "no parameters": ({"parameters": None}, [], "its parameters is None", "SWEEP"),
-    "an unknown method": ({"method": "pbt"}, [], "pbt", "grid, random or bayes"),
+    "no parameters": ({"parameters": None}, [], "parameters: Input should be a valid dictionary, it is None", "SWEEP"),
+    "an unknown method": ({"method": "pbt"}, [], "pbt", "'grid', 'random' or 'bayes'"),
     "an unknown program": ({"program": "dqn.py"}, [], "dqn.py", "ppo_procgen.py"),
     "an unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
-    "a range in a grid": ({"parameters": {"gamma": {"min": 0.9, "max": 1.0}}}, [], "gamma", "a grid takes values"),
-    "half a range": ({"parameters": {"gamma": {"min": 0.9}}, "method": "random"}, [], "gamma", "min and max"),
+    "a range in a grid": (with_gamma({"min": 0.9, "max": 1.0}, "grid"), [], "gamma", "a grid takes values"),
+    "half a range": (with_gamma({"min": 0.9}), [], "gamma", "min and max"),
     "another rule": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate", "min_iter"),
-    "no mapping": ({"parameters": {"gamma": 0.5}}, [], "gamma is 0.5", "give it a value"),
-    "another goal": ({"metric": {"name": "loss", "goal": "max"}}, [], "SWEEP", "a name and a goal"),
-    "a metric without a name": ({"metric": "loss"}, [], "its metric is loss", "sweeps/"),
+    "no mapping": ({"parameters": {"gamma": 0.5}}, [], "parameters.gamma", "a valid dictionary, it is 0.5"),
+    "another goal": ({"metric": {"name": "loss", "goal": "max"}}, [], "metric.goal", "'minimize' or 'maximize'"),
+    "a metric without a name": ({"metric": "loss"}, [], "metric", "a valid dictionary, it is 'loss'"),
     "no end": ({"method": "bayes"}, [], "--count 0", "number of trials"),
-    "a count below 0": ({}, ["--count", -1], "--count -1", "0 or more"),
-    "no jobs": ({}, ["--jobs", 0], "--jobs 0", "1 or more"),
+    "a count below 0": ({}, ["--count", -1], "--count -1", "from 0"),
+    "no jobs": ({}, ["--jobs", 0], "--jobs 0", "from 1 to 1000"),
+    "twenty digits of jobs": ({}, ["--jobs", "1" * 20], "--jobs 1111", "from 1 to 1000"),
     "a flag without value": ({}, ["--set", "gamma"], "--set gamma", "name=value"),
     "a storage that is none": ({}, ["--storage", "nosql://x"], "--storage nosql://x", "cannot be opened"),
-}
+    "values that are nothing": (with_gamma({"values": None}), [], "gamma.values", "valid list, it is None"),
+    "values that are a number": (with_gamma({"values": 5}), [], "gamma.values", "valid list, it is 5"),
+    "values that are text": (with_gamma({"values": "abc"}), [], "gamma.values", "valid list, it is 'abc'"),
+    "no values": (with_gamma({"values": []}), [], "gamma.values", "at least 1 item"),
+    "dates": (with_gamma({"values": [date(2020, 1, 1)]}), [], "gamma.values.0: give a number", "2020"),
+    "a date": (with_gamma({"value": date(2020, 1, 1)}), [], "gamma.value: give a number", "2020"),
+    "lists among values": (with_gamma({"values": [[1]]}), [], "gamma.values.0: give a number", "[1]"),
+    "infinity": (with_gamma({"value": float("inf")}), [], "gamma.value: give a number", "inf"),
+    "400 digits": (with_gamma({"min": 0, "max": 10**400}), [], "gamma.max: give a number", "1000"),
+    "an end of text": (with_gamma({"min": "low", "max": 1}), [], "gamma.min: give a number", "'low'"),
+    "min above max": (with_gamma({"min": 2, "max": 1}), [], "gamma: min must not be above max", "SWEEP"),
+    "a logarithm of 0": (
+        with_gamma({"min": 0, "max": 1, "distribution": "log_uniform_values"}), [], "gamma", "must be above 0"
+    ),
+    "another distribution": (with_gamma({"min": 0, "max": 1, "distribution": "normal"}), [], "normal", "q_uniform"),
+    "halves of whole numbers": (
+        with_gamma({"min": 0.5, "max": 1, "distribution": "int_uniform"}), [], "gamma", "whole numbers"
+    ),
+    "steps of 0": (
+        with_gamma({"min": 0, "max": 1, "distribution": "q_uniform", "q": 0}), [], "gamma", "q must be above 0"
+    ),
+    "a number for a flag": ({"parameters": {1: {"value": 2}}}, [], "parameters.1", "a valid string, it is 1"),
+    "a rule in a list": ({"early_terminate": [1]}, [], "early_terminate", "a valid dictionary, it is [1]"),
+    "an eta of 0": (
+        {"early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 0}}, [], "early_terminate.eta", "or equal to 2"
+    ),
+    "a large grid": (
+        {"parameters": {name: {"values": [*range(100)]} for name in ("gamma", "l2", "hidden", "width", "seed")}}, [],
+        "its grid has 10,000,000,000 cells", "at most 1,000",
+    ),
+    "another run": ({"parameters": {"resume": {"value": "/x"}}}, [], "resume={'value': '/x'}", "each run is given its"),
+    "another run's folder": ({}, ["--set", "run-dir=/x"], "--set run_dir=/x", "each run is given its own"),
+    "another project": ({}, ["--set", "wandb_project=x"], "--set wandb_project=x", "each run is given its own"),
+    "a file to write in": ({}, ["--out", "/dev/null"], "--out /dev/null: cannot write there", "another folder"),
+    "a long name": ({}, ["--out", "/tmp/" + "a" * 300], "--out /tmp/aaa", "File name too long"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -364,6 +409,36 @@ def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
     if case == "nothing there":
         path.unlink()
     assert_refused(sweep, [path, "--out", tmp_path / "out", *words], capfd, names, valid)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: " + "[" * 200_000, "nested too deeply"),  # what reads YAML in C dies of it
+        ("a: &a [*a]", "program: Field required"),
+        ("- 1", "a valid dictionary, it is [1]"),
+        ("a: 2020-13-45", "month must be in 1..12"),
+        ("\x00", "not allowed"),
+    ],
+)
+def test_what_is_no_sweep_file_is_answered_in_one_sentence(text, said, tmp_path, capfd):
+    (tmp_path / "s").write_text(text)
+    assert_refused(sweep, [tmp_path / "s", "--out", tmp_path / "out"], capfd, f"SWEEP {tmp_path / 's'}: ", said)
+
+
+def test_what_wandb_takes_is_taken(tmp_path):
+    """Values of each kind, both forms of Hyperband, and keys that only its server reads."""
+    parameters = {
+        "gamma": {"values": [0.9, 1]}, "augment": {"values": ["", "flip"]}, "gap_stack": {"values": [True, False]},
+        "l2": {"min": 0, "max": 1.0}, "vf_coef": {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.25},
+        "learning_rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1}, "kl_coef": {"value": 0},
+        "ent_coef": {"distribution": "categorical", "values": [0, 0.1]}, "seed": {"min": 1, "max": 9},
+    }  # fmt: skip
+    for rule in ({"min_iter": 3, "eta": 2, "strict": True}, {"max_iter": 27, "s": 2}):
+        given = {"parameters": parameters, "method": "bayes", "early_terminate": {"type": "hyperband"} | rule}
+        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", name="mine", command=["x"], **given)))
+        assert read["parameters"] == parameters
+        assert [type(x) for x in read["parameters"]["gamma"]["values"]] == [float, int]
 
 
 def test_another_study_is_refused(tmp_path, capfd):
@@ -379,3 +454,69 @@ def test_another_study_is_refused(tmp_path, capfd):
     assert_refused(sweep, [path, *words], capfd, f"has its runs in {out}, give that")
     (out / "study.db").unlink()
     assert_refused(sweep, [path, "--out", out], capfd, "of a study that is gone")
+    for text in ("[]", '{"study": "s"}', '{"study": ["s"], "id": 1}', "{", "[" * 100_000):
+        (out / "study.json").write_text(text)
+        assert_refused(sweep, [path, "--out", out], capfd, f"--out {out / 'study.json'}: ", "give another folder")
+
+
+def test_failures_are_told(quick, tmp_path, capfd):
+    """Where all trials failed, with exit code 1 and each reason once; beside one that came to its end, in a line."""
+    two = {"x": {"values": [0, 2]}, "steps": {"value": 1}}
+    with pytest.raises(SystemExit) as stopped:
+        quick(two, "--count", 1)
+    assert stopped.value.code == 1
+    told = f"1 of 1 runs failed, see {tmp_path / 'out/results.csv'}: trial 0: exit code 1: error: --x 0: is bad\n"
+    assert capfd.readouterr().err == f"error: {told}"
+    quick(two)
+    assert told.replace("1 of 1", "1 of 2") in capfd.readouterr().out
+
+
+def test_a_full_disk_is_told_in_one_sentence(quick, monkeypatch, capfd):
+    """SQLite's own words for it, in Optuna's error."""
+
+    def fail(*given, **where):
+        try:
+            raise SQLAlchemyError("(sqlite3.OperationalError) database or disk is full")
+        except SQLAlchemyError as error:
+            raise optuna.exceptions.StorageInternalError("an exception is raised during the commit") from error
+
+    monkeypatch.setattr(sweep, "run_trial", fail)
+    with pytest.raises(files.FullError, match=r"the disk is full.*the same command goes on"):
+        quick({"x": {"values": [1]}})
+
+
+def test_names_are_no_formulas(tmp_path, monkeypatch):
+    """A study's or a value's: what is between two $ is drawn as it is. A logarithm's numbers are none either."""
+    study = optuna.create_study(study_name="$\\frac{$", sampler=optuna.samplers.RandomSampler(seed=0))
+    study.set_user_attr("sweep", {"metric": {"name": "$\\frac{$", "goal": "minimize"}})
+    specs = {"x": {"values": ["$\\frac{$", "b"]}, "y": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}}
+    for value in range(4):
+        trial = study.ask()
+        assert {name: sweep.suggest(trial, name, spec) for name, spec in specs.items()}
+        for name, content in {"seconds": 1, "origin": {"machine": "this one"}}.items():
+            trial.set_user_attr(name, content)
+        study.tell(trial, value)
+    texts, save = [], Figure.savefig
+
+    def look(figure, *given, **how):
+        save(figure, *given, **how)
+        texts.extend(text.get_text() for text in figure.findobj(Text))
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    sweep.write_results(study, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.csv", "parallel.png", "importance.png"}
+    assert {"$\\frac{$", "1e\N{MINUS SIGN}03"} <= set(texts)
+    assert not any("mathdefault" in text for text in texts)
+
+
+def test_cells_are_queued_once(tmp_path, monkeypatch):
+    """Though the process that queued the first of them died."""
+    cells = {"gamma": {"values": [0.9, 1]}, "gap_stack": {"values": [True, False]}}
+    path = str(write_sweep(tmp_path / "s.yaml", parameters=cells))
+    given = sweep.Args(path), sweep.read_sweep(path), "s", tmp_path
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "grid_of", lambda content: [{"gamma": 0.9, "gap_stack": True}, None])
+        with pytest.raises(TypeError):
+            sweep.open_study(*given)
+    queued = [trial.system_attrs["fixed_params"] for trial in sweep.open_study(*given).trials]
+    assert queued == sweep.grid_of(given[1])

@@ -1,0 +1,126 @@
+"""Nothing that is in a file is executed when the file is read: sweeps, JSON, metrics, tables and checkpoints."""
+
+import contextlib
+import json
+import pickle
+import sys
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import evaluate
+from common import runs
+from experiments import pbt, plot, reproduce, sweep, trials
+
+COMMANDS = "pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"
+CODE = "exec", "compile", "import"
+MARKER = "of_a_hostile_file"
+seen = []
+watching = False
+
+
+def look(event, given):
+    """Notes commands, and code that has the marker in it."""
+    if watching and (event in COMMANDS or (event in CODE and MARKER in f"{given} {getattr(given[0], 'co_names', '')}")):
+        seen.append((event, repr(given)[:200]))
+
+
+sys.addaudithook(look)  # for as long as the process lives
+
+
+@contextlib.contextmanager
+def watched(*answers):
+    """What may be raised are UsageError and other `answers`."""
+    global watching
+    seen.clear()
+    watching = True
+    try:
+        with contextlib.suppress(runs.UsageError, *answers):
+            yield
+    finally:
+        watching = False
+
+
+class Payload:
+    """What unpickles it executes a command."""
+
+    def __init__(self, path):
+        self.code = f"{MARKER} = open({str(path)!r}, 'w')"
+
+    def __reduce__(self):
+        return exec, (self.code,)
+
+
+def hostile(path):
+    """Contents that make a file at `path` if they are taken for code, YAML's objects or pickles."""
+    code = Payload(path).code
+    reduced = {"py/object/apply": "builtins.exec", "__reduce__": ["builtins.exec", code], "__class__": code}
+    return [
+        f"!!python/object/apply:builtins.exec [{json.dumps(code)}]",
+        f"parameters: !!python/object/new:os.system [{json.dumps(f'touch {path}')}]",
+        f"!!python/module:{MARKER}", f"!!python/name:{code}", code, f"__import__('os').system({f'touch {path}'!r})",
+        json.dumps(reduced), json.dumps([reduced]), json.dumps({"script": code, "args": reduced | {"env_id": code}}),
+        pickle.dumps(Payload(path), 0).decode(), pickle.dumps(Payload(path)),
+    ]  # fmt: skip
+
+
+def read_study(folder):
+    (folder / "s.yaml").write_text("program: ppo_procgen.py\nmethod: grid\nmetric: {name: x}\nparameters: {}\n")
+    args = sweep.Args(str(folder / "s.yaml"))
+    sweep.open_study(args, sweep.read_sweep(args.sweep), "s", folder)
+
+
+LOADERS = {
+    "s.yaml": lambda folder: sweep.read_sweep(str(folder / "s.yaml")),
+    "s": lambda folder: sweep.read_sweep(str(folder / "s")),
+    "study.json": read_study,
+    "args.json": lambda folder: (plot.read_run(str(folder)), runs.read_args(str(folder), "RUN_DIR")),
+    "args.json of a study": lambda folder: pbt.main(pbt.Args("ppo_procgen.py", out=str(folder))),
+    "metrics.jsonl": lambda folder: trials.values_of(folder, "x"),
+    "progress.json": reproduce.read_progress,
+    "member.json": pbt.read_owner,
+    "eval.json": lambda folder: evaluate.read_results(folder / "eval.json"),
+    "results.csv": lambda folder: reproduce.steps_of(folder / "results.csv"),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_file_is_not_executed(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(pbt.ray, "init", None)
+    monkeypatch.setattr(pbt, "check_args", lambda args: ({}, {}))
+    for content in hostile(tmp_path / "executed"):
+        path = tmp_path / name.split()[0]
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with watched():
+            LOADERS[name](tmp_path)
+        assert not seen
+        assert not (tmp_path / "executed").exists()
+
+
+def test_the_watch_sees_what_is_executed(tmp_path):
+    with watched():
+        pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    assert {event for event, _ in seen} >= {"pickle.find_class", "exec"}
+    assert (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_is_not_executed(tmp_path):
+    """Whichever of its files is hostile; a whole one is read."""
+    state = {"state": {"x": np.arange(3), "y": np.float32(2)}, "run": {"lines": np.int64(1)}}
+    with runs._checkpoint_manager(tmp_path / "good", keep=1) as manager:
+        manager.save(7, args=ocp.args.StandardSave(state))
+    step, tree = runs.load_checkpoint(str(tmp_path / "good"))  # what loading imports and starts itself, it has now
+    assert step == 7
+    np.testing.assert_array_equal(tree["state"]["x"], [0, 1, 2])
+    files = [path for path in (tmp_path / "good").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for path in files:
+        content = path.read_bytes()
+        for bad in hostile(tmp_path / "executed")[-5:]:
+            path.write_bytes(bad if isinstance(bad, bytes) else bad.encode())
+            with watched(Exception):
+                runs.load_checkpoint(str(tmp_path / "good"))
+            assert not seen, path
+            assert not (tmp_path / "executed").exists(), path
+        path.write_bytes(content)
