@@ -568,8 +568,12 @@ def initial(args: Args, agent: Agent) -> dict:
 
 
 def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run; its replay buffer is as yet a tree of NumPy arrays, if it is there."""
-    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
+    """The newest checkpoint of a run, with its replay buffer if it was saved."""
+    saved = runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
+    if "replay" in saved:
+        template = jax.eval_shape(partial(initial_replay, args))
+        saved["replay"] = checkpoints.restore_tree(template, saved["replay"], run_dir)
+    return saved
 
 
 def make_fleet(args: Args, agent: Agent) -> Fleet:
@@ -591,8 +595,7 @@ def make_buffer(args: Args, saved: dict | None) -> replay.Replay:
     else:
         home = devices.shardings(args, replay.REPLAY)
     if saved and "replay" in saved:
-        template = jax.eval_shape(partial(initial_replay, args))
-        return jax.device_put(checkpoints.restore_tree(template, saved.pop("replay"), args.resume), home)
+        return jax.device_put(saved.pop("replay"), home)
     return jax.jit(partial(initial_replay, args), out_shardings=home)()
 
 

@@ -14,28 +14,32 @@ import numpy as np
 from common import files
 from common.files import UsageError, check, full_disk_explained
 
-TEMPORARY = "*.orbax-checkpoint-tmp*"
+TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is not finished
 
 
-def open_folder(run_dir: Path, keep: int | None = None):
-    """Orbax's manager of a run's checkpoints: to read them, or with `keep` to write them too, the newest of which stay.
+def steps_in(run_dir: str | Path) -> list[int]:
+    """The steps of a run's checkpoints, oldest first."""
+    return sorted(int(path.name) for path in Path(run_dir, "checkpoints").glob("*") if path.name.isdigit())
 
-    Who writes must hold the run: what is left of a checkpoint that was never finished is removed.
-    """
+
+def _orbax():
     import orbax.checkpoint as ocp  # late: it takes a second
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # its threads log what is raised here too
-    folder, writes = Path(run_dir, "checkpoints").absolute(), keep is not None
-    if writes:
-        folder.mkdir(exist_ok=True)
-    for unfinished in folder.glob(TEMPORARY) if writes else ():
-        shutil.rmtree(unfinished)
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, create=False)
+    sys.unraisablehook = _ignore_late_threads
+    options = ocp.options.MultiprocessingOptions()
     if jax.process_count() > 1:  # each host for itself
         one = jax.process_index()
-        options.multiprocessing_options = ocp.options.MultiprocessingOptions(one, {one}, f"host{one}")
+        options = ocp.options.MultiprocessingOptions(one, {one}, f"host{one}")
     # Not in OCDBT's form, for which tensorstore 0.1.86 leaks 300 bytes an array each time (KvStore.Spec.to_json).
-    return ocp.CheckpointManager(folder, options=options, item_handlers=ocp.PyTreeCheckpointHandler(use_ocdbt=False))
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
+
+
+def _ignore_late_threads(unraisable) -> None:
+    """Where a file cannot be read or written, tensorstore's other threads come back when nobody waits any more."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def checksum(tree: dict[str, Any]) -> np.ndarray:
@@ -48,67 +52,64 @@ def checksum(tree: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(sha.digest(), np.uint8)
 
 
-def save(manager, step: int, tree: dict[str, Any]) -> None:
-    """Writes a tree of dicts of arrays, with its checksum.
+def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
+    """Writes a tree of dicts of arrays, with its checksum, and removes all checkpoints but the newest ones.
 
     Raises FullError if the disk is full, and removes what there is of it.
     """
     import orbax.checkpoint as ocp
 
     tree = jax.device_get(tree)
-    folder = Path(manager.directory)
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # tensorstore's threads complain on their own
+    folder = (run_dir / "checkpoints").absolute()
     try:
-        with full_disk_explained(folder / str(step)):
-            manager.save(step, args=ocp.args.PyTreeSave(tree | {"checksum": checksum(tree)}), force=True)
+        with full_disk_explained(folder / str(step)), _orbax() as orbax:
+            orbax.save(folder / str(step), ocp.args.PyTreeSave(tree | {"checksum": checksum(tree)}), force=True)
     except BaseException:
-        _remove_unfinished(folder)
+        remove_unfinished(run_dir, seconds=1)
         raise
-    sys.unraisablehook = hook
+    for old in steps_in(run_dir)[:-keep]:
+        shutil.rmtree((folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}"))
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Removes what a save has left that failed, until for a second none of Orbax's threads has written any more."""
+def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
+    """Removes what is left of checkpoints that were never finished, until for so many seconds nothing new has come of
+    Orbax's threads. For who holds the run."""
     gone = time.monotonic()
-    while time.monotonic() - gone < 1:
-        for unfinished in folder.glob(TEMPORARY):
+    while True:
+        for unfinished in Path(run_dir, "checkpoints").glob(TEMPORARY):
             shutil.rmtree(unfinished, ignore_errors=True)
             gone = time.monotonic()
+        if time.monotonic() - gone >= seconds:
+            return
         time.sleep(0.05)
 
 
-def load(run_dir: str) -> tuple[int, dict[str, Any]]:
+def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
     """The newest checkpoint that is whole: its step and its tree of NumPy arrays (tuples come back as dicts).
 
     Says which ones are damaged. Raises UsageError if none is left. The run may go on meanwhile.
     """
-    check(Path(run_dir, "checkpoints").is_dir(), f"{run_dir} has no checkpoint yet: nothing to load")
     damaged = {}
-    with open_folder(Path(run_dir)) as manager:
-        while steps := sorted({*manager.all_steps(read=True)} - {*damaged}):
-            try:
-                tree = _read(manager, steps[-1])
-            except Exception as error:  # Orbax and tensorstore raise many kinds
-                if max(manager.all_steps(read=True), default=-1) <= steps[-1]:  # else the run has gone on meanwhile
-                    why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
-                    damaged[steps[-1]] = f"checkpoint {Path(run_dir, 'checkpoints', str(steps[-1]))} is damaged ({why})"
-                continue
-            for sentence in damaged.values():
-                print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)
-            return steps[-1], tree
+    while steps := [step for step in steps_in(run_dir) if step not in damaged]:
+        path = Path(run_dir, "checkpoints", str(steps[-1])).absolute()
+        try:
+            tree = _read(path)
+        except Exception as error:  # Orbax and tensorstore raise many kinds
+            if max(steps_in(run_dir), default=-1) <= steps[-1]:  # else the run has gone on, and removed this one
+                why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
+                damaged[steps[-1]] = f"checkpoint {path} is damaged ({why})"
+            continue
+        for sentence in damaged.values():
+            print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)
+        return steps[-1], tree
     none = f"{run_dir} has no {'whole' if damaged else 'complete'} checkpoint: nothing to load"
     raise UsageError("; ".join([none, *damaged.values()]))
 
 
-def _read(manager, step: int) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """One checkpoint; raises many kinds of error, ValueError if its checksum is wrong."""
-    import orbax.checkpoint as ocp
-
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        tree = manager.restore(step, args=ocp.args.PyTreeRestore())
-    finally:
-        sys.unraisablehook = hook
+    with _orbax() as orbax:
+        tree = orbax.restore(path)
     expected = tree.pop("checksum", None)
     if expected is None or not np.array_equal(expected, checksum(tree)):
         raise ValueError("it has no checksum" if expected is None else "its checksum differs")
@@ -117,9 +118,9 @@ def _read(manager, step: int) -> dict[str, Any]:
 
 def set_aside(run_dir: Path, after: int) -> None:
     """Moves checkpoints of later steps, which are damaged, to the folder `damaged`: nobody is to go on from them."""
-    for path in Path(run_dir, "checkpoints").iterdir():
-        if path.name.isdigit() and int(path.name) > after:
-            files.set_aside(path, run_dir / "damaged")
+    for step in steps_in(run_dir):
+        if step > after:
+            files.set_aside(run_dir / "checkpoints" / str(step), run_dir / "damaged")
 
 
 def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:

@@ -201,7 +201,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             _join_hosts()
         main(args)
     except (UsageError, DivergedError, FullError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         if isinstance(error, FullError) and jax.process_count() > 1:
             os._exit(1)  # as below
         sys.exit(2 if isinstance(error, UsageError) else 1)
@@ -301,8 +301,8 @@ def _flag_value(argv: list[str], flag: str) -> str | None:
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder: the second start takes seconds."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "jax-rl-scripts")
-    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(files.own_folder())
+    jax.config.update("jax_compilation_cache_dir", folder)
 
 
 class Schedule(NamedTuple):
@@ -524,7 +524,8 @@ class Run:
         known = read_args(args.resume, "--resume", script) if args.resume else {}
         config = dataclasses.asdict(args) | {"resume": ""}
         run_id = known.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or self.path.name
-        self._checkpoints = checkpoints.open_folder(self.path, args.keep_checkpoints)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
+        checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
         self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
@@ -548,7 +549,6 @@ class Run:
             self._metrics.close()
         if isinstance(error, FullError):
             error.args = (f"{error}; {self._kept()}",)
-        self._checkpoints.close()
         if self.stop and kind is None:
             self.say(f"stopped by {self.stop}; continue with: {self._how_to_go_on()}")
         if self._wandb:
@@ -560,10 +560,10 @@ class Run:
         return f"python {self._script}.py --resume {self.path}"
 
     def _kept(self) -> str:
-        last = self._checkpoints.latest_step()
-        if last is None:
+        steps = checkpoints.steps_in(self.path)
+        if not steps:
             return "no checkpoint was written yet"
-        return f"the checkpoint of step {last} is whole, to go on from it: {self._how_to_go_on()}"
+        return f"the checkpoint of step {steps[-1]} is whole, to go on from it: {self._how_to_go_on()}"
 
     def _on_signal(self, number: int, frame) -> None:
         # Asked twice: do not wait for the iteration's end. One signal to a whole group may come twice, though, at once.
@@ -668,7 +668,8 @@ class Run:
             content = devices.whole(self._args, tree) | {"hosts": devices.of_each_host(self._args, own)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
             if self.first:
-                checkpoints.save(self._checkpoints, step, serialization.to_state_dict(content))
+                tree = serialization.to_state_dict(content)
+                checkpoints.save(self.path, step, tree, keep=self._args.keep_checkpoints)
         self._saved = self._written = step
 
     def _where(self) -> dict[str, int]:
