@@ -255,7 +255,7 @@ def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
 
 def main(args: Args) -> None:
     runs.check_limits(args, {"minutes": (0.1, 10**6), "every": (1, 3600)})
-    trials.check_flags(f"soak {args.script}", args.script, ())
+    trials.check_flags(f"soak {args.script}", args.script, {})
     runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")
     rows = read_rows(Path(f"{args.out}.csv"))
     now = args.script, args.flags

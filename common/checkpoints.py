@@ -90,18 +90,18 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
     Says which ones are damaged. Raises UsageError if none is left. The run may go on meanwhile.
     """
     damaged = {}
-    while steps := [step for step in steps_in(run_dir) if step not in damaged]:
-        path = Path(run_dir, "checkpoints", str(steps[-1])).absolute()
+    while newest := max(set(steps_in(run_dir)) - set(damaged), default=None):
+        path = Path(run_dir, "checkpoints", str(newest)).absolute()
         try:
             tree = _read(path)
         except Exception as error:  # Orbax and tensorstore raise many kinds
-            if max(steps_in(run_dir), default=-1) <= steps[-1]:  # else the run has gone on, and removed this one
+            if path.exists():  # else the run has gone on meanwhile, and removed it
                 why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
-                damaged[steps[-1]] = f"checkpoint {path} is damaged ({why})"
+                damaged[newest] = f"checkpoint {path} is damaged ({why})"
             continue
         for sentence in damaged.values():
             print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)
-        return steps[-1], tree
+        return newest, tree
     none = f"{run_dir} has no {'whole' if damaged else 'complete'} checkpoint: nothing to load"
     raise UsageError("; ".join([none, *damaged.values()]))
 

@@ -6,11 +6,10 @@ import pickle
 import sys
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import evaluate
-from common import runs
+from common import checkpoints, runs
 from experiments import pbt, plot, reproduce, sweep, trials
 
 COMMANDS = "pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"
@@ -108,9 +107,9 @@ def test_the_watch_sees_what_is_executed(tmp_path):
 def test_a_checkpoint_is_not_executed(tmp_path):
     """Whichever of its files is hostile; a whole one is read."""
     state = {"state": {"x": np.arange(3), "y": np.float32(2)}, "run": {"lines": np.int64(1)}}
-    with runs._checkpoint_manager(tmp_path / "good", keep=1) as manager:
-        manager.save(7, args=ocp.args.StandardSave(state))
-    step, tree = runs.load_checkpoint(str(tmp_path / "good"))  # what loading imports and starts itself, it has now
+    (tmp_path / "good" / "checkpoints").mkdir(parents=True)
+    checkpoints.save(tmp_path / "good", 7, state, keep=1)
+    step, tree = checkpoints.load(str(tmp_path / "good"))  # what loading imports and starts itself, it has now
     assert step == 7
     np.testing.assert_array_equal(tree["state"]["x"], [0, 1, 2])
     files = [path for path in (tmp_path / "good").rglob("*") if path.is_file()]
@@ -120,7 +119,7 @@ def test_a_checkpoint_is_not_executed(tmp_path):
         for bad in hostile(tmp_path / "executed")[-5:]:
             path.write_bytes(bad if isinstance(bad, bytes) else bad.encode())
             with watched():
-                runs.load_checkpoint(str(tmp_path / "good"))
+                checkpoints.load(str(tmp_path / "good"))
             assert not seen, path
             assert not (tmp_path / "executed").exists(), path
         path.write_bytes(content)
