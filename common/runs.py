@@ -40,6 +40,7 @@ from common import checkpoints, devices, files
 from common.files import FullError, UsageError, check, write_json
 
 MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
+MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 class DivergedError(RuntimeError):
@@ -122,7 +123,7 @@ def check_flags(args: Any) -> None:
             group.check(args)
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
-        finite = not isinstance(value, float) or abs(value) <= np.finfo(np.float32).max
+        finite = not isinstance(value, float) or abs(value) <= MAX_FLOAT
         check(finite, f"{flag_of(field.name)} {value}: is not a number that float32 can hold")
 
 
@@ -321,7 +322,7 @@ def parse_schedule(text: str) -> Schedule:
     """Reads "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError if it is neither."""
     points = text.split(",") if ":" in text else [f"0:{text}"]
     steps, values = zip(*(map(float, point.split(":")) for point in points), strict=True)
-    finite = (np.abs(steps + values) <= np.finfo(np.float32).max).all()  # NaN is not
+    finite = (np.abs(steps + values) <= MAX_FLOAT).all()  # NaN is not
     if not (finite and steps[0] >= 0 and (np.diff(steps) > 0).all()):
         raise ValueError(text)
     return Schedule(steps, values)

@@ -47,12 +47,10 @@ def contents(run_dir):
 
 
 def test_a_run_that_is_held_is_refused(run_dir, capfd):
-    """With the holder's name, and nothing is changed; it may be read meanwhile, and had again once the holder is dead."""
-    code = (
-        "import sys, pathlib; from common import files; lock = files.take(pathlib.Path(sys.argv[1])); print(flush=True);"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code + " input()", run_dir], cwd=ROOT, stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE)  # fmt: skip
+    """By the name of its holder, and nothing is changed. It may be read meanwhile, and had again once that is dead."""
+    code = "import pathlib, sys; from common import files; x = files.take(pathlib.Path(sys.argv[1])); print(); input()"
+    command = [sys.executable, "-uc", code, run_dir]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     holder.stdout.readline()
     before = contents(run_dir)
     words = ["--resume", run_dir, "--total-timesteps", 600, "--wandb-mode", "disabled"]
@@ -68,7 +66,7 @@ def test_a_run_that_is_held_is_refused(run_dir, capfd):
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capfd):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
@@ -184,7 +182,7 @@ def test_a_full_disk_at_the_first_write(words, run_dir, tmp_path, monkeypatch, c
     """Of a new run nothing is left, and a resumed one is as it was."""
     before = contents(tmp_path)
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(json, "dumps", refuse)
