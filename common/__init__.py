@@ -8,7 +8,7 @@ from pathlib import Path
 
 def _end(number: int, frame) -> None:
     name = signal.Signals(number).name
-    os.write(2, f"stopped by {name} before training began: nothing was changed\n".encode())
+    os.write(2, f"stopped by {name}: no training was under way\n".encode())
     os._exit(128 + number)
 
 

@@ -20,7 +20,11 @@ class UsageError(ValueError):
     """Bad input: one sentence that names the flag, the value and what would be valid."""
 
 
-class FullError(RuntimeError):
+class FailedError(RuntimeError):
+    """What was asked for could not be done: one sentence."""
+
+
+class FullError(FailedError):
     """A disk is full: one sentence about what could not be written, and where."""
 
 

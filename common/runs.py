@@ -37,13 +37,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common import checkpoints, devices, files
-from common.files import FullError, UsageError, check, write_json
+from common.files import FailedError, FullError, UsageError, check, write_json
 
 MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
 MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
-class DivergedError(RuntimeError):
+class DivergedError(FailedError):
     """Training produced NaN or infinity."""
 
 
@@ -201,7 +201,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             args.check()  # before JAX starts: not every script can
             _join_hosts()
         main(args)
-    except (UsageError, DivergedError, FullError) as error:
+    except (UsageError, FailedError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         if isinstance(error, FullError) and jax.process_count() > 1:
             os._exit(1)  # as below

@@ -478,7 +478,7 @@ def main(args: Args) -> None:
     results.setup()  # Ray may have had a copy
     over = grid.num_errors + sum(row["generation"] == str(args.generations) for row in rows)
     if results.stop_all() or (over >= args.population and not good):
-        raise runs.DivergedError(f"no member is left: {rows[-1]['why']}; see {out / 'members'}")
+        raise files.FailedError(f"no member is left: {rows[-1]['why']}; see {out / 'members'}")
     if over < args.population:
         print("stopped; the same command goes on")
     else:

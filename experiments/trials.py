@@ -13,7 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.runs import DivergedError, check, flag_of
+from common.files import FailedError, check
+from common.runs import flag_of
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
@@ -100,7 +101,7 @@ def values_of(run: Path | None, metric: str) -> list[float]:
 
 
 def report_failures(failed: dict[str, str], count: int, see: Path) -> None:
-    """Says which of `count` runs failed, by why; raises DivergedError if it is all of them."""
+    """Says which of `count` runs failed, by why; raises FailedError if it is all of them."""
     if not failed:
         return
     by_reason = {}
@@ -109,7 +110,7 @@ def report_failures(failed: dict[str, str], count: int, see: Path) -> None:
     listed = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
     sentence = f"{len(failed)} of {count} runs failed, see {see}: {listed}"
     if len(failed) == count:
-        raise DivergedError(sentence)
+        raise FailedError(sentence)
     print(sentence)
 
 
