@@ -90,7 +90,8 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
     Says which ones are damaged. Raises UsageError if none is left. The run may go on meanwhile.
     """
     damaged = {}
-    while newest := max(set(steps_in(run_dir)) - set(damaged), default=None):
+    while steps := [step for step in steps_in(run_dir) if step not in damaged]:
+        newest = steps[-1]
         path = Path(run_dir, "checkpoints", str(newest)).absolute()
         try:
             tree = _read(path)
