@@ -614,7 +614,8 @@ class Run:
         self._begun = True
         if devices.hosts(self._args) > 1:  # all of them stop before the same update
             signals = devices.of_each_host(self._args, np.bool_(self._signal))
-            self.stop = self._signal or ("a signal on another host" if any(signals.values()) else None)
+            if any(signals.values()):  # not one that has come since, of which the others do not know
+                self.stop = self._signal or "a signal on another host"
         return finished or bool(self.stop)
 
     def evaluation_due(self, step: int) -> bool:

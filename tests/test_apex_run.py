@@ -142,7 +142,7 @@ def test_the_buffer_is_cut_and_its_priorities_are_written(uninterrupted):
     """Where the games start anew no return runs on; and what was learnt from has a new priority."""
     args = apex.Args(**TINY)
     saved = checkpoints.load(uninterrupted)[1]["replay"]
-    buffer = runs.restore_tree(jax.eval_shape(lambda: apex.initial_replay(args)), saved, "")
+    buffer = checkpoints.restore_tree(jax.eval_shape(lambda: apex.initial_replay(args)), saved, "")
     rows, length = buffer.rows, len(buffer.priorities)
     (last,) = [t % length for t in range(buffer.written - length, buffer.written) if t % 64 == 63]
     assert rows.done[last].all()
