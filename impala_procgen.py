@@ -656,9 +656,8 @@ def make_fleet(args: Args, agent: Agent) -> Fleet:
 def kept(args: Args, agent: Agent) -> tuple:
     """What a run keeps, for `runs.check_memory`."""
     carry = initial_carry(args, devices.games_of_host(args))
-    return initial(args, agent), [
-        begin_rollout(args, carry, 0)
-    ] * 2  # one unroll is played while another is learnt from
+    rollout = begin_rollout(args, carry, 0)
+    return initial(args, agent), rollout, rollout  # one unroll is played while another is learnt from
 
 
 def main(args: Args) -> runs.Run:
