@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from benchmarks import records
-from common import runs
+from common import checkpoints, runs
 from experiments import trials
 
 # Everything that has a state of its own is on. A checkpoint after each update or two, and long enough for a dozen.
@@ -80,10 +80,10 @@ class Args:
 # WHAT IS THERE
 
 
-def checkpoints(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints of the run in a folder; Orbax writes under another name first."""
+def finished(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints of the run in a folder."""
     run = trials.find_run(folder)
-    return sorted(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit()) if run else []
+    return checkpoints.steps_in(run) if run else []
 
 
 def being_written(folder: Path) -> set[Path]:
@@ -97,7 +97,7 @@ def describe(folder: Path) -> str:
     if run is None:
         return "nothing" if not any(folder.glob("*__*")) else "a run directory without args.json"
     logged = [int(line["global_step"]) for line in trials.read_metrics(run)]
-    steps = checkpoints(folder)
+    steps = finished(folder)
     words = f"step {logged[-1]} logged" if logged else "nothing logged"
     return f"{words}, {f'checkpoints up to {steps[-1]}' if steps else 'no checkpoint'}"
 
@@ -117,7 +117,9 @@ def difference(whole: Path, run: Path) -> str:
             names = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
             one = f"{names[0]} is {b.get(names[0])}, {a.get(names[0])} if left alone"
             return f"line {i + 1} of metrics, step {b['global_step']}: {one} ({len(names)} differ)"
-    (step, a), (its_step, b) = runs.load_checkpoint(str(whole)), runs.load_checkpoint(str(run))
+    (step, a), (its_step, b) = checkpoints.load(whole), checkpoints.load(run)
+    for tree in (a, b):
+        tree["run"].pop("seconds")
     if step != its_step or jax.tree.structure(a) != jax.tree.structure(b):
         return f"the last checkpoint is of step {its_step}, {step} if left alone, or has other parts"
     for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
@@ -131,7 +133,7 @@ def difference(whole: Path, run: Path) -> str:
 
 def start(script: str, folder: Path, cache: Path) -> subprocess.Popen:
     """Starts a script in a folder, or goes on with the run that is there if it has a complete checkpoint."""
-    if checkpoints(folder):
+    if finished(folder):
         words = ["--resume", str(trials.find_run(folder))]
     else:
         words = trials.words_of(FLAGS[script] | {"wandb_mode": "disabled", "run_dir": folder})

@@ -34,7 +34,7 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
     (tmp_path / "work/1_thesis").mkdir(parents=True)
     process = start(*STUDY, "--out", tmp_path)
     begun = set()
-    wait_for(lambda: begun.update(tmp_path.glob("work/*/output.txt")) or len(begun) == 3, process)  # generation 2
+    wait_for(lambda: begun.update(tmp_path.glob("work/*/output.txt")) or len(begun) == 3, process, 300)  # generation 2
     assert len(read_rows(tmp_path)) == 2
     process.send_signal(signal.SIGTERM)
     output = process.communicate()[0]
