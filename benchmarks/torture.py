@@ -201,7 +201,7 @@ def trial(script: str, own: Path, most: int, seconds: tuple[float, float], rng: 
     process = None
     try:
         while True:
-            since, old = checkpoints(own), being_written(own)
+            since, old = finished(own), being_written(own)
             process = start(script, own, cache)
             if kills:
                 kills[-1] += f"; resumed from {since[-1]}" if since else "; started anew"
