@@ -115,9 +115,9 @@ SQLITE_FULL = "database or disk is full"
 
 
 @contextlib.contextmanager
-def full_disk_explained(path: Path) -> Iterator[None]:
+def full_disk_explained(path: Path, then: str = "") -> Iterator[None]:
     """Turns the error of a disk that is full while `path` is written, from Python or from a library that has it in
-    words, into FullError."""
+    words, into FullError, which also says what `then`."""
     try:
         yield
     except Exception as error:
@@ -131,7 +131,7 @@ def full_disk_explained(path: Path) -> Iterator[None]:
             raise
         there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(there).free / 2**20
-        raise FullError(f"cannot write {path}: the disk is full, {free:,.1f} MiB are free there") from None
+        raise FullError(f"cannot write {path}: the disk is full, {free:,.1f} MiB are free there{then}") from None
 
 
 def set_aside(path: Path, folder: Path) -> Path:

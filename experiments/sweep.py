@@ -445,7 +445,7 @@ def main(args: Args) -> optuna.Study:
         workers = [pool.submit(work) for _ in range(args.jobs)]
     for number, handler in old.items():
         signal.signal(number, handler)
-    with files.full_disk_explained(out):  # trials that were under way are open, the same command goes on
+    with files.full_disk_explained(out, "; trials that were under way are open, the same command goes on"):
         for worker in workers:
             worker.result()
     if stopping.is_set():

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import itertools
+import re
 import signal
 import textwrap
 import threading
@@ -481,8 +482,10 @@ def test_a_full_disk_is_told_in_one_sentence(quick, monkeypatch, capfd):
             raise optuna.exceptions.StorageInternalError("an exception is raised during the commit") from error
 
     monkeypatch.setattr(sweep, "run_trial", fail)
-    with pytest.raises(files.FullError, match=r"the disk is full.*the same command goes on"):
+    with pytest.raises(SystemExit) as stopped:
         quick({"x": {"values": [1]}})
+    assert stopped.value.code == 1
+    assert re.search(r"the disk is full.*the same command goes on\n$", capfd.readouterr().err)
 
 
 def test_names_are_no_formulas(tmp_path, monkeypatch):
