@@ -12,6 +12,7 @@ def _end(number: int, frame) -> None:
     os._exit(128 + number)
 
 
-if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent.parent:  # not in tests, nor `python -m`
+_script = Path(sys.argv[0]).resolve()
+if _script.is_file() and _script.parent == Path(__file__).resolve().parent.parent:  # not in tests, nor `python -m`
     for _number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_number, _end)  # until Run answers them
