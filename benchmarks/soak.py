@@ -197,7 +197,10 @@ def start(args: Args, folder: Path, lock) -> subprocess.Popen:
     has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
     run = trials.find_run(folder)
     resumable = run is not None and any(path.name.isdigit() for path in run.glob("checkpoints/*"))
-    words = ["--wandb-mode", "disabled", *shlex.split(args.flags)]
+    try:
+        words = ["--wandb-mode", "disabled", *shlex.split(args.flags)]
+    except ValueError as error:
+        raise runs.UsageError(f"--flags {args.flags}: {error}; give them as on a command line") from None
     if "total_timesteps" in [field.name for field in fields(import_module(Path(args.script).stem).Args)]:
         words = ["--total-timesteps", str(ENDLESS), *words]
     words += ["--resume", str(run)] if resumable else ["--run-dir", str(folder)]

@@ -1,5 +1,6 @@
 """Checkpoints of a run: trees of arrays, written by Orbax under a temporary name, and read only if they are whole."""
 
+import errno
 import hashlib
 import logging
 import shutil
@@ -14,6 +15,7 @@ import numpy as np
 from common import files
 from common.files import UsageError, check, full_disk_explained
 
+NOT_ITS_FAULT = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is not finished
 
 
@@ -68,7 +70,8 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
         remove_unfinished(run_dir, seconds=1)
         raise
     for old in steps_in(run_dir)[:-keep]:
-        shutil.rmtree((folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}"))
+        away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}")
+        shutil.rmtree(away, ignore_errors=True)  # on NFS what somebody reads can stay; the next resume removes it
 
 
 def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
@@ -95,7 +98,11 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
         path = Path(run_dir, "checkpoints", str(newest)).absolute()
         try:
             tree = _read(path)
+        except UsageError:
+            raise
         except Exception as error:  # Orbax and tensorstore raise many kinds
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) in NOT_ITS_FAULT:
+                raise UsageError(f"checkpoint {path}: cannot be read here and now ({error})") from None
             if path.exists():  # else the run has gone on meanwhile, and removed it
                 why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
                 damaged[newest] = f"checkpoint {path} is damaged ({why})"
@@ -108,12 +115,12 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """One checkpoint; raises many kinds of error, ValueError if its checksum is wrong."""
+    """One checkpoint; raises many kinds of error, ValueError if its checksum is wrong, UsageError if it has none."""
     with _orbax() as orbax:
         tree = orbax.restore(path)
-    expected = tree.pop("checksum", None)
-    if expected is None or not np.array_equal(expected, checksum(tree)):
-        raise ValueError("it has no checksum" if expected is None else "its checksum differs")
+    check("checksum" in tree, f"checkpoint {path}: has no checksum, it is of an earlier version of the scripts")
+    if not np.array_equal(tree.pop("checksum"), checksum(tree)):
+        raise ValueError("its checksum differs")
     return tree
 
 

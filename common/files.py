@@ -5,11 +5,13 @@ import csv
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
 import platform
 import reprlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,9 +117,9 @@ SQLITE_FULL = "database or disk is full"
 
 
 @contextlib.contextmanager
-def full_disk_explained(path: Path, then: str = "") -> Iterator[None]:
+def full_disk_explained(path: Path) -> Iterator[None]:
     """Turns the error of a disk that is full while `path` is written, from Python or from a library that has it in
-    words, into FullError, which also says what `then`."""
+    words, into FullError."""
     try:
         yield
     except Exception as error:
@@ -126,19 +128,21 @@ def full_disk_explained(path: Path, then: str = "") -> Iterator[None]:
             chain.append(cause)
         words = " ".join(map(str, chain))
         known = [SQLITE_FULL, *map(os.strerror, FULL), *(errno.errorcode[number] for number in FULL)]
-        of_libraries = any(word in words for word in known)
-        if not (of_libraries or getattr(error, "errno", None) in FULL):
+        number = getattr(error, "errno", None)
+        if number not in FULL and not any(word in words for word in known):
             raise
+        why = next((word for word in known if word in words), os.strerror(number or errno.ENOSPC))
+        why = "the disk is full" if why in ("ENOSPC", os.strerror(errno.ENOSPC), SQLITE_FULL) else why
         there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(there).free / 2**20
-        raise FullError(f"cannot write {path}: the disk is full, {free:,.1f} MiB are free there{then}") from None
+        raise FullError(f"cannot write {path}: {why}, {free:,.1f} MiB are free there") from None
 
 
 def set_aside(path: Path, folder: Path) -> Path:
     """Moves something that cannot be read into a folder, under a name that is free there; returns where it is now."""
     folder.mkdir(exist_ok=True)
-    count = len(list(folder.glob(f"{path.name}*")))
-    return path.rename(folder / (f"{path.name}.{count}" if count else path.name))
+    names = (folder / (f"{path.name}.{i}" if i else path.name) for i in itertools.count())
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 # HOLDING
@@ -159,7 +163,8 @@ def take(folder: Path, wait: bool = False) -> TextIO | None:
         lock.close()
         return None
     except OSError as error:
-        print(f"{folder}: cannot be locked ({error.strerror}); see to it that one process writes there", flush=True)
+        sentence = f"{folder}: cannot be locked ({error.strerror}); see to it that one process writes there"
+        print(sentence, file=sys.stderr, flush=True)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {platform.node()}")
     lock.flush()

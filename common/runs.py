@@ -203,9 +203,10 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         main(args)
     except (UsageError, FailedError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        if isinstance(error, FullError) and jax.process_count() > 1:
-            os._exit(1)  # as below
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        code = 2 if isinstance(error, UsageError) else 1
+        if jax.distributed.is_initialized():
+            os._exit(code)  # as below
+        sys.exit(code)
     except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
         sys.exit(130)
     except Exception as error:
@@ -511,14 +512,18 @@ class Run:
         if args.resume:
             self.path = Path(args.resume)
             self._lock = files.take(self.path) if self.first else None
-            mine = self._lock or not self.first
-            check(mine, f"--resume {args.resume}: {files.holder(self.path)} is at it; wait for its end, or stop it")
+            if self.first and not self._lock:
+                holder = files.holder(self.path)
+                raise UsageError(f"--resume {args.resume}: {holder} is at it; wait for its end, or stop it")
         elif self.first:
             self.path = _new_directory(args, script)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self._lock = files.take(self.path)
         undo.callback(lambda: self._lock and self._lock.close())
         self.saved = load(args.resume) if args.resume and load else None
+        if self.saved and devices.hosts(args) > 1:
+            steps = {int(x) for x in devices.of_each_host(args, np.int64(self.saved["run"]["step"])).values()}
+            check(len(steps) == 1, f"--resume {args.resume}: hosts read those of steps {sorted(steps)}, try again")
         if not self.first:  # what it writes is of no use to anybody
             self._nowhere = tempfile.TemporaryDirectory()
             self.path, self._lock = Path(self._nowhere.name), None
@@ -529,6 +534,8 @@ class Run:
         checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
         self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
+        if self._wandb:
+            undo.callback(self._wandb.finish, exit_code=1)
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
 
     def __enter__(self) -> "Run":
@@ -538,17 +545,19 @@ class Run:
         self._progress.start()
         self._since = time.monotonic()
         self.say(f"run directory: {self.path}")
-        if self.saved:
-            self._go_back(self.saved["run"])
+        try:
+            if self.saved:
+                self._go_back(self.saved["run"])
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
         self._progress.stop()
         with contextlib.suppress(OSError):  # what a full disk did not take has been said already
             self._metrics.close()
-        if isinstance(error, FullError):
+        if isinstance(error, FullError) and self.first:
             error.args = (f"{error}; {self._kept()}",)
         if self.stop and kind is None:
             self.say(f"stopped by {self.stop}; continue with: {self._how_to_go_on()}")
@@ -556,6 +565,8 @@ class Run:
             self._wandb.finish(exit_code=0 if kind is None else 1)
         if self._lock:
             self._lock.close()
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
 
     def _how_to_go_on(self) -> str:
         return f"python {self._script}.py --resume {self.path}"
@@ -681,7 +692,8 @@ class Run:
         """Raises DivergedError if a metric is NaN or infinite; the checkpoints before are kept."""
         broken = [name for name, value in metrics.items() if not np.isfinite(value)]
         if broken:
-            raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped; {self._kept()}")
+            kept = f"; {self._kept()}" if self.first else ""
+            raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped{kept}")
 
     def _go_back(self, saved: dict[str, Any]) -> None:
         """To a checkpoint: drops what was logged after it, since it is about to be logged again."""
@@ -703,8 +715,7 @@ class Run:
         if len(kept) < count:
             lost = f"{path}: {count - len(kept)} of the {count} lines before step {self._saved} are missing"
             if lines:
-                old = Path(shutil.copy2(path, path.with_suffix(".old")))
-                lost += f" or not readable; what was there is now {files.set_aside(old, self.path / 'damaged')}"
+                lost += f" or not readable; what was there is now {files.set_aside(path, self.path / 'damaged')}"
             self.say(lost)
         self._metrics.close()
         with files.whole(path) as temporary:

@@ -226,7 +226,7 @@ def member(config: dict) -> None:
         try:
             with files.take(folder) as lock:
                 trials.run(study["program"], study["flags"] | own, folder, lock, stopping=threading.Event())
-        except trials.Killed:  # as when its machine stops: Ray begins the generation again
+        except (trials.Killed, files.FullError):  # as when its machine stops: Ray begins the generation again
             raise
         except RuntimeError as error:
             why = str(error)
@@ -410,6 +410,15 @@ def main(args: Args) -> None:
     """Trains the population until all generations are over, or a signal comes; goes on with a study of this user."""
     ranges, flags = check_args(args)
     out = Path(args.out or f"runs/pbt/{Path(args.program).stem}").absolute()
+    files.make_folder(out, "--out")
+    lock = files.take(out)
+    check(bool(lock), f"--out {out}: {files.holder(out)} is at it; wait for its end, stop it, or give another --out")
+    with lock:
+        train(args, out, ranges, flags)
+
+
+def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]) -> None:
+    """Begins the study in a folder that we hold, or goes on with it."""
     where = ("jobs", "cpus", "gpus", "address", "out")  # may differ when a study goes on
     asked = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args).items() if k not in where}
     saved = {}
@@ -418,7 +427,6 @@ def main(args: Args) -> None:
         for name, value in asked.items():
             same = f"{runs.flag_of(name)} {value}: the study in {out} has {saved.get(name)}; go on with that or give"
             check(value == saved.get(name), f"{same} another --out")
-    files.make_folder(out, "--out")
     if (out / "members").exists():
         study = asked | {"id": saved.get("id", "")}
         check_ours(out, study["id"])

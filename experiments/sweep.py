@@ -286,12 +286,13 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
     """Runs a trial and tells the study what came of it; one that was stopped stays open."""
     began = time.monotonic()
     try:
-        value, state = run_trial(trial, sweep, flags, **where), TrialState.COMPLETE
+        with files.full_disk_explained(where["folder"]):
+            value, state = run_trial(trial, sweep, flags, **where), TrialState.COMPLETE
     except trials.Stopped:
         value, state = None, None
     except optuna.TrialPruned:
         value, state = None, TrialState.PRUNED
-    except (optuna.exceptions.StorageInternalError, SQLAlchemyError):  # the trial is well, and stays open
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, files.FullError):  # the trial is well and open
         raise
     except Exception as error:  # whatever it is, the others go on
         value, state = None, TrialState.FAIL
@@ -445,9 +446,12 @@ def main(args: Args) -> optuna.Study:
         workers = [pool.submit(work) for _ in range(args.jobs)]
     for number, handler in old.items():
         signal.signal(number, handler)
-    with files.full_disk_explained(out, "; trials that were under way are open, the same command goes on"):
-        for worker in workers:
-            worker.result()
+    try:
+        with files.full_disk_explained(out):
+            for worker in workers:
+                worker.result()
+    except files.FullError as error:
+        raise files.FullError(f"{error}; trials that were under way are open, the same command goes on") from None
     if stopping.is_set():
         print("stopped; the same command goes on")
     print(out / "results.csv")

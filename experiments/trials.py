@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.files import FailedError, check
+from common.files import FailedError, FullError, check
 from common.runs import flag_of
 
 ROOT = Path(__file__).parent.parent
@@ -132,7 +132,8 @@ def run(
     Calls look(True) now and then and look(False) once it has ended well. What it prints is added to output.txt. On any
     exception, and if this process dies by whatever signal, the script is asked to end, and writes a checkpoint.
 
-    Raises Stopped once `stopping` is set, or if something else stopped the script; Killed or RuntimeError if it failed.
+    Raises Stopped once `stopping` is set, or if something else stopped the script; FullError if it met a full disk,
+    Killed or RuntimeError if it failed.
     """
     found = find_run(folder)
     path = folder / "output.txt"
@@ -158,8 +159,11 @@ def run(
         process.stdin.close()
         process.wait()
     said = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-    if stopping.is_set() or (process.returncode == 0 and any(line.startswith("stopped by ") for line in said)):
+    stopped = any(line.startswith("stopped by ") for line in said)  # before training, with a signal's exit code
+    if stopping.is_set() or (stopped and process.returncode in (0, 130, 143)):
         raise Stopped
+    if said and said[-1].startswith("error: cannot write ") and "MiB are free there" in said[-1]:
+        raise FullError(said[-1].removeprefix("error: "))
     if process.returncode:
         kind = Killed if process.returncode < 0 or process.returncode > 128 else RuntimeError
         raise kind(f"exit code {process.returncode}: {said[-1] if said else 'it said nothing'}")

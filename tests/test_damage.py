@@ -71,7 +71,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert files.take(tmp_path)
-    assert "cannot be locked" in capfd.readouterr().out
+    assert "cannot be locked" in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read(run_dir, monkeypatch, capfd):
@@ -168,7 +168,7 @@ def test_a_full_disk_while_a_checkpoint_is_written(run_dir, whole, monkeypatch, 
     assert stopped.value.code == 1
     assert len(said) == 1, said
     assert said[0].startswith(f"error: cannot write {run_dir}/checkpoints/")
-    for part in ("the disk is full", "MiB are free there", f"step {step} is whole", f"--resume {run_dir}"):
+    for part in (os.strerror(errno.EFBIG), "MiB are free there", f"step {step} is whole", f"--resume {run_dir}"):
         assert part in said[0]
     assert checkpoints.steps_in(run_dir)[-1] == step
     assert all(path.name.isdigit() for path in (run_dir / "checkpoints").iterdir())
@@ -217,8 +217,8 @@ def test_lost_history_is_said_and_kept(run_dir, kind, capfd):
     assert path.read_bytes().startswith(b"".join(kept))
     assert len(read_metrics(run_dir)) == len(kept) + 1
     if bad.get(kind):
-        assert (run_dir / "damaged" / "metrics.old").read_bytes() == bad[kind]
-        assert str(run_dir / "damaged" / "metrics.old") in said
+        assert (run_dir / "damaged" / "metrics.jsonl").read_bytes() == bad[kind]
+        assert str(run_dir / "damaged" / "metrics.jsonl") in said
     # From here on the history is whole again.
     assert checkpoints.load(run.path)[1]["run"]["lines"] == len(kept) + 1
     resume(run_dir, total_timesteps=700)
@@ -348,3 +348,26 @@ def test_a_closed_pipe_is_as_good_as_a_signal(tmp_path, monkeypatch, capfd):
         run = ppo.main(ppo.Args(**RUN | {"run_dir": str(tmp_path)}))
     assert run.stop == "SIGPIPE"
     assert checkpoints.steps_in(run.path) == [0]
+
+
+def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch):
+    """A file that may not be read now is not moved away; one of an earlier version is said to be that."""
+
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_read", refuse)
+        with pytest.raises(runs.UsageError, match=r"cannot be read here and now.*Too many open files"):
+            checkpoints.load(run_dir)
+    monkeypatch.setattr(checkpoints, "checksum", lambda tree: np.zeros(32, np.uint8))
+    with pytest.raises(runs.UsageError, match=r"no whole checkpoint: .*its checksum differs"):
+        checkpoints.load(run_dir)
+
+
+def test_what_is_set_aside_replaces_nothing(tmp_path):
+    for content in "abc":
+        (tmp_path / "x").write_text(content)
+        files.set_aside(tmp_path / "x", tmp_path / "damaged")
+        (tmp_path / "damaged" / "x").unlink() if content == "b" else None
+    assert {path.read_text() for path in (tmp_path / "damaged").iterdir()} == {"b", "c"}

@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import TINY, assert_refused, start, wait_for
 
-from common import runs
+from common import files, runs
 from experiments import pbt, trials
 
 OWN = "total_timesteps", "eval_episodes", "learning_rate", "wandb_mode"
@@ -242,3 +242,9 @@ def test_values_stay_in_their_range():
     draws = [gamma.draw() for _ in range(100)]
     assert 0.9 <= min(draws) < max(draws) <= 0.999
     assert {steps.draw() for _ in range(200)} == {1, 2, 3, 4, 5, 6}
+
+
+def test_one_process_holds_a_study(tmp_path, capfd):
+    with files.take(tmp_path):
+        assert_refused(pbt, ["ppo_procgen.py", "--out", tmp_path], capfd, f"--out {tmp_path}: process ", "is at it")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]

@@ -523,3 +523,20 @@ def test_cells_are_queued_once(tmp_path, monkeypatch):
             sweep.open_study(*given)
     queued = [trial.system_attrs["fixed_params"] for trial in sweep.open_study(*given).trials]
     assert queued == sweep.grid_of(given[1])
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "raises"),
+    [
+        (0, "stopped by SIGTERM; continue with: --resume", trials.Stopped),
+        (143, "stopped by SIGTERM: no training was under way", trials.Stopped),
+        (1, "error: cannot write /x: the disk is full, 0.0 MiB are free there; go on", files.FullError),
+        (1, "error: --x 0: is bad", RuntimeError),
+        (137, "nothing", trials.Killed),
+    ],
+)
+def test_how_a_run_ended(code, says, raises, tmp_path):
+    (tmp_path / "script.py").write_text(f"import sys; print({says!r}); sys.exit({code})")
+    with files.take(tmp_path / "0") as lock, pytest.raises(raises) as raised:
+        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
+    assert raised.type is raises
