@@ -72,9 +72,14 @@ def main(args: Args) -> dict:
     here = [path.stem for path in Path(__file__).parent.glob("*_*.py")]
     runs.check(name in here, f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here")
     script = importlib.import_module(name)
+    saved = runs.on_this_machine(runs.saved_args(script.Args, args.run_dir, "RUN_DIR"))
+    try:
+        runs.check_flags(saved)
+    except runs.UsageError as error:
+        raise runs.UsageError(f"RUN_DIR {args.run_dir}: of its args.json, {error}") from None
     files.make_folder(path, "RUN_DIR")
     answer = script.evaluate(
-        runs.on_this_machine(runs.saved_args(script.Args, args.run_dir, "RUN_DIR")),
+        saved,
         args.run_dir,
         episodes=args.episodes,
         seed=args.seed,

@@ -394,13 +394,9 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     words += [flag_of(k if value else f"no_{k}") for k, value in args.items() if isinstance(value, bool)]
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            saved = tyro.cli(args_class, args=words)
-        check_flags(saved)
-        return saved
+            return tyro.cli(args_class, args=words)
     except SystemExit:
         raise UsageError(f"{source} {run_dir}: its args.json is not of this version of the script") from None
-    except UsageError as error:
-        raise UsageError(f"{source} {run_dir}: its args.json is not of this version of the script ({error})") from None
 
 
 def on_this_machine(args: Any) -> Any:
