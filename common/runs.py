@@ -207,6 +207,9 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         if jax.distributed.is_initialized():
             os._exit(code)  # as below
         sys.exit(code)
+    except BrokenPipeError:  # as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
         sys.exit(130)
     except Exception as error:
