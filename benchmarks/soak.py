@@ -29,7 +29,7 @@ import numpy as np
 import tyro
 
 from benchmarks import records
-from common import files, runs
+from common import checkpoints, files, runs
 from experiments import trials
 
 WARM = 10  # minutes after each start that do not count as growth: it compiles and fills its buffers
@@ -196,7 +196,7 @@ def start(args: Args, folder: Path, lock) -> subprocess.Popen:
     """The script, with what it prints added to output.txt; it goes on with the run in the folder if there is one that
     has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
     run = trials.find_run(folder)
-    resumable = run is not None and any(path.name.isdigit() for path in run.glob("checkpoints/*"))
+    resumable = run is not None and bool(checkpoints.steps_in(run))
     try:
         words = ["--wandb-mode", "disabled", *shlex.split(args.flags)]
     except ValueError as error:

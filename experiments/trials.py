@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from common import checkpoints
 from common.files import FailedError, FullError, check
 from common.runs import flag_of
 
@@ -137,9 +138,7 @@ def run(
     """
     found = find_run(folder)
     path = folder / "output.txt"
-    # Orbax writes under another name first.
-    resumable = found is not None and any(step.name.isdigit() for step in (found / "checkpoints").glob("*"))
-    where = {"resume": found} if resumable else {"run_dir": folder}
+    where = {"resume": found} if found and checkpoints.steps_in(found) else {"run_dir": folder}
     command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs may share a GPU
     with path.open("a") as output:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
+from benchmarks.torture import CLOCKS
 from common import atari, checkpoints, devices, envs, runs
 from common.actors import Fleet
 from experiments import trials
@@ -64,8 +65,7 @@ def train(tmp_path):
 def read_metrics(run_dir, clocks=False):
     """The lines of metrics.jsonl; without `clocks`, without what depends on the machine's speed."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time", "seconds", "charts/SPS", "charts/queue_size")
-    return [{k: v for k, v in line.items() if clocks or not (k in timed or k.startswith("time/"))} for line in lines]
+    return [{k: v for k, v in line.items() if clocks or not (k in CLOCKS or k.startswith("time/"))} for line in lines]
 
 
 def parameters(run_dir):
