@@ -70,20 +70,17 @@ def read_programs(script, monkeypatch):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
-def test_one_two_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
+def test_one_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
     """To float32 rounding; and no program gathers what is on another device, such as its frames."""
     one, lines = train(script, tmp_path, **SCRIPTS[script] | {"num_devices": 1})
     texts = read_programs(script, monkeypatch)
-    for number in (2, 4):
-        several, others = train(script, tmp_path, **SCRIPTS[script] | {"num_devices": number})
-        learnt = "learner" if script is hnppo else "params"
-        assert_close(one["state"][learnt], several["state"][learnt])
-        for line, other in zip(lines, others, strict=True):
-            assert line.keys() == other.keys()
-            for name in ("charts/episodic_return", "losses/loss", "losses/grad_norm", "losses/explained_variance"):
-                np.testing.assert_allclose(line.get(name, 0), other.get(name, 0), rtol=2e-3, atol=2e-4, err_msg=name)
-        if number == 2:
-            texts.clear()
+    four, others = train(script, tmp_path, **SCRIPTS[script] | {"num_devices": 4})
+    learnt = "learner" if script is hnppo else "params"
+    assert_close(one["state"][learnt], four["state"][learnt])
+    for line, other in zip(lines, others, strict=True):
+        assert line.keys() == other.keys()
+        for name in ("charts/episodic_return", "losses/loss", "losses/grad_norm", "losses/explained_variance"):
+            np.testing.assert_allclose(line.get(name, 0), other.get(name, 0), rtol=2e-3, atol=2e-4, err_msg=name)
     assert "update" in texts or script is apex  # which has only played
     for name, text in texts.items():
         assert "all-gather" not in text, name

@@ -147,7 +147,6 @@ GRADIENTS = {
     # Smooth, since near ties of a max-pool are decided by rounding.
     "separable": replace(SMALL, blocks=1, separable=2, norm="group", downsample="stride", activation="gelu"),
     "xresnet": replace(SMALL, encoder="xresnet:stem,[8,2],[8,1],[16,2],se,sa1"),
-    "mobilenet": replace(SMALL, encoder="mobilenet", blocks=1),
 }
 
 
