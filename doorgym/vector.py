@@ -15,6 +15,7 @@ from doorgym import worlds
 
 FRAME_SKIP = 20  # of MuJoCo's steps of 1 ms in one of the environment's
 OPEN = 0.2  # radians: a door that is this far open counts as opened
+FREE = 0.836  # radians: a knob that is turned this far takes its latch out of the frame
 ROBOTS = {"hook": 6, "gripper": 7}  # and their joints that are observed, as many as actions
 HARDNESS = ("hard", "easy")
 
@@ -53,8 +54,9 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     Observations float32 [N, 15] (gripper: 17): the robot's joint positions and velocities, then finger minus knob.
     Actions float32 [N, 6] (gripper: 7) are motor controls. An episode is truncated after `max_episode_steps`, never
     terminated, and the next one begins in the same step: the last observation and infos are then in
-    info["final_obs"] and info["final_info"]. info["door_angle"] [N]: radians in the door's direction;
-    info["success"] [N]: whether the door has been 0.2 rad open in this episode.
+    info["final_obs"] and info["final_info"]. info["door_angle"] and info["knob_angle"] [N]: radians, the door's in its
+    direction. Of this episode: info["success"] [N], whether the door has been 0.2 rad open, info["freed"] [N], whether
+    its latch was free of the frame, and info["max_knob_angle"] [N], the largest either way.
 
     The same seed gives the same trajectory whatever the number of threads, and each environment's does not depend on
     how many there are beside it.
@@ -126,8 +128,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
         rng = np.random.default_rng([seed, 0])
-        drawn = [worlds.draw(self.task.knob, hardness, rng) for _ in range(num_worlds)]
-        self.models = [worlds.build(self.task, robot, world).compile() for world in drawn]
+        self.worlds = [worlds.draw(self.task.knob, hardness, rng) for _ in range(num_worlds)]
+        self.models = [worlds.build(self.task, robot, world).compile() for world in self.worlds]
         model = self.models[0]
         # A thread's data goes from world to world; with arrays of other sizes it would be written past its end.
         if len({model.signature for model in self.models}) > 1:
@@ -145,6 +147,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._finger_minus_knob = np.zeros((num_envs, 3))
         self._world = np.zeros(num_envs, int)
         self._steps, self._success = np.zeros(num_envs, int), np.zeros(num_envs, bool)
+        self._max_knob = np.zeros(num_envs)
         self._renderers, self._autoreset = {}, autoreset
         self.reset(seed=seed)
 
@@ -177,9 +180,12 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         return np.concatenate(parts, axis=1, dtype=np.float32)
 
     def _info(self) -> dict[str, Any]:
-        everyone = np.ones(self.num_envs, bool)
-        angle = self.task.direction * self._angles(self._state)[0]
-        return {"door_angle": angle, "_door_angle": everyone, "success": self._success.copy(), "_success": everyone}
+        door, knob = self._angles(self._state)
+        info = {
+            "door_angle": self.task.direction * door, "success": self._success.copy(), "knob_angle": knob.copy(),
+            "max_knob_angle": self._max_knob.copy(), "freed": self._max_knob >= FREE,
+        }  # fmt: skip
+        return info | {f"_{name}": np.ones(self.num_envs, bool) for name in info}
 
     def _begin(self, i: int) -> None:
         """Starts an episode of environment i: another world, and a robot placed at random."""
@@ -198,7 +204,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         mujoco.mj_kinematics(model, data)
         sensed = [data.site(model.sensor(k).objid[0]).xpos for k in range(model.nsensor)]
         self._finger_minus_knob[i] = self._offset(np.concatenate(sensed))
-        self._steps[i], self._success[i] = 0, False
+        self._steps[i], self._success[i], self._max_knob[i] = 0, False, 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         """Starts all episodes anew, or those of options["reset_mask"] bool [N]; `seed` seeds them (not the worlds)."""
@@ -235,11 +241,12 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._finger_minus_knob[:] = self._offset(self._sensors[:, -1])
         self._steps += self.action_repeat
         self._success |= np.abs(self._angles(self._state)[0]) >= OPEN
+        np.maximum(self._max_knob, np.abs(self._angles(self._states)[1]).max(axis=1), out=self._max_knob)
         truncated = self._steps >= self.max_episode_steps
         observations, info = self._observe(), self._info()
         if truncated.any() and self._autoreset:
             final = {"final_obs": observations, "_final_obs": truncated}
-            final |= {"final_info": info | {f"_{k}": truncated for k in ("door_angle", "success")}}
+            final |= {"final_info": info | {name: truncated for name in info if name.startswith("_")}}
             observations, info = self.reset(options={"reset_mask": truncated})
             info |= final | {"_final_info": truncated}
         return observations, rewards, np.zeros(self.num_envs, bool), truncated, info
@@ -288,7 +295,7 @@ class DoorEnv(gym.Env):
 
     @staticmethod
     def _first(info: dict[str, Any]) -> dict[str, Any]:
-        return {name: info[name][0] for name in ("door_angle", "success")}
+        return {name: value[0] for name, value in info.items() if not name.startswith("_")}
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)

@@ -1,8 +1,8 @@
 """Random doors, built from primitives with MuJoCo's model builder.
 
 World x points from the door towards the robot, z up; metres, kilograms, radians. The slab is 1 m wide, its knob 1 m
-high. Numbers are those of DoorGym's world generator (Urakami et al. 2019, arXiv 1908.01887), with boxes, cylinders and
-capsules in place of its meshes.
+high. Numbers are those of DoorGym's world generator (Urakami et al. 2019, arXiv 1908.01887), with boxes, cylinders,
+capsules and prisms in place of its meshes.
 """
 
 from typing import Literal, NamedTuple
@@ -72,11 +72,15 @@ class World(NamedTuple):
 SHAPES = {
     # plate's width and height, grip bar's distance, half length and radius
     "pull": ((0.102, 0.145), (0.255, 0.287), (0.070, 0.117), (0.077, 0.096), (0.0065, 0.0099)),
-    # shaft's radius and length, handle's length and thickness
-    "lever": ((0.015, 0.020), (0.0465, 0.060), (0.0945, 0.141), (0.021, 0.0285)),
+    # shaft's radius and length, handle's length and thickness, and how far it goes towards the slab from the shaft's
+    # length, away from the slab at the shaft's edge, and at its middle beyond that
+    "lever": (
+        (0.015, 0.020), (0.047, 0.067), (0.0945, 0.141), (0.021, 0.0285), (0.004, 0.0143), (0.0058, 0.0148),
+        (0.002, 0.009),
+    ),
     # neck's length, knob's radius and depth
     "round": ((0.010, 0.018), (0.033, 0.041), (0.027, 0.049)),
-}
+}  # fmt: skip
 
 
 def draw(knob: str, hardness: str, rng: np.random.Generator) -> World:
@@ -166,6 +170,25 @@ def _box(body, name: str, low, high, **options) -> None:
     body.add_geom(name=name, type=mjtGeom.mjGEOM_BOX, pos=(low + high) / 2, size=(high - low) / 2, **options)
 
 
+def _prism(spec: mujoco.MjSpec, body, name: str, polygon: np.ndarray, height: float, **options) -> None:
+    """The convex hull of a polygon [P, 2] in x and y, its middle at z = 0."""
+    corners = np.concatenate([np.insert(polygon, 2, z, axis=1) for z in (-height / 2, height / 2)])
+    _hull(spec, body, name, corners, **options)
+
+
+def _hull(spec: mujoco.MjSpec, body, name: str, points: np.ndarray, **options) -> None:
+    """The convex hull of points [P, 3]."""
+    spec.add_mesh(name=name, uservert=points.ravel())
+    body.add_geom(name=name, type=mjtGeom.mjGEOM_MESH, meshname=name, **options)
+
+
+def _centroid(polygon: np.ndarray) -> np.ndarray:
+    """Of a polygon's area: [P, 2] -> [2]."""
+    following = np.roll(polygon, -1, axis=0)
+    cross = polygon[:, 0] * following[:, 1] - polygon[:, 1] * following[:, 0]
+    return (cross[:, None] * (polygon + following)).sum(axis=0) / (3 * cross.sum())
+
+
 def add_wall(spec: mujoco.MjSpec, world: World) -> None:
     """The wall around the door, and the frame's front and back, in world coordinates."""
     t, free, inner, top = world.thickness, WIDTH / 2, WIDTH / 2 + CLEARANCE, world.height + CLEARANCE
@@ -206,7 +229,7 @@ def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
         limits = (-world.knob_limit, world.knob_limit)
         _joint(mount, "knob", (1, 0, 0), limits, world.knob_damping, 1e-4, world.knob_stiffness)
     knob = mount.add_body(name="knob")
-    add_knob(knob, task, world)
+    add_knob(spec, knob, task, world)
     if turns:
         y, z = LATCH[1:]
         x = LATCH[0]
@@ -220,7 +243,7 @@ def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
             spec.add_pair(geomname1="latch", geomname2=name, solref=(0.01, 1), condim=3)
 
 
-def add_knob(body, task: Task, world: World) -> None:
+def add_knob(spec: mujoco.MjSpec, body, task: Task, world: World) -> None:
     """Geoms of the knob, towards +x, and the site that a robot's finger should go to."""
     solid = {"friction": world.knob_friction, "condim": 4, "material": "knob"} | WORLD
     side, shape = task.side, world.shape
@@ -239,12 +262,15 @@ def add_knob(body, task: Task, world: World) -> None:
         rod("grip", (distance, 0, -half), (distance, 0, half), radius, mjtGeom.mjGEOM_CAPSULE)
         target = ((plate[1] + distance) / 2, 0, 0)  # behind the bar
     elif task.knob == "lever":
-        radius, shaft, length, thickness = shape
-        x = shaft + thickness / 2
+        radius, shaft, length, thickness, sink, rise, bump = shape
         rod("shaft", (0, 0, 0), (shaft, 0, 0), radius)
-        ends = (side * (thickness / 2 - 0.02), side * (length - 0.02 - thickness / 2))  # from -0.02 towards the hinge
-        rod("handle", (x, ends[0], 0), (x, ends[1], 0), thickness / 2, mjtGeom.mjGEOM_CAPSULE)
-        target = (x, side * np.interp(length, SHAPES["lever"][2], (0.018, 0.034)), 0)
+        end, peak = length - radius, rise + bump  # the handle goes on over the shaft, and tapers towards its free end
+        outer = np.array([(0, -radius), (rise, -radius), (peak, 0), (0.68 * peak, end / 2), (0, end)])
+        outer[:, 0] += shaft
+        profile = np.concatenate([outer, [(shaft - sink, end), (shaft - sink, radius)]])
+        _prism(spec, body, "handle", profile * (1, side), thickness, density=1000, **solid)
+        x, y = _centroid(outer)
+        target = (x, side * y, 0)
     else:
         neck, radius, depth = shape
         rod("neck", (0, 0, 0), (neck, 0, 0), 0.0135)
@@ -260,6 +286,10 @@ def _joint(body, name, axis, limits, damping, armature, stiffness=0.0, slide=Fal
     joint.damping[0], joint.stiffness[0] = damping, stiffness
 
 
+# Where the original's wrist is how thick: x and radius. Its front is round, so that a handle's thick end has room.
+WRIST = ((-0.099, 0.014), (-0.095, 0.028), (-0.082, 0.044), (-0.074, 0.048), (-0.018, 0.048), (0.031, 0.037))
+
+
 def add_wrist(spec: mujoco.MjSpec, damping: float):
     """A floating wrist with six motors, at (1, 0, 1.2): slides along x, y, z, hinges about z, y, x."""
     wrist = spec.worldbody.add_body(name="wrist", pos=(1, 0, 1.2))
@@ -270,7 +300,8 @@ def add_wrist(spec: mujoco.MjSpec, damping: float):
         _joint(wrist, f"hinge_{name}", axis, limits, damping, 1, pos=anchor)
     wrist.explicitinertial = True
     wrist.mass, wrist.ipos, wrist.inertia = 0.65711, anchor, (5.79e-3, 5.30e-3, 3.42e-3)
-    _box(wrist, "wrist", (-0.10, -0.05, -0.05), (0.03, 0.05, 0.05), rgba=(0.25, 0.3, 0.4, 1), **ROBOT)
+    rings = [[(x, r * np.cos(a), r * np.sin(a)) for a in np.pi / 6 * np.arange(12)] for x, r in WRIST]
+    _hull(spec, wrist, "wrist", np.concatenate(rings), rgba=(0.25, 0.3, 0.4, 1), **ROBOT)
     for name in ("slide_x", "slide_y", "slide_z", "hinge_z", "hinge_y", "hinge_x"):
         motor = spec.add_actuator(
             name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT, ctrlrange=(-1, 1), ctrllimited=True
@@ -280,6 +311,8 @@ def add_wrist(spec: mujoco.MjSpec, damping: float):
 
 
 GRIP = {"friction": (1, 1, 1), "condim": 3} | ROBOT
+# Where the original's mesh has its corners. The slope makes a mouth of 50 mm that narrows to 37.
+HOOK_ARM = np.array([(-0.020, 0), (-0.020, 0.040), (-0.0494, 0.0456), (-0.0565, 0.0385), (-0.0502, 0.019), (-0.030, 0)])
 
 
 def add_hook(spec: mujoco.MjSpec, world: World) -> None:
@@ -289,7 +322,7 @@ def add_hook(spec: mujoco.MjSpec, world: World) -> None:
     hook.explicitinertial = True
     hook.mass, hook.ipos, hook.inertia = 1e-4, (-0.05, 0.02, 0), (1e-7,) * 3
     color = {"rgba": (0.9, 0.75, 0.1, 1)} | GRIP
-    _box(hook, "hook_arm", (-0.0565, 0, -0.005), (-0.020, 0.0456, 0.005), **color)
+    _prism(spec, hook, "hook_arm", HOOK_ARM, 0.01, **color)
     _box(hook, "hook_link", (-0.1006, 0.0385, -0.005), (-0.0494, 0.050, 0.005), **color)
     _box(hook, "hook_tip", (-0.1006, -0.010, -0.005), (-0.080, 0.0015, 0.005), **color)
     finger = hook.add_body(name="finger")

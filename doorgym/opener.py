@@ -1,0 +1,117 @@
+"""Opens doors by a script that reads the simulator's state: a proof that a task can be done, not that it is learnt.
+
+The hook comes over a lever from above (round the bar of a pull handle from the side), is rolled back so that link and
+tip turn the lever between them, and pulls or pushes. What motors give otherwise, 2 N at a handle's end, turns a hard
+lever by 0.2 rad, where its latch frees at 0.836.
+"""
+
+import numpy as np
+from scipy.spatial.transform import Rotation
+
+from doorgym import worlds
+from doorgym.vector import FREE, DoorVectorEnv
+
+REACH = 0.82  # of a lever's length, where it is gripped: thin enough to go through the hook's mouth
+PIVOT = np.array((1 - 0.06416, 0, 1.2053))  # of the wrist's joints, in the world where they are 0
+MIDDLE = np.array((-0.07084, 0, -0.0053))  # of the hook's inside, from the pivot
+INSIDE = 0.0185  # metres from there to the finger
+MASS = np.array((1.66, 1.66, 1.66, 1.005, 1.005, 1.005))  # kg and kg m^2 of the six joints
+FASTEST = np.array((1.2, 1.2, 1.2, 2, 2, 2))  # m/s^2 and rad/s^2: 2 N and 2 N m
+BEFORE, ABOVE, AROUND, TURN, OPEN = range(5)  # phases
+
+
+class Opener:
+    """Acts on all doors of a vector environment with hooks; to be made anew for each episode."""
+
+    def __init__(self, doors: DoorVectorEnv):
+        if doors.robot != "hook" or doors.task.knob == "round":
+            raise ValueError(f"{doors.task.name} with a {doors.robot}: give a lever or a pull handle, and the hook")
+        self._doors, self._lever = doors, doors.task.knob == "lever"
+        self._phase = np.zeros(doors.num_envs, int)
+        self._waited = np.zeros(doors.num_envs, int)  # decisions in this phase
+
+    def __call__(self) -> np.ndarray:
+        """The next actions float64 [N, 6]."""
+        doors, task, lever = self._doors, self._doors.task, self._lever
+        positions = doors._positions(doors._state)
+        joints, velocities = positions[:, :6], doors._state[:, 1 + doors._nq :][:, :6]
+        door, knob = doors._angles(doors._state)
+        phase = self._phase
+
+        # Where the hook's middle should be, from the point that it grips; all in the door's own axes.
+        further = np.where(phase >= TURN, -0.3 * task.side * lever, 0)  # rad: also presses the lever down
+        point, inner = self._grip(positions, knob + further)
+        away = np.array((0, 0, 0.075) if lever else (0, 0.075, 0))
+        goal = point + np.where(phase[:, None] <= ABOVE, away, 0)
+        goal[:, 0] += inner + np.where(phase < TURN, 0.001, INSIDE)  # its tip passes behind the handle
+        goal[:, 0] += np.where(phase == BEFORE, 0.1, 0)
+        goal = _about_z(door, goal) + np.array((0, task.side * worlds.WIDTH / 2, 0))
+        middle = joints[:, :3] + PIVOT + Rotation.from_euler("ZYX", joints[:, 3:]).apply(MIDDLE)
+        # A lever is turned with the hook a little askew, which takes out the play of a thin one.
+        yaw = door + np.where(phase >= TURN, 0.15 * task.side * lever, 0)
+        roll = (np.pi / 2 + knob) * lever
+        angles = np.stack([yaw, np.zeros_like(yaw), roll], axis=1)
+        error = np.concatenate([goal - middle, angles - joints[:, 3:]], axis=1)
+
+        # As fast as the motors can stop again.
+        speed = np.minimum(np.sqrt(1.4 * FASTEST * np.abs(error)), np.abs(error) / 0.25)
+        force = MASS * (np.sign(error) * speed - velocities) / 0.12
+        if lever:
+            force[phase >= TURN, 5] = -2 * task.side  # presses the handle down
+        force[phase == TURN, 0] = 0.6
+        force[phase == OPEN, 0] = 2 if task.opening == "pull" else -2
+        force[phase == OPEN, 3] = -0.5 * velocities[phase == OPEN, 3]
+
+        near = np.abs(error) < np.where(phase[:, None] == BEFORE, 0.05, (0.01, 0.012, 0.02, 0.3, 0.3, 0.08))
+        there = near.all(axis=1) & ((np.abs(velocities).max(axis=1) < 0.15) | (phase == BEFORE))
+        along = np.abs(error[:, 2 if lever else 1]) < 0.012
+        done = np.select(
+            [phase == BEFORE, phase == ABOVE, phase == AROUND, phase == TURN],
+            [there, there, along | (self._waited > 20), (np.abs(knob) > FREE) | (not lever)],
+        )
+        self._waited = np.where(done, 0, self._waited + 1)
+        self._phase = phase + done.astype(int)
+        return np.clip(force / 2, -1, 1)
+
+    def _grip(self, positions: np.ndarray, knob: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The middle of the part of the handle to grip, from the door's hinge in its own axes [N, 3], and how far from
+        there its face towards the slab is [N] (negative)."""
+        doors, side = self._doors, self._doors.task.side
+        drawn = [doors.worlds[world] for world in doors._world]
+        shapes = np.array([world.shape for world in drawn]).T
+        x = np.array([world.thickness for world in drawn]) / 2
+        sideways, up = positions[:, doors._door + 1], positions[:, doors._door + 2]
+        along = np.zeros_like(x)
+        if self._lever:
+            radius, shaft, length, _, sink, rise, bump = shapes
+            along = side * REACH * (length - radius)
+            outer = 1.3 * (1 - REACH) * (rise + bump)  # what the taper leaves there
+            inner = -(outer + sink) / 2
+            x = x + shaft + (outer - sink) / 2
+        else:
+            _, _, distance, _, radius = shapes
+            inner = -radius
+            x = x - 0.006 + distance
+        y = worlds.knob_home(doors.task) - side * worlds.WIDTH / 2 + sideways + along * np.cos(knob)
+        z = worlds.KNOB_HEIGHT + up + along * np.sin(knob)
+        return np.stack([x, y, z], axis=1), inner
+
+
+def _about_z(angle: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Points [N, 3] turned by angles [N]."""
+    return Rotation.from_euler("z", angle[:, None]).apply(points)
+
+
+def open_doors(task: str, num_worlds: int, seed: int, hardness: str = "hard") -> dict[str, np.ndarray]:
+    """One episode before as many random doors; returns the last `info` of `DoorVectorEnv`.
+
+    Raises ValueError for a round knob, which the hook cannot turn.
+    """
+    doors = DoorVectorEnv(
+        task, num_worlds, seed, num_worlds=num_worlds, action_repeat=4, hardness=hardness, autoreset=False
+    )
+    opener, truncated = Opener(doors), np.zeros(1, bool)
+    while not truncated.any():
+        _, _, _, truncated, info = doors.step(opener())
+    doors.close()
+    return info
