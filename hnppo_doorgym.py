@@ -44,12 +44,14 @@ class Args(doors.DoorArgs, runs.RunArgs):
         "gae_lambda": (0, 1), "clip_coef": (0, None), "ent_coef": (0, None), "vf_coef": (0, None),
         "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None), "stop_at_success": (0, None),
     }  # fmt: skip
-    FIXED: ClassVar = ("method", "critic", "num_envs")  # it is in what was learnt
+    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # it is in what was learnt
 
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
     """hypernetwork; ordinary networks, anew for each task; or the same ones for all"""
     critic: Literal["fresh", "hyper"] = "fresh"
     """an ordinary network, anew for each task; or generated and remembered, as the policy is"""
+    keep_std: bool = False
+    """hand on the actions' standard deviation from task to task, as the study does; else it is 1 at each one's start"""
     beta: float = 1.0
     """weight of the penalty on changing what is generated for earlier tasks"""
     task_embedding_dim: int = 8
@@ -104,6 +106,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
         runs.check_needs(self, self.method == "hnppo", "--method hnppo", HYPER)
+        runs.check_needs(self, self.method != "ppo", "--method hnppo or finetune", ("keep_std",))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host")
         batch = DECISIONS * self.num_envs
         check(
@@ -130,7 +133,7 @@ def tanh_layers(x: jax.Array, hidden: int, layers: int) -> jax.Array:
 
 
 class Actor(nn.Module):
-    """Mean and log standard deviation of a Gaussian over actions: [..., D] -> [..., A] and [A]."""
+    """The mean of a Gaussian over actions: [..., D] -> [..., A]."""
 
     actions: int
     hidden: int
@@ -139,8 +142,7 @@ class Actor(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array):
         x = tanh_layers(x, self.hidden, self.layers)
-        mean = Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
-        return mean, self.param("log_std", nn.initializers.zeros, (self.actions,))
+        return Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
 
 
 class Critic(nn.Module):
@@ -197,8 +199,8 @@ class HyperNetwork(nn.Module):
 class Agent:
     """The networks of a run, and where their weights come from.
 
-    What learns is a dict, the `learner`: parameters of "actor" and "critic"; or, where these are generated, of "hyper",
-    the task's "embedding", and of a "critic" that is not.
+    What learns is a dict, the `learner`: parameters of "actor" and "critic", and the "log_std" [A] of the actions; or,
+    in place of those that are generated, the parameters of "hyper" and the task's "embedding".
     """
 
     args: Args
@@ -216,10 +218,11 @@ class Agent:
         return HyperNetwork(self.size, self.args.hyper_width, self.args.chunked)
 
     def init_networks(self, key: jax.Array) -> dict:
-        """Parameters of an ordinary policy and value network."""
+        """Parameters of an ordinary policy and value network; actions whose standard deviation is 1."""
         actor_key, critic_key = jax.random.split(key)
         obs = jnp.zeros(doorgym.vector.sizes(self.args.robot)[0])
-        return {"actor": self.actor.init(actor_key, obs), "critic": self.critic.init(critic_key, obs)}
+        networks = {"actor": self.actor.init(actor_key, obs), "critic": self.critic.init(critic_key, obs)}
+        return networks | {"log_std": jnp.zeros(self.actor.actions)}
 
     def init(self, key: jax.Array) -> dict:
         """A new learner; its embedding is drawn when its task begins."""
@@ -232,16 +235,17 @@ class Agent:
         return ordinary | {"hyper": self.hyper.init(hyper_key, embedding), "embedding": embedding}
 
     def networks(self, learner: dict) -> dict:
-        """Parameters of the policy and the value network."""
+        """Parameters of the policy and the value network, and log_std."""
         if self.args.method != "hnppo":
             return learner
-        ordinary = {name: learner[name] for name in learner if name == "critic"}
+        ordinary = {name: learner[name] for name in learner if name not in ("hyper", "embedding")}
         return ordinary | self.unpack(self.hyper.apply(learner["hyper"], learner["embedding"]))
 
     @property
     def remembered(self) -> tuple[str, ...]:
-        """The networks whose weights are kept for each task: those that a hypernetwork generates."""
-        return ("actor", "critic") if self.args.critic == "hyper" else ("actor",)
+        """What is kept for each task: what a hypernetwork generates."""
+        kept = {"actor": True, "critic": self.args.critic == "hyper", "log_std": self.args.keep_std}
+        return tuple(name for name in kept if kept[name])
 
     def pack(self, params: dict) -> jax.Array:
         """The weights [size] of the remembered networks."""
@@ -300,7 +304,7 @@ STATE = devices.layout(TrainState, return_filter=shaping.FILTER)
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """An Adam for each part of a learner, by its name."""
     hyper, ordinary = args.hyper_learning_rate, args.learning_rate
-    rates = {"hyper": hyper, "embedding": hyper, "actor": ordinary, "critic": ordinary}
+    rates = {"hyper": hyper, "embedding": hyper, "actor": ordinary, "critic": ordinary, "log_std": ordinary}
     adams = {name: optax.adam(rate, eps=args.adam_eps) for name, rate in rates.items()}
     return optax.partition(adams, lambda learner: {name: name for name in learner})
 
@@ -338,7 +342,9 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 def begin_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
     """The next task's start: the hypernetwork is kept, or ordinary networks that are finetuned; the rest is anew."""
     key, learner_key, embedding_key = jax.random.split(state.key, 3)
-    kept = {"hnppo": ("hyper",), "ppo": (), "finetune": ("actor", "critic")}[args.method]
+    kept = {"hnppo": ("hyper",), "ppo": (), "finetune": ("actor", "critic", "log_std")}[args.method]
+    if not args.keep_std:  # exploration that has ended with one task would not begin with the next
+        kept = tuple(name for name in kept if name != "log_std")
     learner = agent.init(learner_key) | {name: state.learner[name] for name in kept}
     if args.method == "hnppo":
         learner["embedding"] = jax.random.normal(embedding_key, (args.task_embedding_dim,))
@@ -362,31 +368,32 @@ def end_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def policy_for(agent: Agent, state: TrainState, i: int) -> dict:
-    """The actor's parameters for the i-th task: the hypernetwork's from its own embedding or, where that is not learnt
+    """The policy's parameters for the i-th task: the hypernetwork's from its own embedding or, where that is not learnt
     yet, from the newest one; without a hypernetwork those that it has now."""
     learner = state.learner
     if "embedding" in learner:
         learner = learner | {"embedding": jnp.where(i < state.finished, state.embeddings[i], learner["embedding"])}
-    return agent.networks(learner)["actor"]
+    params = agent.networks(learner)
+    return {name: params[name] for name in ("actor", "log_std")}
 
 
 @partial(jax.jit, static_argnums=0)
-def act(agent: Agent, actor: dict, obs: jax.Array, key: jax.Array | None = None, t: int = 0) -> jax.Array:
+def act(agent: Agent, params: dict, obs: jax.Array, key: jax.Array | None = None, t: int = 0) -> jax.Array:
     """Draws the actions [N, A] of decision t for obs [N, D]; without a key they are the policy's mean."""
-    mean, log_std = agent.actor.apply(actor, obs)
+    mean = agent.actor.apply(params["actor"], obs)
     if key is None:
         return mean
-    return mean + jnp.exp(log_std) * jax.random.normal(jax.random.fold_in(key, t), mean.shape)
+    return mean + jnp.exp(params["log_std"]) * jax.random.normal(jax.random.fold_in(key, t), mean.shape)
 
 
 def collect(args: Args, agent: Agent, env: doorgym.DoorVectorEnv, state: TrainState, *, watch: runs.Stopwatch):
-    """Plays an episode of each door; returns Rollout and success bool [N]."""
+    """Plays an episode of each door; returns Rollout and Ends."""
     seed = envs.derive_seed(args.seed, 1 + int(state.task), 1 + int(state.updates))
-    key, actor = jax.random.PRNGKey(seed), policy_for(agent, state, state.task)
+    key, params = jax.random.PRNGKey(seed), policy_for(agent, state, state.task)
 
     def policy(obs, t):
         with watch("inference"):
-            return jax.device_get(act(agent, actor, obs, key, t))
+            return jax.device_get(act(agent, params, obs, key, t))
 
     with watch("rollout"):
         return doors.play(env, policy, seed)
@@ -451,7 +458,7 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
 def loss(args: Args, agent: Agent, learner: dict, batch: Batch) -> dict[str, jax.Array]:
     """PPO's loss and its parts for each sample, float32 [B]: `devices.gradient` says why, and takes the mean."""
     params = agent.networks(learner)
-    mean, log_std = agent.actor.apply(params["actor"], batch.obs)
+    mean, log_std = agent.actor.apply(params["actor"], batch.obs), params["log_std"]
     values = agent.critic.apply(params["critic"], batch.obs)
     parts = ppo_parts(args, log_prob(mean, log_std, batch.actions), values, batch)
     parts["entropy"] = jnp.full_like(values, (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum())
@@ -490,7 +497,7 @@ def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, reme
 def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tuple[TrainState, Batch, dict]:
     """Rewards and advantages: returns the state with its filter moved on, a Batch and metrics float32 []."""
     params = agent.networks(state.learner)
-    mean, log_std = agent.actor.apply(params["actor"], rollout.obs[:-1])
+    mean, log_std = agent.actor.apply(params["actor"], rollout.obs[:-1]), params["log_std"]
     values = agent.critic.apply(params["critic"], rollout.obs)
     last = jnp.zeros(rollout.rewards.shape, bool).at[-1].set(True)
     return_filter, rewards = shaping.normalize(
@@ -560,11 +567,11 @@ def update(args: Args, agent: Agent, remember: bool, state: TrainState, rollout:
 # EVALUATION
 
 
-def make_policy(agent: Agent, actor: dict) -> Callable:
+def make_policy(agent: Agent, params: dict) -> Callable:
     """A policy as `doors.play` calls it: mean actions."""
 
     def policy(obs, t):
-        return act(agent, actor, obs)
+        return act(agent, params, obs)
 
     return policy
 
@@ -580,9 +587,9 @@ def keep_best(args: Args, state: TrainState, success: jax.Array) -> TrainState:
 def evaluate_task(args: Args, agent: Agent, state: TrainState, task: str) -> tuple[TrainState, dict]:
     """Evaluates the task that is learnt; returns the state, the task's best parameters in it, and metrics."""
     policy = make_policy(agent, policy_for(agent, state, state.task))
-    returns, success = doors.evaluate(args, policy, task, episodes=args.eval_episodes, seed=SELECT_SEED)
-    state = keep_best(args, state, success.mean())
-    return state, {"eval/success_rate": success.mean(), "eval/mean_return": returns.mean()}
+    ends = doors.evaluate(args, policy, task, episodes=args.eval_episodes, seed=SELECT_SEED)
+    state = keep_best(args, state, ends.success.mean())
+    return state, ends.means("eval/") | {"eval/mean_return": ends.returns.mean()}
 
 
 def evaluate(
@@ -602,12 +609,12 @@ def evaluate(
 
     for i, task in enumerate(doors.task_names(args)):
         own = args.method == "ppo" and i < finished
-        actor = agent.unpack(state.targets[i])["actor"] if own else policy_for(agent, state, i)
-        policy = random_policy if random else make_policy(agent, actor)
-        returns, success = doors.evaluate(
+        params = agent.unpack(state.targets[i]) if own else policy_for(agent, state, i)
+        policy = random_policy if random else make_policy(agent, params)
+        ends = doors.evaluate(
             args, policy, task, episodes=episodes, seed=EVAL_SEED + seed, film=film if video else None
         )
-        row = {"task": task, "success_rate": float(success.mean()), "mean_return": float(returns.mean())}
+        row = {"task": task, "success_rate": float(ends.success.mean()), "mean_return": float(ends.returns.mean())}
         rows.append(row | {"episodes": episodes, "learnt": "yes" if i < finished else "no"})
     return runs.Evaluation(
         step=int(state.global_step),
@@ -641,7 +648,7 @@ def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> Tr
     seed = envs.derive_seed(args.seed, 9)
     with closing(doors.make_doors(args, task, args.num_envs, seed=seed, num_worlds=args.num_worlds)) as env:
         while not run.stop and state.finished == state.task:
-            rollout, success = collect(args, agent, env, state, watch=watch)
+            rollout, ends = collect(args, agent, env, state, watch=watch)
             with watch("update"):
                 given = devices.put(args, (state, rollout), (STATE, STEPS))
                 state, metrics = update(args, agent, remember, *given)
@@ -649,9 +656,8 @@ def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> Tr
             step, decisions = int(state.global_step), batch * int(state.updates)
             check_skipped(args, run, step, metrics)
             run.check_finite(step, metrics)
-            metrics |= {
-                "charts/success_rate": success.mean(),
-                "charts/episodic_return": rollout.rewards.sum(axis=0).mean(),
+            metrics |= ends.means("charts/") | {
+                "charts/episodic_return": ends.returns.mean(),
                 "charts/task": state.task,
                 "charts/task_updates": state.updates,
             }
@@ -675,7 +681,7 @@ def finish_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> T
     row = np.full(SLOTS, np.nan)
     for j, name in enumerate(names):
         policy = make_policy(agent, policy_for(agent, state, j))
-        row[j] = doors.evaluate(args, policy, name, episodes=args.eval_episodes, seed=EVAL_SEED)[1].mean()
+        row[j] = doors.evaluate(args, policy, name, episodes=args.eval_episodes, seed=EVAL_SEED).success.mean()
     state = state._replace(matrix=state.matrix.at[i].set(row))
     continual.report(
         run,

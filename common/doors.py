@@ -86,8 +86,22 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # float32 [DECISIONS, N]
 
 
-def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | None = None):
-    """One episode of each door, with actions [N, A] = policy(obs, t): a Rollout, and success bool [N].
+class Ends(NamedTuple):
+    """What became of one episode of each of N doors."""
+
+    returns: np.ndarray  # float32 [N]
+    success: np.ndarray  # bool [N]: opened
+    freed: np.ndarray  # bool [N]: the latch was free of the frame
+    max_knob_angle: np.ndarray  # float [N]: radians, either way
+
+    def means(self, prefix: str) -> dict[str, np.floating]:
+        """Means over the doors, by metrics' names."""
+        names = {"success": "success_rate", "freed": "freed_rate", "max_knob_angle": "max_knob_angle"}
+        return {prefix + name: getattr(self, field).mean() for field, name in names.items()}
+
+
+def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | None = None) -> tuple[Rollout, Ends]:
+    """One episode of each door, with actions [N, A] = policy(obs, t).
 
     `film` is given a frame of the first door before each decision.
     """
@@ -101,11 +115,13 @@ def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | N
         rewards.append(reward)
         seen.append(info["final_obs"] if truncated.any() else obs)
     rollout = Rollout(np.stack(seen), np.stack(actions), np.stack(rewards).astype(np.float32))
-    return rollout, info["final_info"]["success"]
+    final = info["final_info"]
+    return rollout, Ends(rollout.rewards.sum(axis=0), final["success"], final["freed"], final["max_knob_angle"])
 
 
-def evaluate(args: DoorArgs, policy: Callable, task: str, *, episodes: int, seed: int, film: list | None = None):
-    """`play` before as many doors, the same ones for a seed: returns float [episodes] and success bool [episodes]."""
+def evaluate(
+    args: DoorArgs, policy: Callable, task: str, *, episodes: int, seed: int, film: list | None = None
+) -> Ends:
+    """`play` before as many doors, the same ones for a seed."""
     with closing(make_doors(args, task, episodes, seed=seed, num_worlds=episodes)) as env:
-        rollout, success = play(env, policy, seed, film)
-    return rollout.rewards.sum(axis=0), success
+        return play(env, policy, seed, film)[1]

@@ -147,7 +147,7 @@ def test_the_best_parameters_end_a_task_that_is_held_three_times(train, monkeypa
         if (rate := next(rates, None)) is None:
             return play(args, policy, task, **how)
         seen.append(np.asarray(policy(np.ones((3, 15), np.float32), 0)))
-        return np.zeros(20), np.arange(20) < 20 * rate
+        return doors.Ends(np.zeros(20), np.arange(20) < 20 * rate, np.zeros(20, bool), np.zeros(20))
 
     monkeypatch.setattr(doors, "evaluate", evaluate_doors)
     run = train(tasks="0", eval_every=256, task_timesteps=100 * 256)
@@ -178,7 +178,7 @@ def test_other_methods(tmp_path, method):
     agent, run_dir = hn.Agent(args), hn.main(args).path
     state = hn.load(args, agent, str(run_dir))["state"]
     assert int(state.finished) == 2
-    policies = [hn.make_policy(agent, agent.unpack(state.targets[i])["actor"]) for i in (0, 1)]
+    policies = [hn.make_policy(agent, agent.unpack(state.targets[i])) for i in (0, 1)]
     how = {"episodes": 3, "seed": hn.EVAL_SEED}
     want = [doors.evaluate(args, policy, "Pull-Right-Pull", **how)[0].mean() for policy in policies]
     assert want[0] != want[1]
@@ -235,11 +235,11 @@ def test_doors_have_no_training_levels(whole, capfd):
 
 # What each flag is changed to: then something must differ.
 FLAGS = {
-    "tasks": "1,2", "robot": "gripper", "num_worlds": 3, "method": "ppo", "critic": "hyper", "task_embedding_dim": 4,
-    "hyper_width": 8, "chunked": True, "hidden": 16, "num_layers": 2, "num_envs": 4, "num_minibatches": 4,
-    "update_epochs": 1, "learning_rate": 0.01, "hyper_learning_rate": 1e-4, "gamma": 0.9, "gae_lambda": 0.5,
-    "clip_coef": 0.01, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01, "adam_eps": 0.1, "eval_episodes": 3,
-    "stop_at_success": 0.0, "seed": 2, "num_devices": 2,
+    "tasks": "1,2", "robot": "gripper", "num_worlds": 3, "method": "ppo", "critic": "hyper", "keep_std": True,
+    "task_embedding_dim": 4, "hyper_width": 8, "chunked": True, "hidden": 16, "num_layers": 2, "num_envs": 4,
+    "num_minibatches": 4, "update_epochs": 1, "learning_rate": 0.01, "hyper_learning_rate": 1e-4, "gamma": 0.9,
+    "gae_lambda": 0.5, "clip_coef": 0.01, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01, "adam_eps": 0.1,
+    "eval_episodes": 3, "stop_at_success": 0.0, "seed": 2, "num_devices": 2,
 }  # fmt: skip
 # Tested elsewhere: these change files, speed, or what happens when (`test_what_a_run_writes` shows it); beta is
 # in the penalty's own tests, and several hosts are refused.
@@ -280,6 +280,7 @@ BAD = {
     "no decisions": (["--task-timesteps", 0], "--task-timesteps 0", "from 1"),
     "minibatches": (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
     "no hypernetwork": (["--method", "ppo", "--beta", 1e-3], "--beta 0.001", "--method hnppo"),
+    "anew in any case": (["--method", "ppo", "--keep-std"], "--keep-std", "--method hnppo or finetune"),
     "no memory": (["--method", "finetune", "--critic", "hyper"], "--critic hyper", "--method hnppo"),
     "discount": (["--gamma", 1.5], "--gamma 1.5", "from 0 to 1"),
     "worlds": (["--num-worlds", 0], "--num-worlds 0", "from 1"),
