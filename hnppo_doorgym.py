@@ -41,8 +41,9 @@ class Args(doors.DoorArgs, runs.RunArgs):
         "beta": (0, None), "task_embedding_dim": (1, 4096), "hyper_width": (1, 65536), "hidden": (1, 65536),
         "num_layers": (1, 16), "task_timesteps": (1, 2**28), "num_envs": (1, 65536), "num_minibatches": (1, None),
         "update_epochs": (1, 1000), "learning_rate": (0, None), "hyper_learning_rate": (0, None), "gamma": (0, 1),
-        "gae_lambda": (0, 1), "clip_coef": (0, None), "ent_coef": (0, None), "vf_coef": (0, None),
-        "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None), "stop_at_success": (0, None),
+        "gae_lambda": (0, 1), "clip_coef": (0, None), "ent_coef": (0, None), "noise_color": (0, 2),
+        "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None),
+        "stop_at_success": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # it is in what was learnt
 
@@ -84,6 +85,8 @@ class Args(doors.DoorArgs, runs.RunArgs):
     """clip the probability ratio to 1 +- this, and a value to its old one +- this"""
     ent_coef: float = 0.0
     """coefficient of the entropy bonus"""
+    noise_color: float = 0.0
+    """power of exploration's noise falls with frequency f as 1 / f to this; 0 for white, as the study's, 1 for pink"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
@@ -378,22 +381,37 @@ def policy_for(agent: Agent, state: TrainState, i: int) -> dict:
 
 
 @partial(jax.jit, static_argnums=0)
-def act(agent: Agent, params: dict, obs: jax.Array, key: jax.Array | None = None, t: int = 0) -> jax.Array:
-    """Draws the actions [N, A] of decision t for obs [N, D]; without a key they are the policy's mean."""
-    mean = agent.actor.apply(params["actor"], obs)
-    if key is None:
-        return mean
-    return mean + jnp.exp(params["log_std"]) * jax.random.normal(jax.random.fold_in(key, t), mean.shape)
+def act(agent: Agent, params: dict, obs: jax.Array, noise: jax.Array | float = 0.0) -> jax.Array:
+    """Actions [N, A] for obs [N, D]; without noise, in standard deviations [N, A], they are the policy's mean."""
+    return agent.actor.apply(params["actor"], obs) + jnp.exp(params["log_std"]) * noise
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def colored_noise(args: Args, actions: int, key: jax.Array) -> jax.Array:
+    """An episode's noise float32 [DECISIONS, N, A], each number's variance 1, its power falling with frequency as
+    1 / f^noise_color (Timmer & Koenig 1995): a push that lasts opens a door where one that is drawn anew cannot.
+
+    PPO takes it for independent draws (Hollenstein et al. 2024, arXiv 2312.11091, section 4).
+    """
+    frequencies = jnp.maximum(jnp.fft.rfftfreq(DECISIONS), 1 / DECISIONS)
+    scale = frequencies ** (-args.noise_color / 2)
+    parts = jax.random.normal(key, (2, len(scale), args.num_envs * actions))
+    ends = jnp.zeros(len(scale), bool).at[jnp.array([0, -1])].set(True)  # which are real
+    parts = jnp.where(ends[:, None], jnp.array([2**0.5, 0])[:, None, None], 1) * parts * scale[:, None]
+    power = (jnp.where(ends, 2, 4) * scale**2).sum() / DECISIONS**2
+    noise = jnp.fft.irfft(jax.lax.complex(*parts), DECISIONS, axis=0) / jnp.sqrt(power)
+    return noise.reshape(DECISIONS, args.num_envs, actions)
 
 
 def collect(args: Args, agent: Agent, env: doorgym.DoorVectorEnv, state: TrainState, *, watch: runs.Stopwatch):
     """Plays an episode of each door; returns Rollout and Ends."""
     seed = envs.derive_seed(args.seed, 1 + int(state.task), 1 + int(state.updates))
-    key, params = jax.random.PRNGKey(seed), policy_for(agent, state, state.task)
+    params = policy_for(agent, state, state.task)
+    noise = jax.device_get(colored_noise(args, agent.actor.actions, jax.random.PRNGKey(seed)))
 
     def policy(obs, t):
         with watch("inference"):
-            return jax.device_get(act(agent, params, obs, key, t))
+            return jax.device_get(act(agent, params, obs, noise[t]))
 
     with watch("rollout"):
         return doors.play(env, policy, seed)

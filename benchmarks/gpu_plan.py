@@ -349,10 +349,10 @@ def plan_hnppo(args: hnppo.Args, gpus: list[jax.Device]) -> Plan:
         rewards=array(doors.DECISIONS, games),
     )
     rollout = place(rollout, STEPS)
-    obs, key = place((array(games, observed), array(2, dtype=jnp.uint32)))  # each GPU looks at all doors
+    obs, noise = place((array(games, observed), array(games, acted)))  # each GPU looks at all doors
     return Plan(
         {
-            "act": partial(hnppo.act.lower, agent, actor, obs, key, 0),
+            "act": partial(hnppo.act.lower, agent, actor, obs, noise),
             "update": partial(hnppo.update.lower, args, agent, args.method == "hnppo", state, rollout),
         },
         Cycle(

@@ -335,6 +335,19 @@ def test_each_update_plays_episodes_of_its_own():
         assert np.abs(np.subtract(*noise)).max() > 0.1
 
 
+@pytest.mark.parametrize("color", [0, 0.5, 1, 2])
+def test_noise_has_its_color_and_variance_one(color):
+    noise = np.asarray(hn.colored_noise(hn.Args(num_envs=200, noise_color=color), 5, jax.random.PRNGKey(0)), np.float64)
+    assert noise.shape == (DECISIONS, 200, 5)
+    np.testing.assert_allclose((noise**2).mean(axis=(1, 2)), 1, atol=0.2)  # at every decision
+    np.testing.assert_allclose(noise.std(), 1, atol=0.05)
+    power = (np.abs(np.fft.rfft(noise, axis=0)) ** 2).mean(axis=(1, 2))[1:-1]
+    slope, _ = np.polyfit(np.log(np.arange(len(power)) + 1), np.log(power), 1)
+    assert slope == pytest.approx(-color, abs=0.05)
+    _, p = scipy.stats.kstest(noise[::64].ravel(), "norm")
+    assert p > 1e-3
+
+
 @pytest.mark.parametrize("method", ["hnppo", "all generated", "ppo"])
 def test_learns_which_action_is_rewarded(method):
     """Rewards for actions near one that depends on the observation's sign: the mean action finds it."""
@@ -349,7 +362,8 @@ def test_learns_which_action_is_rewarded(method):
     for i in range(60):
         obs = random_rollout(args, i).obs
         actor = hn.policy_for(agent, state, 0)
-        actions = np.asarray(hn.act(agent, actor, obs[:-1], jax.random.fold_in(key, i), 0))
+        noise = jax.random.normal(jax.random.fold_in(key, i), (*obs[:-1].shape[:-1], 6))
+        actions = np.asarray(hn.act(agent, actor, obs[:-1], noise))
         rollout = Rollout(obs, actions, -np.float32(far(actions, obs[:-1])))
         state, _ = hn.update(args, agent, False, state, rollout)
     start = far(np.zeros(6), obs).mean()

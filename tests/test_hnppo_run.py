@@ -238,8 +238,8 @@ FLAGS = {
     "tasks": "1,2", "robot": "gripper", "num_worlds": 3, "method": "ppo", "critic": "hyper", "keep_std": True,
     "task_embedding_dim": 4, "hyper_width": 8, "chunked": True, "hidden": 16, "num_layers": 2, "num_envs": 4,
     "num_minibatches": 4, "update_epochs": 1, "learning_rate": 0.01, "hyper_learning_rate": 1e-4, "gamma": 0.9,
-    "gae_lambda": 0.5, "clip_coef": 0.01, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01, "adam_eps": 0.1,
-    "eval_episodes": 3, "stop_at_success": 0.0, "seed": 2, "num_devices": 2,
+    "noise_color": 0.5, "gae_lambda": 0.5, "clip_coef": 0.01, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01,
+    "adam_eps": 0.1, "eval_episodes": 3, "stop_at_success": 0.0, "seed": 2, "num_devices": 2,
 }  # fmt: skip
 # Tested elsewhere: these change files, speed, or what happens when (`test_what_a_run_writes` shows it); beta is
 # in the penalty's own tests, and several hosts are refused.
