@@ -83,10 +83,10 @@ class Args(doors.DoorArgs, runs.RunArgs):
     """lambda of generalised advantage estimation"""
     clip_coef: float = 0.2
     """clip the probability ratio to 1 +- this, and a value to its old one +- this"""
-    ent_coef: float = 0.0
+    ent_coef: float = 0.01
     """coefficient of the entropy bonus"""
-    noise_color: float = 0.0
-    """power of exploration's noise falls with frequency f as 1 / f to this; 0 for white, as the study's, 1 for pink"""
+    noise_color: float = 1.0
+    """the noise of exploration: its power falls as 1 / frequency to this; 0 is white, as the study's, 1 is pink"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5

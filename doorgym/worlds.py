@@ -128,6 +128,7 @@ def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco
     spec.compiler.degree = False
     spec.option.timestep = TIMESTEP
     spec.option.gravity = (0, 0, 0)  # of the floating robots' worlds
+    spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND  # ten joints: parting them costs more than it saves
     spec.visual.global_.offwidth = spec.visual.global_.offheight = 1024
     spec.visual.headlight.ambient, spec.visual.headlight.diffuse = (0.35,) * 3, (0.35,) * 3
     for i in range(5):  # in every world, lit or not: all worlds of a task must have data of one size
