@@ -27,6 +27,7 @@ import doorgym
 import evaluate
 import hnppo_doorgym as hn
 from common import checkpoints, doors, runs
+from experiments import plot, remedies
 
 # Small enough to compile in seconds; the physics is real. A task has three updates of 256 decisions, and is evaluated
 # after the second and at its end.
@@ -228,6 +229,25 @@ def test_evaluation_is_the_same_every_time(whole):
 
 def test_doors_have_no_training_levels(whole, capfd):
     assert_refused(evaluate, [whole, "--levels", "train"], capfd, "--levels train", "hnppo_doorgym.py")
+
+
+def test_a_row_says_what_it_took(tmp_path, whole, capfd):
+    """Of a run of one task; a run of several is refused."""
+    args = {"tasks": "2", "method": "ppo", "noise_color": 0.0, "seed": 3, "num_envs": 64}
+    ends = "success_rate", "freed_rate", "max_knob_angle"
+    lines = [{"global_step": 10 * (i + 1), "losses/action_std": 1 / (i + 1)} for i in range(20)]
+    for i, line in enumerate(lines):
+        line |= {f"charts/{name}": i / 20 for name in ends}
+        if i % 5 == 4:
+            line["eval/success_rate"] = i / 20
+    row = remedies.summarize(plot.Logged("here", "hnppo_doorgym", "DoorGym", args, lines), 0.5)
+    assert row == {
+        "task": "2", "method": "ppo", "flags": "--noise-color 0.0", "seed": 3, "decisions": 200,
+        "best_evaluation": 0.95, "decisions_to_0.5": 150, "training_success_rate": 0.725,
+        "training_freed_rate": 0.725, "training_max_knob_angle": 0.725, "action_std": 0.05,
+    }  # fmt: skip
+    assert_refused(remedies, [whole, "--out", tmp_path / "x"], capfd, f"RUN_DIRS {whole}", "give runs of one")
+    assert not list(tmp_path.iterdir())
 
 
 # FLAGS
