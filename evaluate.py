@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +28,7 @@ class Args:
     levels: Literal["train", "test"] = "test"
     """of Procgen: the levels trained on, or unseen ones (the same distribution where training levels were unlimited)"""
     video: bool = False
-    """also write a video: of one episode in Procgen, of the best one in Montezuma's Revenge"""
+    """also write a video and a film strip: of an episode in Procgen, the best one of Montezuma, a door a task"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
     seed: int = 0
@@ -94,8 +95,12 @@ def main(args: Args) -> dict:
     runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: answer.summary})
     if args.video:
         video = path / "videos" / f"{answer.name}_{answer.step}.mp4"
-        runs.write_video(video, answer.film)
+        runs.write_video(video, answer.film, answer.fps)
         print(f"video: {video}")
+        strip = video.with_suffix(".png")
+        with files.whole(strip) as temporary:
+            Image.fromarray(runs.film_strip(answer.film, answer.scenes)).save(temporary, format="png")
+        print(f"film strip: {strip}")
     return answer.summary
 
 

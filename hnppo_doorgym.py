@@ -641,6 +641,8 @@ def evaluate(
         rows=rows,
         summary={row["task"]: row["success_rate"] for row in rows} | {"tasks_learnt": finished},
         film=np.stack(film) if video else None,
+        fps=1000 / (doors.ACTION_REPEAT * 20),  # as fast as it is
+        scenes=len(rows),
     )
 
 

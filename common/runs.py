@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
@@ -822,16 +823,27 @@ class Evaluation(NamedTuple):
     rows: list[dict]  # of it; there may be none
     summary: dict  # what eval.json says
     film: np.ndarray | None  # uint8 [T, H, W, 3]
+    fps: float = 15  # frames a second of it
+    scenes: int = 1  # of it, of equal length
 
 
-def write_video(path: Path, frames: np.ndarray, fps: int = 15) -> None:
+def film_strip(frames: np.ndarray, scenes: int, moments: int = 8) -> np.ndarray:
+    """Moments of a film [T, H, W, 3], evenly spaced from the first to the last of each scene: a picture, a row each."""
+    rows = []
+    for scene in np.array_split(frames, scenes):
+        chosen = scene[np.linspace(0, len(scene) - 1, moments).round().astype(int)]
+        rows.append(np.concatenate(chosen, axis=1))
+    return np.concatenate(rows)
+
+
+def write_video(path: Path, frames: np.ndarray, fps: float = 15) -> None:
     """Writes uint8 frames [T, H, W, 3] as mp4, enlarged to some 400 pixels, under a temporary name first."""
     import av
 
     scale = round(400 / frames.shape[1])
 
     with files.whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fps, options={"crf": "18"})
+        stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "18"})
         stream.height, stream.width = (scale * size for size in frames.shape[1:3])
         stream.pix_fmt = "yuv420p"
         for frame in frames:

@@ -22,6 +22,7 @@ from conftest import (
     read_metrics,
     start,
 )
+from PIL import Image
 
 import doorgym
 import evaluate
@@ -134,8 +135,6 @@ def test_what_a_run_writes(whole):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state | {"matrix": 0}))
     # Every 512 decisions, and at a task's end: 512, 768, 1024, 1536.
     assert {path.name for path in (whole / "checkpoints").glob("[0-9]*")} == {"1024", "1536"}
-    from PIL import Image
-
     assert np.asarray(Image.open(whole / "matrix.png")).std() > 20
 
 
@@ -210,8 +209,11 @@ def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
     import av
 
     with av.open(str(run_dir / "videos" / f"episodes_{result['global_step']}.mp4")) as container:
+        assert container.streams.video[0].average_rate == 12.5  # a decision lasts 80 ms
         pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(pictures) == 2 * doors.DECISIONS
+    strip = np.asarray(Image.open(run_dir / "videos" / f"episodes_{result['global_step']}.png"))
+    assert strip.shape == (2 * 60, 8 * 80, 3)
     assert np.std(pictures[5]) > 10
     runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--random"])
     assert "random_episodes" in json.loads((run_dir / "eval.json").read_text())

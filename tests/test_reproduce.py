@@ -19,8 +19,8 @@ from PIL import Image
 
 import ppo_procgen
 from benchmarks import records
-from common import runs
-from experiments import readme, reproduce, trials
+from common import continual, runs
+from experiments import matrices, readme, reproduce, trials
 
 ROWS = reproduce.published()
 FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))
@@ -260,3 +260,29 @@ def test_all_games_come_to_one_number(tmp_path):
     refused = shell(*words[:-2], **given)
     assert "give another OUT" in refused.communicate()[0]
     assert refused.returncode == 2
+
+
+def test_matrices_stand_beside_the_published(tmp_path, capfd):
+    """Two seeds of one method, and a run of another that is half done; one without any is refused."""
+    names = next(iter(matrices.published().values()))[0]
+    rng = np.random.default_rng(0)
+    kinds = {"a": ({"critic": "hyper"}, 6), "b": ({"critic": "hyper"}, 6), "c": ({"method": "ppo"}, 3)}
+    for folder, (flags, learnt) in kinds.items():
+        (tmp_path / folder).mkdir()
+        args = {"seed": 1, "critic": "fresh", "beta": 1.0, "method": "hnppo", "env_id": "DoorGym"} | flags
+        (tmp_path / folder / "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
+        (tmp_path / folder / "metrics.jsonl").write_text('{"global_step": 1, "time": 1.0}\n')
+        continual.write_csv(tmp_path / folder / "matrix.csv", rng.random((learnt, 6)), names)
+    runs_dirs = [str(tmp_path / folder) for folder in "abc"]
+    rows = matrices.main(matrices.Args(tuple(runs_dirs), out=str(tmp_path / "out")))
+    assert [(row["method"], row["whose"], row["tasks_learnt"]) for row in rows] == [
+        ("HN-PPO", "published", 6), ("HN-PPO", "ours", 6), ("HN-PPO", "ours", 6),
+        ("PPO for each task", "published", 6), ("PPO for each task", "ours", 3),
+    ]  # fmt: skip
+    assert (rows[0]["ACC"], rows[0]["REM"]) == pytest.approx((0.81, 0.998), abs=1e-3)  # as the study has them
+    assert (rows[3]["ACC"], rows[3]["REM"]) == pytest.approx((0.245, 0.291), abs=1e-3)
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 6
+    (tmp_path / "c/matrix.csv").unlink()
+    capfd.readouterr()
+    assert_refused(matrices, runs_dirs, capfd, f"RUN_DIRS {tmp_path / 'c'}", "no matrix.csv yet")

@@ -25,6 +25,7 @@ from conftest import (
     start,
     wait_for,
 )
+from PIL import Image
 
 import evaluate
 import ppo_procgen as ppo
@@ -202,6 +203,14 @@ def test_four_thousand_frames(tmp_path):
     assert pictures[0].shape == (384, 384, 3)
     assert len(pictures) > 10
     assert np.std(pictures[5]) > 10
+    assert np.asarray(Image.open(video.with_suffix(".png"))).shape == (64, 8 * 64, 3)
+
+
+def test_a_film_strip_has_each_scenes_first_and_last_moment():
+    film = np.arange(6 * 5, dtype=np.uint8).repeat(2 * 2 * 3).reshape(30, 2, 2, 3)
+    strip = runs.film_strip(film, 6, moments=3)
+    assert strip.shape == (6 * 2, 3 * 2, 3)
+    np.testing.assert_array_equal(strip[::2, ::2, 0], np.arange(30).reshape(6, 5)[:, [0, 2, 4]])
 
 
 def test_resume_is_the_same_wandb_run(train):
