@@ -1,4 +1,4 @@
-"""Plays a trained agent: a table of its returns, eval.json and a video in the run directory. Try:
+"""Plays a trained agent: a table of its returns, eval.json, a video and a strip of it in the run directory. Try:
 
 python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
 python evaluate.py runs/MontezumaRevenge-v5__rnd_montezuma__1__1790000000 --episodes 8 --video

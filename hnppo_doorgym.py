@@ -52,7 +52,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     critic: Literal["fresh", "hyper"] = "fresh"
     """an ordinary network, anew for each task; or generated and remembered, as the policy is"""
     keep_std: bool = False
-    """hand on the actions' standard deviation from task to task, as the study does; else it is 1 at each one's start"""
+    """generate the actions' standard deviation too, or finetune the last task's, as the study; else each begins at 1"""
     beta: float = 1.0
     """weight of the penalty on changing what is generated for earlier tasks"""
     task_embedding_dim: int = 8
@@ -74,7 +74,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     update_epochs: int = 10
     """passes over a batch"""
     learning_rate: float = 1e-3
-    """Adam's step size for ordinary networks"""
+    """Adam's step size for ordinary networks, and for a standard deviation that is not generated"""
     hyper_learning_rate: float = 5e-5
     """Adam's step size for the hypernetwork and the task's embedding"""
     gamma: float = 0.99
@@ -381,15 +381,16 @@ def policy_for(agent: Agent, state: TrainState, i: int) -> dict:
 
 
 @partial(jax.jit, static_argnums=0)
-def act(agent: Agent, params: dict, obs: jax.Array, noise: jax.Array | float = 0.0) -> jax.Array:
+def act(agent: Agent, params: dict, obs: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     """Actions [N, A] for obs [N, D]; without noise, in standard deviations [N, A], they are the policy's mean."""
-    return agent.actor.apply(params["actor"], obs) + jnp.exp(params["log_std"]) * noise
+    mean = agent.actor.apply(params["actor"], obs)
+    return mean if noise is None else mean + jnp.exp(params["log_std"]) * noise
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def colored_noise(args: Args, actions: int, key: jax.Array) -> jax.Array:
     """An episode's noise float32 [DECISIONS, N, A], each number's variance 1, its power falling with frequency as
-    1 / f^noise_color (Timmer & Koenig 1995): a push that lasts opens a door where one that is drawn anew cannot.
+    1 / f^noise_color (Timmer & Koenig 1995): noise that lasts moves a door further than noise that is drawn anew.
 
     PPO takes it for independent draws (Hollenstein et al. 2024, arXiv 2312.11091, section 4).
     """
@@ -641,7 +642,7 @@ def evaluate(
         rows=rows,
         summary={row["task"]: row["success_rate"] for row in rows} | {"tasks_learnt": finished},
         film=np.stack(film) if video else None,
-        fps=1000 / (doors.ACTION_REPEAT * 20),  # as fast as it is
+        fps=1000 / (doors.ACTION_REPEAT * doorgym.vector.FRAME_SKIP),  # real time
         scenes=len(rows),
     )
 

@@ -91,7 +91,7 @@ class Ends(NamedTuple):
 
     returns: np.ndarray  # float32 [N]
     success: np.ndarray  # bool [N]: opened
-    freed: np.ndarray  # bool [N]: the latch was free of the frame
+    freed: np.ndarray  # bool [N]: the latch was free of the frame; False where there is none
     max_knob_angle: np.ndarray  # float [N]: radians, either way
 
     def means(self, prefix: str) -> dict[str, np.floating]:

@@ -20,11 +20,11 @@ from doorgym.vector import HARDNESS
 @dataclass(frozen=True)
 class Args:
     path: Annotated[str, tyro.conf.Positional] = "doors.png"
-    """of the picture to write"""
+    """picture to write, unless doors are opened"""
     check: bool = False
     """instead, open doors of every task that a hook can do, and print how many; exit code 1 below 90 %"""
     num_worlds: int = 64
-    """random doors of each task to open"""
+    """random doors of each task that --check opens"""
     seed: int = 0
     """of these"""
 
@@ -57,6 +57,9 @@ def check(args: Args) -> bool:
 
 
 def main(args: Args) -> None:
+    """Raises ValueError or OSError, one sentence, for arguments that are none."""
+    if args.num_worlds < 1 or args.seed < 0:
+        raise ValueError(f"--num-worlds {args.num_worlds}, --seed {args.seed}: must be 1 or more, and 0 or more")
     if args.check:
         sys.exit(0 if check(args) else 1)
     rows = [
@@ -67,4 +70,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -85,7 +85,7 @@ class Opener:
         if self._lever:
             radius, shaft, length, _, sink, rise, bump = shapes
             along = side * REACH * (length - radius)
-            outer = 1.3 * (1 - REACH) * (rise + bump)  # what the taper leaves there
+            outer = 2 * worlds.TAPER * (1 - REACH) * (rise + bump)  # what the taper leaves there
             inner = -(outer + sink) / 2
             x = x + shaft + (outer - sink) / 2
         else:
@@ -103,13 +103,14 @@ def _about_z(angle: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 def open_doors(task: str, num_worlds: int, seed: int, hardness: str = "hard") -> dict[str, np.ndarray]:
-    """One episode before as many random doors; returns the last `info` of `DoorVectorEnv`.
+    """One episode before each of so many random doors; returns the last `info` of `DoorVectorEnv`.
 
     Raises ValueError for a round knob, which the hook cannot turn.
     """
     doors = DoorVectorEnv(
         task, num_worlds, seed, num_worlds=num_worlds, action_repeat=4, hardness=hardness, autoreset=False
     )
+    doors._world[:] = np.arange(num_worlds)  # not drawn: each once
     opener, truncated = Opener(doors), np.zeros(1, bool)
     while not truncated.any():
         _, _, _, truncated, info = doors.step(opener())

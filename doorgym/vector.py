@@ -56,7 +56,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     terminated, and the next one begins in the same step: the last observation and infos are then in
     info["final_obs"] and info["final_info"]. info["door_angle"] and info["knob_angle"] [N]: radians, the door's in its
     direction. Of this episode: info["success"] [N], whether the door has been 0.2 rad open, info["freed"] [N], whether
-    its latch was free of the frame, and info["max_knob_angle"] [N], the largest either way.
+    its latch was free of the frame (a pull handle has none: False), and info["max_knob_angle"] [N], the largest either
+    way.
 
     The same seed gives the same trajectory whatever the number of threads, and each environment's does not depend on
     how many there are beside it.

@@ -68,7 +68,9 @@ class World(NamedTuple):
     lights: np.ndarray  # [2 to 5, 3]: directions
 
 
-# Metres of each knob's dimensions, uniform.
+TAPER = 0.68  # of a lever's outer part that is left at half its length
+# Metres of each knob's dimensions, uniform. A lever's are about those of the five that the original publishes; theirs
+# also taper in height, from up to 32 mm at the shaft to 17 at the free end.
 SHAPES = {
     # plate's width and height, grip bar's distance, half length and radius
     "pull": ((0.102, 0.145), (0.255, 0.287), (0.070, 0.117), (0.077, 0.096), (0.0065, 0.0099)),
@@ -266,11 +268,11 @@ def add_knob(spec: mujoco.MjSpec, body, task: Task, world: World) -> None:
         radius, shaft, length, thickness, sink, rise, bump = shape
         rod("shaft", (0, 0, 0), (shaft, 0, 0), radius)
         end, peak = length - radius, rise + bump  # the handle goes on over the shaft, and tapers towards its free end
-        outer = np.array([(0, -radius), (rise, -radius), (peak, 0), (0.68 * peak, end / 2), (0, end)])
+        outer = np.array([(0, -radius), (rise, -radius), (peak, 0), (TAPER * peak, end / 2), (0, end)])
         outer[:, 0] += shaft
         profile = np.concatenate([outer, [(shaft - sink, end), (shaft - sink, radius)]])
         _prism(spec, body, "handle", profile * (1, side), thickness, density=1000, **solid)
-        x, y = _centroid(outer)
+        x, y = _centroid(outer)  # the original's target is the middle of its fourth part: this one, without the sink
         target = (x, side * y, 0)
     else:
         neck, radius, depth = shape
@@ -287,12 +289,13 @@ def _joint(body, name, axis, limits, damping, armature, stiffness=0.0, slide=Fal
     joint.damping[0], joint.stiffness[0] = damping, stiffness
 
 
+WRIST_LOOKS = {"rgba": (0.25, 0.3, 0.4, 1)} | ROBOT
 # Where the original's wrist is how thick: x and radius. Its front is round, so that a handle's thick end has room.
 WRIST = ((-0.099, 0.014), (-0.095, 0.028), (-0.082, 0.044), (-0.074, 0.048), (-0.018, 0.048), (0.031, 0.037))
 
 
 def add_wrist(spec: mujoco.MjSpec, damping: float):
-    """A floating wrist with six motors, at (1, 0, 1.2): slides along x, y, z, hinges about z, y, x."""
+    """A floating wrist with six motors, at (1, 0, 1.2): slides along x, y, z, hinges about z, y, x. Without a geom."""
     wrist = spec.worldbody.add_body(name="wrist", pos=(1, 0, 1.2))
     anchor = (-0.06416, 0, 0.0053)
     for axis, name in zip(np.eye(3), "xyz", strict=True):
@@ -301,8 +304,6 @@ def add_wrist(spec: mujoco.MjSpec, damping: float):
         _joint(wrist, f"hinge_{name}", axis, limits, damping, 1, pos=anchor)
     wrist.explicitinertial = True
     wrist.mass, wrist.ipos, wrist.inertia = 0.65711, anchor, (5.79e-3, 5.30e-3, 3.42e-3)
-    rings = [[(x, r * np.cos(a), r * np.sin(a)) for a in np.pi / 6 * np.arange(12)] for x, r in WRIST]
-    _hull(spec, wrist, "wrist", np.concatenate(rings), rgba=(0.25, 0.3, 0.4, 1), **ROBOT)
     for name in ("slide_x", "slide_y", "slide_z", "hinge_z", "hinge_y", "hinge_x"):
         motor = spec.add_actuator(
             name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT, ctrlrange=(-1, 1), ctrllimited=True
@@ -319,6 +320,8 @@ HOOK_ARM = np.array([(-0.020, 0), (-0.020, 0.040), (-0.0494, 0.0456), (-0.0565, 
 def add_hook(spec: mujoco.MjSpec, world: World) -> None:
     """A C of four bars, 10 mm thick, open towards -y; its finger is the bar farthest from the wrist."""
     wrist = add_wrist(spec, world.robot_damping)
+    rings = [[(x, r * np.cos(a), r * np.sin(a)) for a in np.pi / 6 * np.arange(12)] for x, r in WRIST]
+    _hull(spec, wrist, "wrist", np.concatenate(rings), **WRIST_LOOKS)
     hook = wrist.add_body(name="hook", pos=(-0.06, -0.02, 0))
     hook.explicitinertial = True
     hook.mass, hook.ipos, hook.inertia = 1e-4, (-0.05, 0.02, 0), (1e-7,) * 3
@@ -336,6 +339,7 @@ def add_gripper(spec: mujoco.MjSpec, world: World) -> None:
     parallel. The original's joints lack its class for robots: they have damping 1."""
     del world
     wrist = add_wrist(spec, 1.0)
+    _box(wrist, "wrist", (-0.10, -0.05, -0.05), (0.03, 0.05, 0.05), **WRIST_LOOKS)
     color = {"rgba": (0.9, 0.75, 0.1, 1)} | GRIP
     for name, side in (("right", 1), ("left", -1)):
         inner = wrist.add_body(name=f"{name}_inner", pos=(-0.10, side * 0.045, 0))

@@ -1,23 +1,26 @@
 """What it takes to learn one task of doors: a row for each run of `hnppo_doorgym.py`. Try:
 
-python hnppo_doorgym.py --method ppo --task 2 --stop-at-success 2 --task-timesteps 2000000
-python -m experiments.remedies runs/DoorGym__hnppo_doorgym* --out experiments/results/levers
+    python hnppo_doorgym.py --method ppo --task 2 --stop-at-success 2 --task-timesteps 2000000
+    python -m experiments.remedies runs/DoorGym__hnppo_doorgym* --out experiments/results/levers
+
+A run that was resumed with other flags is told by its last ones: leave it out.
 """
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 import hnppo_doorgym
-from common import runs
+from common import doors, runs
 from common.runs import check, flag_of
 from experiments import plot
 
-# Flags of one run that say nothing about how it learnt.
-NOT_METHODS = {"seed", "method", "tasks", "task_timesteps", "stop_at_success", "num_threads", "eval_every", "run_dir"}
+# Flags of a run that say nothing about how it learnt, or have a column of their own.
+NOT_METHODS = {
+    "seed", "method", "tasks", "task_timesteps", "stop_at_success", "num_threads", "eval_every", "run_dir", "resume",
+    "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project", "wandb_entity",
+}  # fmt: skip
 LAST = 10  # updates whose mean is shown
 
 
@@ -32,18 +35,26 @@ class Args:
 
 
 def summarize(run: plot.Logged, half: float) -> dict:
-    """A run's row: what differs from the defaults, its best evaluation, and what its last updates' episodes did."""
-    defaults = {f.name: f.default for f in fields(hnppo_doorgym.Args) if f.default is not MISSING}
-    changed = {name: value for name, value in run.args.items() if name in defaults and value != defaults[name]}
-    flags = " ".join(f"{flag_of(n)} {v}" for n, v in changed.items() if not (n in NOT_METHODS or "wandb" in n))
+    """A run's row: what differs from the defaults, its best evaluation, and what its last updates' episodes did.
+
+    Raises UsageError if it is of another script or version, of several tasks, or was not evaluated yet.
+    """
+    args = runs.saved_args(hnppo_doorgym.Args, run.path, "RUN_DIRS", hnppo_doorgym.SCRIPT)
+    tasks = doors.task_names(args)
+    check(len(tasks) == 1, f"RUN_DIRS {run.path}: is of {len(tasks)} tasks, give runs of one")
+    told = {field.name: field.default for field in fields(args) if field.name not in NOT_METHODS}
+    unknown = [flag_of(name) for name in told if name not in run.args]
+    check(not unknown, f"RUN_DIRS {run.path}: is of a version without {', '.join(unknown)}, leave it out")
+    flags = [f"{flag_of(name)} {getattr(args, name)}" for name in told if getattr(args, name) != told[name]]
     evaluations = [line for line in run.lines if "eval/success_rate" in line]
-    updates = [line for line in run.lines if "charts/freed_rate" in line]
-    check(bool(evaluations and updates), f"RUN_DIRS {run.path}: has no evaluation yet, leave it out")
+    updates = [line for line in run.lines if {"charts/freed_rate", "losses/action_std"} <= line.keys()]
+    check(len(evaluations) > 0, f"RUN_DIRS {run.path}: has no evaluation yet, leave it out")
+    check(len(updates) > 0, f"RUN_DIRS {run.path}: has not logged what became of the latch, leave it out")
     reached = [line["global_step"] for line in evaluations if line["eval/success_rate"] >= half]
     last = {name: np.mean([line[f"charts/{name}"] for line in updates[-LAST:]])
             for name in ("success_rate", "freed_rate", "max_knob_angle")}  # fmt: skip
     return {
-        "task": run.args["tasks"], "method": run.args["method"], "flags": flags, "seed": run.args["seed"],
+        "task": tasks[0], "method": args.method, "flags": " ".join(flags), "seed": args.seed,
         "decisions": run.lines[-1]["global_step"],
         "best_evaluation": round(max(line["eval/success_rate"] for line in evaluations), 3),
         f"decisions_to_{half:g}": reached[0] if reached else "",
@@ -55,17 +66,10 @@ def summarize(run: plot.Logged, half: float) -> dict:
 def main(args: Args) -> list[dict]:
     check(0 < args.half <= 1, f"--half {args.half}: must be above 0, at most 1")
     plot.check_out(args.out)
-    found = [plot.read_run(path) for path in args.run_dirs]
-    for run in found:
-        check(run.args.get("tasks", "").count(",") == 0, f"RUN_DIRS {run.path}: is of several tasks, give runs of one")
-    rows = [summarize(run, args.half) for run in found]
+    rows = [summarize(run, args.half) for run in plot.read_runs(args.run_dirs)]
     rows.sort(key=lambda row: (row["task"], row["method"], row["flags"], row["seed"]))
-    table = Table()
-    for column in rows[0]:
-        table.add_column(column.replace("_", "\n"))
     for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
+        print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row.items() if value != ""))
     plot.write_table(args.out, ".csv", rows[0], rows)
     return rows
 

@@ -4,11 +4,13 @@ import gymnasium as gym
 import mujoco
 import numpy as np
 import pytest
+import tyro
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import doorgym
+from doorgym import __main__ as doorgym_main
 from doorgym import opener, vector, worlds
 
 TURNING = [name for name, task in doorgym.TASKS.items() if task.knob != "pull"]
@@ -132,9 +134,22 @@ def test_mouth_of_the_hook_takes_a_ball_of_32_mm():
 
 @pytest.mark.parametrize("name", [name for name, task in doorgym.TASKS.items() if task.knob != "round"])
 def test_a_script_opens_nine_doors_of_ten(name):
-    info = opener.open_doors(name, 32, 7)
+    info = opener.open_doors(name, 32, 7, "easy" if "Left" in name else "hard")
     assert info["success"].mean() >= 0.9
     assert info["freed"].mean() >= 0.9 or "Lever" not in name
+
+
+def test_check_says_how_many_and_fails_below_nine_of_ten(monkeypatch, capsys):
+    monkeypatch.setattr(doorgym_main, "open_doors", lambda *_: {"success": np.array([True] * 9 + [False])})
+    for args, code in ((["--check"], 0), (["--check", "--num-worlds", "0"], None)):
+        with pytest.raises((SystemExit, ValueError)) as stopped:
+            doorgym_main.main(tyro.cli(doorgym_main.Args, args=args))
+        assert getattr(stopped.value, "code", None) == code
+    assert capsys.readouterr().out.count("90%") == 16
+    monkeypatch.setattr(doorgym_main, "open_doors", lambda *_: {"success": np.array([True] * 8 + [False] * 2)})
+    with pytest.raises(SystemExit) as stopped:
+        doorgym_main.main(doorgym_main.Args(check=True))
+    assert stopped.value.code == 1
 
 
 def test_opener_refuses_what_a_hook_cannot_turn(make):
@@ -156,6 +171,8 @@ def test_worlds_are_drawn_from_the_published_ranges(knob, hardness, seed):
     }  # fmt: skip
     for name, (low, high) in ranges.items():
         assert low - 1e-9 <= getattr(world, name) <= high + 1e-9, name
+    for value, (low, high) in zip(world.shape, worlds.SHAPES[knob], strict=True):
+        assert low <= value <= high
     assert 12.0 <= worlds.door_mass(world) <= 21.75
     assert 0.5 <= world.knob_friction[0] <= 0.99
     assert 2 <= len(world.lights) <= 5

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from contextlib import chdir
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 
 import jax
@@ -28,7 +28,7 @@ import doorgym
 import evaluate
 import hnppo_doorgym as hn
 from common import checkpoints, doors, runs
-from experiments import plot, remedies
+from experiments import remedies
 
 # Small enough to compile in seconds; the physics is real. A task has three updates of 256 decisions, and is evaluated
 # after the second and at its end.
@@ -234,22 +234,36 @@ def test_doors_have_no_training_levels(whole, capfd):
 
 
 def test_a_row_says_what_it_took(tmp_path, whole, capfd):
-    """Of a run of one task; a run of several is refused."""
-    args = {"tasks": "2", "method": "ppo", "noise_color": 0.0, "seed": 3, "num_envs": 64}
-    ends = "success_rate", "freed_rate", "max_knob_angle"
-    lines = [{"global_step": 10 * (i + 1), "losses/action_std": 1 / (i + 1)} for i in range(20)]
+    """Of a run of one task, written by hand; what cannot be told is refused."""
+    run = tmp_path / "run"
+    run.mkdir()
+    args = asdict(hn.Args(tasks="2", method="ppo", noise_color=0.0, seed=3))
+    lines = [{"global_step": 10 * (i + 1), "time": i, "losses/action_std": 1 / (i + 1)} for i in range(20)]
     for i, line in enumerate(lines):
-        line |= {f"charts/{name}": i / 20 for name in ends}
+        line |= {f"charts/{name}": i / 20 for name in ("success_rate", "freed_rate", "max_knob_angle")}
         if i % 5 == 4:
             line["eval/success_rate"] = i / 20
-    row = remedies.summarize(plot.Logged("here", "hnppo_doorgym", "DoorGym", args, lines), 0.5)
+
+    def write(args, lines):
+        (run / "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    write(args, lines)
+    (row,) = remedies.main(remedies.Args((str(run),), out=str(tmp_path / "rows")))
     assert row == {
-        "task": "2", "method": "ppo", "flags": "--noise-color 0.0", "seed": 3, "decisions": 200,
+        "task": "Lever-Right-Pull", "method": "ppo", "flags": "--noise-color 0.0", "seed": 3, "decisions": 200,
         "best_evaluation": 0.95, "decisions_to_0.5": 150, "training_success_rate": 0.725,
         "training_freed_rate": 0.725, "training_max_knob_angle": 0.725, "action_std": 0.05,
     }  # fmt: skip
-    assert_refused(remedies, [whole, "--out", tmp_path / "x"], capfd, f"RUN_DIRS {whole}", "give runs of one")
-    assert not list(tmp_path.iterdir())
+    assert "best evaluation 0.95" in capfd.readouterr().out
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()}]
+    write({name: value for name, value in args.items() if name != "noise_color"}, lines)
+    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "without --noise-color")
+    write(args, lines[:3])
+    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "no evaluation yet")
+    assert_refused(remedies, [whole], capfd, f"RUN_DIRS {whole}", "of 2 tasks")
+    assert_refused(remedies, [], capfd, "RUN_DIRS", "at least one")
 
 
 # FLAGS

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ import tyro
 from conftest import ROOT, TINY, assert_refused, assert_same_run, flags_of, read_metrics, run_here, wait_for
 from PIL import Image
 
+import hnppo_doorgym
 import ppo_procgen
 from benchmarks import records
-from common import continual, runs
+from common import continual, doors, runs
 from experiments import matrices, readme, reproduce, trials
 
 ROWS = reproduce.published()
@@ -263,26 +265,39 @@ def test_all_games_come_to_one_number(tmp_path):
 
 
 def test_matrices_stand_beside_the_published(tmp_path, capfd):
-    """Two seeds of one method, and a run of another that is half done; one without any is refused."""
-    names = next(iter(matrices.published().values()))[0]
+    """Two seeds of one method, and a run of another that is half done; what does not fit is refused."""
+    paths = [str(tmp_path / name) for name in "abc"]
     rng = np.random.default_rng(0)
-    kinds = {"a": ({"critic": "hyper"}, 6), "b": ({"critic": "hyper"}, 6), "c": ({"method": "ppo"}, 3)}
-    for folder, (flags, learnt) in kinds.items():
-        (tmp_path / folder).mkdir()
-        args = {"seed": 1, "critic": "fresh", "beta": 1.0, "method": "hnppo", "env_id": "DoorGym"} | flags
-        (tmp_path / folder / "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
-        (tmp_path / folder / "metrics.jsonl").write_text('{"global_step": 1, "time": 1.0}\n')
-        continual.write_csv(tmp_path / folder / "matrix.csv", rng.random((learnt, 6)), names)
-    runs_dirs = [str(tmp_path / folder) for folder in "abc"]
-    rows = matrices.main(matrices.Args(tuple(runs_dirs), out=str(tmp_path / "out")))
-    assert [(row["method"], row["whose"], row["tasks_learnt"]) for row in rows] == [
-        ("HN-PPO", "published", 6), ("HN-PPO", "ours", 6), ("HN-PPO", "ours", 6),
-        ("PPO for each task", "published", 6), ("PPO for each task", "ours", 3),
+
+    def write(path, learnt, **flags):
+        Path(path).mkdir(exist_ok=True)
+        args = asdict(hnppo_doorgym.Args(**flags))
+        Path(path, "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
+        Path(path, "metrics.jsonl").write_text('{"global_step": 1, "time": 1.0}\n')
+        continual.write_csv(Path(path, "matrix.csv"), rng.random((learnt, 6)), doors.TASKS)
+
+    write(paths[0], 6, critic="hyper", seed=1)
+    write(paths[1], 6, critic="hyper", seed=2)
+    write(paths[2], 3, method="ppo")
+    rows = matrices.main(matrices.Args(tuple(paths), out=str(tmp_path / "out")))
+    assert [(row["method"], row["whose"], row["seed"], row["tasks_learnt"]) for row in rows] == [
+        ("HN-PPO", "published", "", 6), ("HN-PPO", "ours", 1, 6), ("HN-PPO", "ours", 2, 6),
+        ("PPO for each task", "published", "", 6), ("PPO for each task", "ours", 1, 3),
     ]  # fmt: skip
     assert (rows[0]["ACC"], rows[0]["REM"]) == pytest.approx((0.81, 0.998), abs=1e-3)  # as the study has them
     assert (rows[3]["ACC"], rows[3]["REM"]) == pytest.approx((0.245, 0.291), abs=1e-3)
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 6
-    (tmp_path / "c/matrix.csv").unlink()
     capfd.readouterr()
-    assert_refused(matrices, runs_dirs, capfd, f"RUN_DIRS {tmp_path / 'c'}", "no matrix.csv yet")
+
+    for content in ("", "after,Pull-Right-Pull\n", "after," + ",".join(doors.TASKS) + "\nx,1,1,inf,0,0,0\n"):
+        Path(paths[2], "matrix.csv").write_text(content)
+        assert_refused(matrices, paths, capfd, f"RUN_DIRS {paths[2]}", "no table of success rates")
+    Path(paths[2], "matrix.csv").unlink()
+    assert_refused(matrices, paths, capfd, f"RUN_DIRS {paths[2]}", "no matrix.csv yet")
+    write(paths[1], 6, critic="hyper", seed=2, robot="gripper")
+    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "differs", "--robot")
+    write(paths[1], 6, critic="hyper", seed=1)
+    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "seed 1 is given twice")
+    write(paths[1], 2, tasks="0,1")
+    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "is of Pull-Right-Pull, Pull-Left-Pull")
