@@ -392,16 +392,13 @@ def colored_noise(args: Args, actions: int, key: jax.Array) -> jax.Array:
     """An episode's noise float32 [DECISIONS, N, A], each number's variance 1, its power falling with frequency as
     1 / f^noise_color (Timmer & Koenig 1995): noise that lasts moves a door further than noise that is drawn anew.
 
-    PPO takes it for independent draws (Hollenstein et al. 2024, arXiv 2312.11091, section 4).
+    PPO takes it for independent draws (as Hollenstein et al. 2024, arXiv 2312.11091).
     """
-    frequencies = jnp.maximum(jnp.fft.rfftfreq(DECISIONS), 1 / DECISIONS)
+    frequencies = jnp.maximum(jnp.abs(jnp.fft.fftfreq(DECISIONS)), 1 / DECISIONS)
     scale = frequencies ** (-args.noise_color / 2)
-    parts = jax.random.normal(key, (2, len(scale), args.num_envs * actions))
-    ends = jnp.zeros(len(scale), bool).at[jnp.array([0, -1])].set(True)  # which are real
-    parts = jnp.where(ends[:, None], jnp.array([2**0.5, 0])[:, None, None], 1) * parts * scale[:, None]
-    power = (jnp.where(ends, 2, 4) * scale**2).sum() / DECISIONS**2
-    noise = jnp.fft.irfft(jax.lax.complex(*parts), DECISIONS, axis=0) / jnp.sqrt(power)
-    return noise.reshape(DECISIONS, args.num_envs, actions)
+    white = jax.random.normal(key, (DECISIONS, args.num_envs * actions))
+    colored = jnp.fft.ifft(scale[:, None] * jnp.fft.fft(white, axis=0), axis=0).real
+    return (colored / jnp.sqrt((scale**2).mean())).reshape(DECISIONS, args.num_envs, actions)
 
 
 def collect(args: Args, agent: Agent, env: doorgym.DoorVectorEnv, state: TrainState, *, watch: runs.Stopwatch):
