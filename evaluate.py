@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -98,8 +97,7 @@ def main(args: Args) -> dict:
         runs.write_video(video, answer.film, answer.fps)
         print(f"video: {video}")
         strip = video.with_suffix(".png")
-        with files.whole(strip) as temporary:
-            Image.fromarray(runs.film_strip(answer.film, answer.scenes)).save(temporary, format="png")
+        runs.write_picture(strip, runs.film_strip(answer.film, answer.scenes))
         print(f"film strip: {strip}")
     return answer.summary
 

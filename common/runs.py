@@ -654,11 +654,8 @@ class Run:
 
     def save_picture(self, step: int, name: str, picture: np.ndarray) -> None:
         """Writes uint8 [H, W, 3] to <name>.png and W&B."""
-        from PIL import Image
-
         path = self.path / f"{name}.png"
-        with files.whole(path) as temporary:
-            Image.fromarray(picture).save(temporary, format="png")
+        write_picture(path, picture)
         if self._wandb:
             import wandb
 
@@ -834,6 +831,14 @@ def film_strip(frames: np.ndarray, scenes: int, moments: int = 8) -> np.ndarray:
         chosen = scene[np.linspace(0, len(scene) - 1, moments).round().astype(int)]
         rows.append(np.concatenate(chosen, axis=1))
     return np.concatenate(rows)
+
+
+def write_picture(path: Path, picture: np.ndarray) -> None:
+    """Writes uint8 [H, W, 3] as png, under a temporary name first."""
+    from PIL import Image
+
+    with files.whole(path) as temporary:
+        Image.fromarray(picture).save(temporary, format="png")
 
 
 def write_video(path: Path, frames: np.ndarray, fps: float = 15) -> None:

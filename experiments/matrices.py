@@ -24,11 +24,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 REFERENCE = Path(__file__).parent / "reference" / "doorgym_matrices.csv"
-# Flags in which runs of one method may differ.
-FREE = {
-    "seed", "run_dir", "resume", "num_threads", "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project",
-    "wandb_entity",
-}  # fmt: skip
+FREE = plot.BESIDE | {"seed"}  # flags in which runs of one method may differ
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,12 @@ class Logged(NamedTuple):
 
 # RUNS
 
+# Flags that say nothing about how a run learnt.
+BESIDE = {
+    "run_dir", "resume", "num_threads", "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project",
+    "wandb_entity",
+}  # fmt: skip
+
 
 class SavedArgs(TypedDict, total=False):
     """The arguments of a run, those of them that are read here."""

@@ -16,11 +16,8 @@ from common import doors, runs
 from common.runs import check, flag_of
 from experiments import plot
 
-# Flags of a run that say nothing about how it learnt, or have a column of their own.
-NOT_METHODS = {
-    "seed", "method", "tasks", "task_timesteps", "stop_at_success", "num_threads", "eval_every", "run_dir", "resume",
-    "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project", "wandb_entity",
-}  # fmt: skip
+# Flags that are not told: of no account to what is learnt until then, or with a column of their own.
+NOT_METHODS = plot.BESIDE | {"seed", "method", "tasks", "task_timesteps", "stop_at_success", "eval_every"}
 LAST = 10  # updates whose mean is shown
 
 
