@@ -285,13 +285,11 @@ def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Ca
 
     def choose_actions(obs, age):
         nonlocal rollout
-        obs, age = devices.put(args, (obs, age), GAMES)
-        rollout, actions = act(args, agent, params, rollout, obs, age)
+        rollout, actions = act(args, agent, params, rollout, *devices.feed(args, (obs, age)))
         return actions
 
     steps = games.play(choose_actions, args.num_steps, watch)
-    obs, age = devices.put(args, (games.obs, games.age), GAMES)
-    rollout, carry = end_rollout(args, rollout, obs, age)
+    rollout, carry = end_rollout(args, rollout, *devices.feed(args, (games.obs, games.age)))
     return rollout, steps, carry
 
 

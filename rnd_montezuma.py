@@ -390,7 +390,7 @@ def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Ca
 
     def choose_actions(obs, age):
         nonlocal rollout
-        given = devices.put(args, (obs, age), GAMES) if in_turns(args) else (obs, age)
+        given = devices.feed(args, (obs, age)) if in_turns(args) else (obs, age)
         rollout, actions = act(args, agent, params, rollout, *given)
         rooms.append(atari.rooms_of(games.info))
         for room, env in zip(*np.unique(rooms[-1], return_index=True), strict=True):

