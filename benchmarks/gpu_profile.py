@@ -1,0 +1,133 @@
+"""What a step and an update of PPO take on the device at hand, in parts, and which kernels that time goes into.
+
+Beside the plan (`make gpu-plan`), which says what they would take if every kernel were as fast as it can be. Prints two
+tables and writes them as CSV files. The flags in quotes are those of ppo_procgen.py:
+
+python -m benchmarks.gpu_profile default --flags="--env-id starpilot"
+"""
+
+import collections
+import shlex
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+from jax.profiler import ProfileData
+from rich.console import Console
+from rich.table import Table
+
+import ppo_procgen as ppo
+from benchmarks import records
+from common import devices, envs, networks, runs
+
+
+@dataclass(frozen=True)
+class Args:
+    name: tyro.conf.Positional[str]
+    """what to call this setting in the tables"""
+    flags: str = ""
+    """flags of ppo_procgen.py, in one string, after a ="""
+    out: str = "benchmarks/results/gpu_profile"
+    """rows are appended to OUT.csv and OUT_kernels.csv; empty for none"""
+
+
+def median_ms(function: Callable, repeats: int) -> float:
+    """Milliseconds of a call, after three that warm up."""
+    seconds = []
+    for i in range(repeats + 3):
+        start = time.perf_counter()
+        function()
+        seconds += [time.perf_counter() - start] * (i >= 3)
+    return 1e3 * float(np.median(seconds))
+
+
+def kernels(function: Callable, repeats: int) -> list[dict]:
+    """The GPU's kernels in a call, by JAX's profiler, the longest first; none on a CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(repeats):
+                function()
+        file = next(Path(folder).glob("**/*.xplane.pb"))
+        planes = [plane for plane in ProfileData.from_file(str(file)).planes if "device:GPU" in plane.name]
+    total, count = collections.Counter(), collections.Counter()
+    for line in (line for plane in planes for line in plane.lines if line.name.startswith("Stream")):
+        for event in line.events:
+            total[event.name] += event.duration_ns / 1e6 / repeats
+            count[event.name] += 1 / repeats
+    return [
+        {"kernel": name[:100], "ms": f"{ms:.4f}", "launches": f"{count[name]:g}"} for name, ms in total.most_common()
+    ]
+
+
+def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
+    """Milliseconds of each part, and kernels of `act` and `update`."""
+    agent, numbers = ppo.make_agent(args), devices.games_of_host(args)
+    state = devices.put(args, ppo.initial_state(args, agent), ppo.STATE)
+    carry = devices.put(args, ppo.initial_carry(args, numbers), ppo.CARRY)
+    games = envs.Games(partial(envs.make_levels, args), numbers, 0, args.restart_every)
+    frames, age = np.array(games.obs), np.array(games.age)
+    seen = devices.put(args, (frames, age), devices.GAMES)
+    params, watch = networks.for_acting(agent, state.params["agent"]), runs.Stopwatch()
+    rollout, steps, carry = ppo.collect(args, agent, games, state.params["agent"], carry, i=0, watch=watch)
+    given = devices.put(args, (rollout, steps), (ppo.ROLLOUT, envs.STEPS))
+    playing = ppo.begin_rollout(args, carry, 1)
+
+    def act(obs, age):
+        nonlocal playing
+        playing, actions = ppo.act(args, agent, params, playing, obs, age)
+        return actions
+
+    def update():
+        nonlocal state
+        state, metrics = ppo.update(args, agent, state, *given)
+        jax.block_until_ready(metrics)
+
+    def step(bring):
+        return np.asarray(act(*bring()))
+
+    put = partial(devices.put, args, (frames, age), devices.GAMES)
+    parts = {
+        "frames to the device": median_ms(lambda: jax.block_until_ready(put()), 50),
+        "act, launched": median_ms(lambda: act(*seen), 50),
+        "act": median_ms(lambda: act(*seen).block_until_ready(), 50),
+        "a step but for the game, devices.put": median_ms(lambda: step(put), 50),
+        "a step but for the game, devices.feed": median_ms(lambda: step(lambda: devices.feed(args, (frames, age))), 50),
+    }
+    rows = [{"program": "act"} | row for row in kernels(lambda: act(*seen).block_until_ready(), 20)]
+    parts["update"] = median_ms(update, 5)  # it takes the state's memory, and on a CPU with it the parameters above
+    rows += [{"program": "update"} | row for row in kernels(update, 1)]
+    for name in ("act", "update"):
+        some = [row for row in rows if row["program"] == name]
+        parts[f"kernels of {name}"] = sum(float(row["ms"]) for row in some)
+        parts[f"launches of {name}"] = sum(float(row["launches"]) for row in some)
+    return parts, rows
+
+
+def main(args: Args) -> None:
+    ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
+    runs.check_args(ppo_args, ppo.SCRIPT)
+    parts, rows = measure(ppo_args)
+    named = {"setting": args.name}
+    row = named | {name: f"{ms:.4g}" for name, ms in parts.items()} | {"flags": args.flags} | records.origin()
+    table = Table(show_header=False)
+    for name, value in row.items():
+        table.add_row(name, value)
+    Console().print(table)
+    longest = Table("program", "kernel", "ms", "launches")
+    for kernel in sorted(rows, key=lambda x: -float(x["ms"]))[:30]:
+        longest.add_row(*kernel.values())
+    Console().print(longest)
+    if args.out:
+        records.append_rows(f"{args.out}.csv", [row])
+        if rows:
+            records.append_rows(f"{args.out}_kernels.csv", [named | kernel for kernel in rows])
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
