@@ -39,6 +39,9 @@ FLAGS = {
         "core": "gru", "rnd_coef": 0.5, "rnd_normalize": True, "augment": "translate", "dropout": 0.1,
         "kl_target": 1e-4, "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,
     },
+    "trpo_procgen.py": {k: v for k, v in (PROCGEN | NATURE).items() if k != "update_epochs"} | {
+        "value_epochs": 2, "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,
+    },
     "impala_procgen.py": PROCGEN | NATURE | {
         "core": "lstm", "replay_fraction": 0.5, "replay_size": 16, "max_lag": 2, "deterministic": True,
         "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,

@@ -134,14 +134,16 @@ TRANSFORMS: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class AugmentArgs:
-    """Random transforms of what the learner sees."""
+    """What the learner sees less of, or otherwise: random transforms and dropout."""
 
-    LIMITS: ClassVar = {"augment_prob": (0, 1)}
+    LIMITS: ClassVar = {"augment_prob": (0, 1), "dropout": (0, 0.99)}
 
     augment: str = ""
     """random transforms of the learner's frames, such as translate,flip (a wrong name lists them)"""
     augment_prob: float = 0.5
     """probability of each of these transforms, for each sample"""
+    dropout: float = 0.0
+    """share of the encoder's outputs that the learner drops"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""

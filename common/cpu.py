@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from common import devices
+from common.derivatives import custom_vjp
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
@@ -59,7 +60,7 @@ def _blocks(x, w, stride):
     return _conv(_space_to_depth(x, stride), _space_to_depth(w[None], stride)[0], 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(custom_vjp, nondiff_argnums=(2,))
 def _strided(x, w, stride):
     """The same where stride and kernel do not fit: forward it is fast as it is, only its gradients take the blocks."""
     return _plain_conv(x, w, 0, (stride, stride))
@@ -87,7 +88,7 @@ def _filter(x, w, stride):
     return sum(_seen(x, i, j, places, stride) * w[i, j, 0] for i in range(len(w)) for j in range(len(w)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(custom_vjp, nondiff_argnums=(2,))
 def _depthwise(x, w, stride):
     """One filter a channel, VALID, as a sum over the kernel's pixels: XLA makes one loop of it."""
     return _filter(x, w, stride)
@@ -144,7 +145,7 @@ def _grouped_conv(x, w, pad):
     return _plain_conv(x, w, pad, (1, group)).reshape(len(x), height, width, outputs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(custom_vjp, nondiff_argnums=(2,))
 def _conv(x, w, pad):
     return _grouped_conv(x, w, pad)
 
@@ -164,7 +165,7 @@ def _conv_backward(pad, saved, g):
 _conv.defvjp(_conv_forward, _conv_backward)
 
 
-@jax.custom_vjp
+@custom_vjp
 def relu(x: jax.Array) -> jax.Array:
     """max(x, 0), whose gradient needs no more than what the next layer keeps anyway."""
     return jnp.maximum(x, 0)
@@ -211,7 +212,7 @@ def _max_backward(winner, g, axis):
     return pairs.reshape(*g.shape[:axis], 2 * g.shape[axis], *g.shape[axis + 1 :])
 
 
-@jax.custom_vjp
+@custom_vjp
 def max_pool(x: jax.Array) -> jax.Array:
     """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C], H and W even."""
     return _max_pool_forward(x)[0]

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
+from common.derivatives import custom_vjp
 
-@jax.custom_vjp
+
+@custom_vjp
 def relu(x: jax.Array) -> jax.Array:
     """max(x, 0), whose gradient looks at its output, which the next layer keeps anyway."""
     return jnp.maximum(x, 0)
@@ -40,7 +42,7 @@ def max_pool(x: jax.Array) -> jax.Array:
     return _max_pool(x, (x.shape[1] % 2, x.shape[2] % 2))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@partial(custom_vjp, nondiff_argnums=(1,))
 def _max_pool(x, odd):
     return _max_pool_forward(x, odd)[0]
 

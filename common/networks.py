@@ -23,9 +23,7 @@ from common.runs import UsageError, check
 class EncoderArgs:
     """The network that sees the frames."""
 
-    LIMITS: ClassVar = {
-        "width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536), "dropout": (0, 0.99),
-    }  # fmt: skip
+    LIMITS: ClassVar = {"width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536)}
 
     encoder: str = "impala"
     """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see README)"""
@@ -51,8 +49,6 @@ class EncoderArgs:
     """before the dense layer: average or maximum over all positions, or keep them"""
     hidden: int = 256
     """units of the dense layer, and of a recurrent core"""
-    dropout: float = 0.0
-    """share of the encoder's outputs that the learner drops"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
 

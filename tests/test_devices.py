@@ -13,6 +13,7 @@ import hnppo_doorgym as hnppo
 import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
+import trpo_procgen as trpo
 from benchmarks.scaling import variables_of_hosts
 from common import checkpoints, runs
 
@@ -22,6 +23,9 @@ SCRIPTS = {
     ppo: ACTOR_CRITIC | {
         "core": "gru", "rnd_coef": 0.1, "rnd_normalize": True, "augment": "translate", "num_steps": 4,
         "total_timesteps": 60,
+    },
+    trpo: {k: v for k, v in ACTOR_CRITIC.items() if k not in ("update_epochs", "learning_rate")} | {
+        "num_steps": 8, "fisher_fraction": 1.0, "value_epochs": 1, "total_timesteps": 120,
     },
     impala: ACTOR_CRITIC | {"num_steps": 8, "deterministic": True, "core": "lstm", "total_timesteps": 120},
     # Which samples are drawn depends on the device: what does not is how the games are played.

@@ -38,6 +38,7 @@ PROCGEN = {
 }
 SMALL = {
     "ppo_procgen.py": PROCGEN | {"num_steps": 64, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 1000},
+    "trpo_procgen.py": PROCGEN | {"num_steps": 64, "num_minibatches": 2, "value_epochs": 1, "total_timesteps": 1000},
     "impala_procgen.py": PROCGEN | {"num_steps": 32, "num_actors": 1, "total_timesteps": 1000},
     "apex_procgen.py": PROCGEN | {"num_steps": 16, "num_actors": 1, "batch_size": 8, "buffer_size": 4000,
                                   "learning_starts": 900, "total_timesteps": 1000},

@@ -1,0 +1,321 @@
+"""TRPO: its parts against independent oracles, and whole runs on the real game."""
+
+import re
+from dataclasses import fields, replace
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+from conftest import (
+    ENCODER_FLAGS,
+    TINY,
+    assert_flag_matters,
+    assert_one_sentence,
+    assert_resumes_after_sigterm,
+    assert_same_run,
+    documented_flags,
+    read_metrics,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import evaluate
+import trpo_procgen as trpo
+from benchmarks import encoders
+from common import devices, envs, runs
+
+relaxed = settings(deadline=None, max_examples=25)
+seeds = st.integers(0, 2**32 - 1)
+TINY = {k: v for k, v in TINY.items() if k not in ("update_epochs", "learning_rate")} | {"value_epochs": 2}
+
+
+def random_batch(rng, size):
+    """New logits, and the Batch of an older policy."""
+    old = rng.normal(size=(size, 15))
+    new = old + 0.3 * rng.normal(size=(size, 15))
+    advantages, returns = rng.normal(size=(2, size))
+    batch = trpo.Batch(np.int32(rng.integers(0, 15, size)), *map(np.float32, (old, advantages, returns)))
+    return np.float32(new), batch
+
+
+def softmax(x):
+    x = np.exp(np.float64(x) - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+@relaxed
+@given(seeds)
+def test_surrogate_and_kl_by_hand(seed):
+    logits, batch = random_batch(np.random.default_rng(seed), 20)
+    new, old, each = softmax(logits), softmax(batch.logits), np.arange(20)
+    got = trpo.policy_parts(logits, batch)
+    ratio = new[each, batch.actions] / old[each, batch.actions]
+    np.testing.assert_allclose(got["policy_loss"], -ratio * batch.advantages, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got["approx_kl"], (old * np.log(old / new)).sum(axis=1), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(got["entropy"], -(new * np.log(new)).sum(axis=1), rtol=1e-4)
+
+
+@relaxed
+@given(seeds, st.integers(1, 8))
+def test_conjugate_gradients_solve_as_numpy(seed, size):
+    rng = np.random.default_rng(seed)
+    root = rng.normal(size=(size, size))
+    matrix, target = root @ root.T + np.eye(size), rng.normal(size=size)
+    cut = size // 2  # a tree of arrays
+    parts = {"a": jnp.float32(target[:cut]), "b": jnp.float32(target[cut:])}
+
+    def product(x):
+        y = jnp.float32(matrix) @ jnp.concatenate([x["a"], x["b"]])
+        return {"a": y[:cut], "b": y[cut:]}
+
+    x, residual = trpo.conjugate_gradients(product, parts, 3 * size)
+    want = np.linalg.solve(matrix, target)
+    np.testing.assert_allclose(np.concatenate([x["a"], x["b"]]), want, rtol=2e-3, atol=2e-4 * np.abs(want).max())
+    assert residual < 1e-2
+    one, left = trpo.conjugate_gradients(product, parts, 1)  # one iteration is a step along the target
+    step = (target @ target) / (target @ matrix @ target) * target
+    np.testing.assert_allclose(np.concatenate([one["a"], one["b"]]), step, rtol=1e-4, atol=1e-5)
+    rest = np.linalg.norm(target - matrix @ step) / np.linalg.norm(target)
+    np.testing.assert_allclose(left, rest, rtol=1e-3, atol=1e-5)
+
+
+class Small(nn.Module):
+    @nn.compact
+    def __call__(self, frames):
+        x = frames.reshape(len(frames), -1) / 255
+        return nn.Dense(15)(nn.tanh(nn.Dense(4)(x)))
+
+
+def test_fisher_product_is_the_full_matrix_and_the_kl_divergences_hessian():
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 256, (6, 3, 1), np.uint8)
+    weight = np.array([1, 1, 0, 1, 1, 1], np.float32)
+    network = Small()
+    params = network.init(jax.random.PRNGKey(0), frames)
+    flat, unflatten = jax.flatten_util.ravel_pytree(params)
+    vector = np.float32(rng.normal(size=flat.shape))
+
+    fisher = partial(trpo.fisher_loss, network, vector=unflatten(vector))
+    got = devices.gradient(fisher, params, (frames, None), weight)[0]
+    with jax.enable_x64(True):
+        exact = np.float64(flat)
+
+        def logits(x):
+            return network.apply(jax.tree.map(jnp.float64, unflatten(x)), frames.astype(np.float64))
+
+        def kl(x):
+            old, new = jax.nn.log_softmax(logits(exact)), jax.nn.log_softmax(logits(x))
+            return (jnp.exp(old) * (old - new)).sum(axis=1) @ (weight / weight.sum())
+
+        unflatten = jax.flatten_util.ravel_pytree(jax.tree.map(np.float64, params))[1]
+        jacobian, probs = np.asarray(jax.jacobian(logits)(exact)), softmax(np.asarray(logits(exact)))
+        hessian = np.asarray(jax.hessian(kl)(exact))
+    matrix = np.zeros((len(exact), len(exact)))
+    for i in range(6):
+        matrix += weight[i] / 5 * jacobian[i].T @ (np.diag(probs[i]) - np.outer(probs[i], probs[i])) @ jacobian[i]
+    np.testing.assert_allclose(matrix, hessian, rtol=1e-8, atol=1e-10)
+    got = jax.flatten_util.ravel_pytree(got)[0]
+    np.testing.assert_allclose(got, matrix @ vector, rtol=1e-3, atol=1e-5 * np.abs(matrix @ vector).max())
+
+
+@pytest.mark.parametrize("encoder", [{"encoder": "nature"}, {"encoder": "impala"}, {"encoder": "mobilenet"}], ids=str)
+def test_fisher_product_is_the_same_in_plain_flax(encoder, monkeypatch):
+    """Derivatives forward go through the networks' own forms of convolutions and pools, on a CPU and on a GPU."""
+    args = trpo.Args(**TINY | {"width": 1, "num_devices": 1} | encoder)
+    network, rng = trpo.make_agent(args).policy, np.random.default_rng(0)
+    frames = rng.integers(0, 256, (3, 64, 64, 6), np.uint8)
+    params = network.init(jax.random.PRNGKey(0), frames)
+    vector = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), params)
+
+    def product():
+        fisher = partial(trpo.fisher_loss, network, vector=vector)
+        return jax.jit(lambda p: devices.gradient(fisher, p, (frames, None), jnp.ones(3))[0])(params)
+
+    ours = product()
+    with encoders.plain_flax():
+        plain = product()
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3 * np.abs(b).max())
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    for a, b in zip(jax.tree.leaves(product()), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    ("step", "tries", "taken"), [(0.5, 4, 1.0), (4.0, 4, 0.25), (4.0, 2, 0.0), (-1.0, 9, 0.0), (np.nan, 3, 0.0)]
+)
+def test_line_search_takes_the_first_step_that_is_better_and_near(step, tries, taken):
+    def evaluate(x):  # better up to 3, near up to 1
+        return {"policy_loss": (x["x"] - 1.5) ** 2, "approx_kl": x["x"] ** 2 / 1, "loss": x["x"]}
+
+    start = {"x": jnp.float32(0)}
+    params, parts, scale = trpo.line_search(evaluate, start, {"x": jnp.float32(step)}, max_kl=1.0, tries=tries)
+    assert scale == taken
+    assert params["x"] == (step * taken if taken else 0)
+    assert parts["loss"] == params["x"]
+
+
+# ON THE REAL GAME
+
+
+def play(args, updates=3, change=lambda state: state):
+    """States and metrics of some updates."""
+    agent, games = trpo.make_agent(args), envs.Games(partial(envs.make_levels, args), range(args.num_envs), 3, 10**6)
+    state, carry = change(trpo.initial_state(args, agent)), trpo.initial_carry(args, np.arange(args.num_envs))
+    states, lines = [jax.device_get(state)], []
+    for i in range(updates):
+        rollout, steps, carry = trpo.collect(args, agent, games, state.params, carry, i=i, watch=runs.Stopwatch())
+        state, metrics = trpo.update(args, agent, state, rollout, steps)
+        states.append(jax.device_get(state))
+        lines.append(jax.device_get(metrics))
+    games.close()
+    return states, lines
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_step_is_better_and_within_the_trust_region():
+    args = trpo.Args(**TINY | {"damping": 1e-3, "max_kl": 0.02, "num_envs": 16, "num_steps": 64})
+    states, lines = play(args)
+    for line, before, after in zip(lines, states, states[1:], strict=False):
+        assert 0.001 < line["losses/approx_kl"] <= 0.02
+        assert line["losses/policy_loss"] < -1e-3  # it is 0 for the old policy, whose advantages are normalised
+        assert line["losses/step_taken"] in (1, 0.5, 0.25)
+        assert any(
+            not np.array_equal(a, b)
+            for a, b in zip(*(jax.tree.leaves(state.params["policy"]) for state in (before, after)), strict=True)
+        )
+
+
+def test_a_rejected_step_leaves_the_policy():
+    """Nothing is within 1e-8 nats, so nothing is taken; the value network learns on."""
+    states, lines = play(trpo.Args(**TINY | {"max_kl": 1e-8, "line_search_steps": 1, "damping": 1e-6}), updates=1)
+    assert lines[0]["losses/step_taken"] == 0
+    assert_equal(states[0].params["policy"], states[1].params["policy"])
+    with pytest.raises(AssertionError):
+        assert_equal(states[0].params["value"], states[1].params["value"])
+
+
+def test_the_learner_sees_what_was_acted_on():
+    """The old policy's divergence from itself, rebuilt from real frames, stacks and ages, is 0."""
+
+    def sharpen(state):  # it starts nearly uniform: no mistake would show
+        state.params["policy"]["params"]["Dense_0"]["kernel"] *= 3000
+        return state
+
+    args = trpo.Args(**TINY | {"max_kl": 1e-8, "line_search_steps": 1, "sticky_actions": 0.25, "num_steps": 150})
+    _, lines = play(args, updates=2, change=sharpen)
+    for line in lines:
+        assert line["losses/entropy"] < 2.6
+        assert abs(line["losses/approx_kl"]) < 1e-5
+
+
+def test_a_penalty_trains_policy_and_value_network():
+    args = trpo.Args(**TINY | {"penalty": 0.5, "learning_rate": "0.003"})
+    states, lines = play(args, updates=2)
+    assert 0 < lines[-1]["losses/approx_kl"] < 1
+    assert "losses/step_taken" not in lines[-1]
+    for name in ("policy", "value"):
+        with pytest.raises(AssertionError):
+            assert_equal(states[0].params[name], states[1].params[name])
+
+
+def test_a_penalty_is_added_to_the_surrogate():
+    args = trpo.Args(**TINY | {"penalty": 0.5, "num_devices": 1})
+    agent, rng = trpo.make_agent(args), np.random.default_rng(0)
+    frames = rng.integers(0, 256, (5, 64, 64, 6), np.uint8)
+    batch, params = random_batch(rng, 5)[1], trpo.initial_state(args, agent).params
+    parts = trpo.loss(args, agent, params, (frames, batch))
+    values = agent.value.apply(params["value"], frames)[:, 0]
+    value_loss = 0.5 * (np.float64(values) - batch.returns) ** 2
+    want = parts["policy_loss"] + 0.5 * parts["approx_kl"] + value_loss
+    np.testing.assert_allclose(parts["loss"], want, rtol=1e-4, atol=1e-5)
+    alone = trpo.loss(replace(args, penalty=0.0), agent, params, (frames, batch))
+    np.testing.assert_allclose(alone["loss"], value_loss, rtol=1e-4, atol=1e-6)
+
+
+# WHOLE RUNS
+
+STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 100, "num_steps": 16,
+            "restart_every": 30, "total_timesteps": 192}  # fmt: skip
+
+
+@pytest.fixture
+def train(tmp_path):
+    return lambda **flags: trpo.main(trpo.Args(**TINY | {"run_dir": str(tmp_path)} | flags))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_same_seed_and_a_resume_give_the_same_run(train, penalty):
+    flags = STATEFUL | {"penalty": penalty}
+    whole = train(**flags)
+    half = train(**flags | {"total_timesteps": 100})
+    resumed = train(**flags | {"resume": str(half.path)})
+    assert resumed.path == half.path
+    assert_same_run(whole.path, resumed.path)
+
+
+def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
+    """And evaluate.py plays it."""
+    flags = TINY | STATEFUL | {"total_timesteps": 1500, "eval_episodes": 2, "eval_every": 600}
+    run_dir = assert_resumes_after_sigterm(trpo, flags, tmp_path)
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "2", "--levels", "test"])
+    assert re.fullmatch(r"bigfish__trpo_procgen__1__\d+", run_dir.name)
+    last = [line for line in read_metrics(run_dir) if "losses/policy_loss" in line][-1]
+    names = {"losses/cg_residual", "losses/step_taken", "losses/value_loss", "losses/approx_kl", "losses/entropy"}
+    assert names <= set(last)
+
+
+FLAGS = {
+    "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
+    "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "normalize_rewards": True,
+    "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "total_timesteps": 100,
+    "num_envs": 8, "num_steps": 16, "num_minibatches": 4, "value_epochs": 1, "learning_rate": "0:0.003,1000:0.001",
+    "num_devices": 1, "gamma": "0.5", "gae_lambda": 0.5, "max_kl": 1e-4, "fisher_fraction": 0.5, "cg_iterations": 2,
+    "damping": 1e-3, "line_search_steps": 3, "penalty": 0.5, "seed": 2, "restart_every": 32, "eval_every": 100,
+    "eval_episodes": 1,
+}  # fmt: skip
+ELSEWHERE = {
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
+    "wandb_entity", "distributed", *ENCODER_FLAGS,
+}  # fmt: skip
+NEEDS = {"start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 1}}
+HOST = {"total_timesteps", "restart_every", "eval_every", "eval_episodes"}
+
+
+def test_every_flag_is_in_a_test():
+    assert {f.name for f in fields(trpo.Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", [*FLAGS, "none"])
+def test_every_flag_changes_something(flag, tmp_path):
+    flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})
+    change = {} if flag == "none" else {flag: FLAGS[flag]}
+    assert_flag_matters(trpo, flags, change, whole=flag in HOST)
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "valid"),
+    [
+        (["--max-kl", 0], "--max-kl 0", "1e-08 or more"),
+        (["--fisher-fraction", 2], "--fisher-fraction 2", "to 1"),
+        (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
+        (["--penalty", -1], "--penalty -1", "0 or more"),
+        (["--cg-iterations", 0], "--cg-iterations 0", "from 1"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words, names, valid, monkeypatch, capfd):
+    assert_one_sentence(trpo, words, names, valid, monkeypatch, capfd)
+
+
+def test_commands_in_the_docs_are_valid():
+    flags = list(documented_flags("trpo_procgen.py"))
+    assert len(flags) >= 2
+    for words in flags:
+        runs.check_args(tyro.cli(trpo.Args, args=words), trpo.SCRIPT)

@@ -1,0 +1,624 @@
+"""TRPO on Procgen: trust region policy optimisation, with a value network of its own.
+
+Schulman et al. 2015 (arXiv 1502.05477): a natural gradient by conjugate gradients, as long as the KL divergence allows,
+and a line search that takes only what is better. --penalty trades the trust region for a fixed KL penalty. Try:
+
+    python trpo_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten
+    python trpo_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --penalty 0.5
+"""
+
+import common  # noqa: F401, I001 - first: from here on signals are answered
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from common import devices, envs, networks, runs, shaping
+from common.derivatives import forward_mode
+from common.devices import GAMES, SAME
+from common.runs import check
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclass(frozen=True)
+class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
+    LIMITS: ClassVar = {
+        "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "gae_lambda": (0, 1),
+        "max_kl": (1e-8, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (0, None),
+        "line_search_steps": (1, 100), "value_epochs": (1, 1000), "penalty": (0, None),
+    }  # fmt: skip
+
+    total_timesteps: int = 8_000_000
+    """environment steps to train for"""
+    num_envs: int = 64
+    """games played side by side, by all devices together"""
+    num_steps: int = 128
+    """steps of each game in a rollout; num_envs x num_steps is the batch"""
+    num_minibatches: int = 8
+    """parts of a batch: what one of Adam's steps sees, and what is looked at together elsewhere"""
+    gamma: str = "0.99"
+    """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation"""
+    max_kl: float = 0.01
+    """how far a step may take the policy: mean KL divergence from the old one, nats"""
+    fisher_fraction: float = 0.1
+    """part of the batch that the Fisher matrix is estimated on"""
+    cg_iterations: int = 10
+    """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
+    damping: float = 0.1
+    """added to the Fisher matrix's diagonal"""
+    line_search_steps: int = 10
+    """lengths of a step that are tried, each half the last, before it is given up"""
+    learning_rate: str = "5e-4"
+    """Adam's step size for the value network (with a penalty, for the policy too): a number, or a schedule"""
+    value_epochs: int = 3
+    """passes over a batch to fit the value network (with a penalty, the policy too)"""
+    penalty: float = 0.0
+    """learn by Adam from the surrogate minus this times the KL divergence, without a trust region; 0 for TRPO"""
+    normalize_rewards: bool = False
+    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        batch = self.num_envs * self.num_steps
+        check(
+            batch % self.num_minibatches == 0,
+            f"--num-minibatches {self.num_minibatches}: must divide the batch, num_envs x num_steps = {batch}",
+        )
+        check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
+        runs.check_schedule("--gamma", self.gamma, 0, 1)
+
+    def shares(self) -> dict[str, int]:
+        """What the devices divide between them."""
+        size = self.num_envs * self.num_steps // self.num_minibatches
+        return {"the games, --num-envs": self.num_envs, "a minibatch's samples": size}
+
+
+# NETWORKS
+# The policy's step is bounded in what it does to the policy; what it would do to a value head on the same encoder is in
+# no bound, and what the value's loss does to a shared encoder changes the policy outside of the trust region.
+
+
+class Network(nn.Module):
+    """An encoder and a linear layer."""
+
+    encoder: nn.Module
+    outputs: int
+    scale: float
+
+    @nn.compact
+    def __call__(self, frames: jax.Array) -> jax.Array:
+        """Frames uint8 [B, 64, 64, C] -> float32 [B, outputs]."""
+        init = nn.initializers.orthogonal(self.scale)
+        return nn.Dense(self.outputs, kernel_init=init, precision="highest")(self.encoder(frames))
+
+
+class Agent(NamedTuple):
+    policy: Network
+    value: Network
+
+
+def make_agent(args: Args) -> Agent:
+    # A small last layer makes the first policy nearly uniform.
+    return Agent(
+        policy=Network(networks.make_encoder(args), envs.NUM_ACTIONS, 0.01),
+        value=Network(networks.make_encoder(args), 1, 1.0),
+    )
+
+
+def outputs(network: Network, params: dict, frames: jax.Array) -> jax.Array:
+    """What a network says of frames uint8 [N, 64, 64, C]: float32 [N, outputs]."""
+    return devices.in_chunks(partial(network.apply, params), frames)
+
+
+# TRAINING STATE
+
+
+class TrainState(NamedTuple):
+    """The learner."""
+
+    params: dict  # "policy" and "value"
+    opt_state: optax.OptState  # of the value network; with a penalty, of both
+    key: jax.Array
+    global_step: jax.Array  # int32 []: transitions learnt from
+    updates: jax.Array  # int32 []
+    reward_filter: shaping.ReturnFilter
+
+
+STATE = devices.layout(TrainState, reward_filter=shaping.FILTER)
+
+
+class Carry(NamedTuple):
+    """What is needed besides the games to go on with them."""
+
+    history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
+    numbers: jax.Array  # int32 [N]: of these games in the run
+    last_action: jax.Array  # int32 [N]: what the games played last
+
+
+CARRY = devices.layout(Carry, steps="history", games="numbers last_action")
+
+
+def of_adam(args: Args, params: dict) -> dict:
+    """The parameters that Adam learns."""
+    return params if args.penalty else {"value": params["value"]}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def initial_state(args: Args, agent: Agent) -> TrainState:
+    key, *init_keys = jax.random.split(jax.random.PRNGKey(args.seed), 3)
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
+    networks_and_keys = zip(agent._asdict().items(), init_keys, strict=True)
+    params = {name: network.init(key, frames) for (name, network), key in networks_and_keys}
+    return TrainState(
+        params=params,
+        opt_state=optax.scale_by_adam(eps=1e-5).init(of_adam(args, params)),
+        key=key,
+        global_step=jnp.int32(0),
+        updates=jnp.int32(0),
+        reward_filter=shaping.new_filter(args.num_envs),
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def initial_carry(args: Args, numbers: jax.Array) -> Carry:
+    """Before the first step of the games with these numbers, int32 [N]."""
+    history = envs.empty_history(len(numbers), args.offsets)
+    return Carry(history=history, numbers=numbers, last_action=jnp.zeros_like(numbers))
+
+
+# ROLLOUT
+
+
+class Rollout(NamedTuple):
+    """What stays on the device while T steps are played."""
+
+    frames: envs.Frames  # of T + 1 steps
+    actions: jax.Array  # int32 [T, N]
+    logits: jax.Array  # float32 [T, N, 15]
+    values: jax.Array  # float32 [T, N]
+    numbers: jax.Array  # int32 [N]
+    last_action: jax.Array  # int32 [N]
+    key: jax.Array
+    t: jax.Array  # int32 []
+
+
+ROLLOUT = devices.layout(Rollout, steps="frames actions logits values", games="numbers last_action")
+
+
+@partial(jax.jit, static_argnums=0)
+@devices.spread([CARRY, SAME], ROLLOUT, every_host=False)
+def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
+    """The run's i-th rollout, before its first step."""
+    shape = (args.num_steps, len(carry.numbers))
+    return Rollout(
+        frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
+        actions=jnp.zeros(shape, jnp.int32),
+        logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
+        values=jnp.zeros(shape),
+        numbers=carry.numbers,
+        last_action=carry.last_action,
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
+        t=jnp.int32(0),
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@devices.spread([SAME, ROLLOUT, GAMES, GAMES], (ROLLOUT, GAMES), every_host=False)
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
+    """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
+    t = rollout.t
+    frames = rollout.frames.put(t, obs, age)
+    stacked = frames.stack(t)
+    logits = outputs(agent.policy, params["policy"], stacked)
+    choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
+    # Drawn by game, so that it plays the same on whichever device it is.
+    actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits)
+    stick_keys = devices.keys_of(stick_key, rollout.numbers)
+    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+    rollout = rollout._replace(
+        frames=frames,
+        actions=rollout.actions.at[t].set(actions),
+        logits=rollout.logits.at[t].set(logits),
+        values=rollout.values.at[t].set(outputs(agent.value, params["value"], stacked)[:, 0]),
+        last_action=played,
+        t=t + 1,
+    )
+    return rollout, played
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+@devices.spread([ROLLOUT, GAMES, GAMES], (ROLLOUT, CARRY), every_host=False)
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
+    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their ages int32 [N]."""
+    rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
+    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.numbers, rollout.last_action)
+
+
+def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
+    """Plays the i-th rollout, num_steps steps of each game; returns Rollout, envs.Steps and the next Carry."""
+    params = {name: networks.for_acting(network, params[name]) for name, network in agent._asdict().items()}
+    rollout = begin_rollout(args, carry, i)
+
+    def choose_actions(obs, age):
+        nonlocal rollout
+        rollout, actions = act(args, agent, params, rollout, *devices.feed(args, (obs, age)))
+        return actions
+
+    steps = games.play(choose_actions, args.num_steps, watch)
+    rollout, carry = end_rollout(args, rollout, *devices.feed(args, (games.obs, games.age)))
+    return rollout, steps, carry
+
+
+# ALGORITHM
+
+
+def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Array:
+    """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16).
+
+    Args:
+      rewards, terminated, truncated: [T], of the transition from step t to t + 1.
+      values: [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
+      gamma, gae_lambda: [].
+
+    Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
+    """
+    chex.assert_rank([rewards, values, terminated, truncated], 1)
+    chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
+    deltas = rewards + gamma * jnp.where(terminated, 0.0, values[1:]) - values[:-1]
+    decay = gamma * gae_lambda * (1.0 - (terminated | truncated))
+
+    def backward(advantage, step):
+        delta, decay = step
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True, unroll=devices.unroll())[1]
+
+
+class Batch(NamedTuple):
+    """Transitions to learn from: over a rollout [T, N]; in a minibatch [B]."""
+
+    actions: jax.Array
+    logits: jax.Array  # [..., 15], of the policy that acted
+    advantages: jax.Array  # normalised over the rollout
+    returns: jax.Array  # what values are drawn to
+
+
+def policy_parts(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """For each sample, float32 [B]: the surrogate objective, negative (Schulman et al. 2015, equation 14), the KL
+    divergence of the policy with logits [B, 15] from the old one, and its entropy."""
+    chex.assert_equal_shape([logits, batch.logits])
+    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
+    log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=-1)[:, 0]
+    return {
+        "policy_loss": -jnp.exp(log_ratio) * batch.advantages,
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
+    }
+
+
+def policy_loss(network: Network, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
+    """The same of a network's frames [B, 64, 64, C]; its parts for each sample, as `devices.gradient` takes them."""
+    frames, batch = minibatch
+    parts = policy_parts(outputs(network, params, frames), batch)
+    return parts | {"loss": parts["policy_loss"]}
+
+
+def fisher_loss(network: Network, params: dict, minibatch: tuple, *, vector: dict) -> dict[str, jax.Array]:
+    """For each sample a number [B] whose gradient is the Fisher matrix's product with a vector, J' F J v.
+
+    J is the logits' Jacobian, F the categorical's Fisher matrix in its logits, diag(p) - p p' (Schulman et al. 2015,
+    appendix C). J v is a derivative forward, F J v is held fast, and J' of that is this number's gradient.
+    """
+    apply = partial(network.apply, frames=minibatch[0])
+    with forward_mode():
+        _, change = jax.jvp(apply, (jax.lax.stop_gradient(params),), (vector,))
+    logits = apply(params)
+    probs = jax.nn.softmax(logits)
+    change = probs * (change - (probs * change).sum(axis=-1, keepdims=True))
+    return {"loss": (logits * jax.lax.stop_gradient(change)).sum(axis=-1)}
+
+
+def conjugate_gradients(product: Callable, target: dict, iterations: int) -> tuple[dict, jax.Array]:
+    """Solves product(x) = target for a symmetric positive definite linear function of a tree of arrays, from x = 0
+    (Hestenes and Stiefel 1952); returns x and the norm of what is left over the target's, float32 []."""
+
+    def dot(x, y):
+        return sum(jnp.vdot(a, b, precision="highest") for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True))
+
+    def along(x, scale, direction):
+        return jax.tree.map(lambda a, b: a + scale * b, x, direction)
+
+    def step(carry, _):
+        x, rest, direction, square = carry
+        image = product(direction)
+        # Where all is solved there is no direction left: 0, and not 0 / 0.
+        length = square / jnp.maximum(dot(direction, image), 1e-30)
+        x, rest = along(x, length, direction), along(rest, -length, image)
+        new = dot(rest, rest)
+        return (x, rest, along(rest, new / jnp.maximum(square, 1e-30), direction), new), None
+
+    square = dot(target, target)
+    start = jax.tree.map(jnp.zeros_like, target), target, target, square
+    (x, _, _, left), _ = jax.lax.scan(step, start, length=iterations)
+    return x, jnp.sqrt(left / jnp.maximum(square, 1e-30))
+
+
+def line_search(evaluate: Callable, params: dict, step: dict, *, max_kl: float, tries: int):
+    """The first of params + step, + step / 2, ... with a surrogate above 0, which the old policy has, and a mean KL
+    divergence of at most max_kl; `params` where none of `tries` is. evaluate(params) -> parts, float32 [].
+
+    Returns parameters, their parts, and how much of the step was taken, float32 [] (0: rejected).
+    """
+
+    def moved(scale):
+        return jax.tree.map(lambda p, s: p + scale * s, params, step)
+
+    def good(parts):
+        return (parts["policy_loss"] < before["policy_loss"]) & (parts["approx_kl"] <= max_kl)
+
+    def shorter(carry):
+        i, scale, _ = carry
+        return i + 1, scale / 2, evaluate(moved(scale / 2))
+
+    before = evaluate(params)
+    start = jnp.int32(1), jnp.float32(1), evaluate(moved(1.0))
+    _, scale, parts = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~good(carry[2]), shorter, start)
+    scale = jnp.where(good(parts), scale, 0.0)
+    parts = jax.tree.map(partial(jnp.where, scale > 0), parts, before)
+    # No sum with a step of 0: where the step is not finite, that would not be the old parameters.
+    return jax.tree.map(partial(jnp.where, scale > 0), moved(scale), params), parts, scale
+
+
+def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
+    """Rewards and advantages: returns the state with its filter moved on, a Batch [T, N] and metrics float32 []."""
+    mask = ~steps.done
+    reward_filter, rewards = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
+    last_value = outputs(agent.value, state.params["value"], rollout.frames.stack(args.num_steps))[:, 0]
+    advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
+        rewards,
+        jnp.concatenate([rollout.values, last_value[None]]),
+        jnp.asarray(steps.terminated),
+        jnp.asarray(steps.truncated),
+    )
+    returns = advantages + rollout.values
+    mean, var = shaping.masked_moments(advantages, mask)
+    _, spread = shaping.masked_moments(returns, mask)
+    batch = Batch(rollout.actions, rollout.logits, (advantages - mean) / jnp.sqrt(var + 1e-8), returns)
+    metrics = {
+        "charts/return_std": jnp.sqrt(reward_filter.var),
+        "losses/explained_variance": 1 - var / jnp.maximum(spread, 1e-8),
+    }
+    return state._replace(reward_filter=reward_filter), batch, metrics
+
+
+class Data(NamedTuple):
+    """A rollout to learn from, and where its samples are in it."""
+
+    frames: envs.Frames
+    batch: Batch  # [T, N]
+    weight: jax.Array  # bool [T, N]: whether a step is a transition
+
+    def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
+        """A minibatch of samples int32 [B], and its weight [B]."""
+        time, env = index // self.weight.shape[1], index % self.weight.shape[1]
+        return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.weight[time, env]
+
+
+def mean_over(function: Callable, data: Data, order: jax.Array):
+    """The mean over samples of what function(minibatch, weight [B]) says is its mean over some of them; `order` int32
+    [M, B] are all. So a batch takes the memory of a minibatch."""
+    total = jnp.maximum(devices.total(data.weight.reshape(-1)[order].sum()), 1)
+
+    def some(index):
+        minibatch, weight = data.take(index)
+        share = devices.total(weight.sum()) / total
+        return jax.tree.map(lambda x: share * x, function(minibatch, weight))
+
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(some, order[0]))
+    return jax.lax.scan(lambda sums, index: (jax.tree.map(jnp.add, sums, some(index)), None), zero, order)[0]
+
+
+def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order: jax.Array) -> tuple[dict, dict]:
+    """TRPO's step of the policy's parameters (Schulman et al. 2015, section 6 and appendix C); also metrics []."""
+    network = agent.policy
+
+    def gradient_of(loss):
+        return lambda minibatch, weight: devices.gradient(loss, params, minibatch, weight)[0]
+
+    def evaluate(params):
+        def parts(minibatch, weight):
+            mean = weight / jnp.maximum(devices.total(weight.sum()), 1)
+            parts = policy_loss(network, params, minibatch)
+            return devices.total({name: (mean * part).sum() for name, part in parts.items()})
+
+        return mean_over(parts, data, order)
+
+    # Some samples of each minibatch, as many on each device.
+    few = order[:, : max(round(args.fisher_fraction * order.shape[1]), 1)]
+
+    def fisher(vector):
+        product = mean_over(gradient_of(partial(fisher_loss, network, vector=vector)), data, few)
+        return jax.tree.map(lambda p, v: p + args.damping * v, product, vector)
+
+    grads = mean_over(gradient_of(partial(policy_loss, network)), data, order)
+    downhill = jax.tree.map(jnp.negative, grads)
+    direction, residual = conjugate_gradients(fisher, downhill, args.cg_iterations)
+    # The quadratic form of the KL divergence is max_kl at this length.
+    curvature = sum(jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (direction, fisher(direction))), strict=True))
+    length = jnp.sqrt(2 * args.max_kl / jnp.maximum(curvature, 1e-30))
+    step = jax.tree.map(lambda d: length * d, direction)
+    params, parts, taken = line_search(evaluate, params, step, max_kl=args.max_kl, tries=args.line_search_steps)
+    del parts["loss"]
+    return params, parts | {"grad_norm": devices.norm(grads), "cg_residual": residual, "step_taken": taken}
+
+
+def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
+    """What Adam minimises, for each sample [B]: the value network's squared error and, with a penalty, the policy's
+    surrogate and KL divergence (Schulman et al. 2017, equation 8, with a fixed coefficient)."""
+    frames, batch = minibatch
+    value_loss = 0.5 * (outputs(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
+    if not args.penalty:
+        return {"loss": value_loss, "value_loss": value_loss}
+    parts = policy_loss(agent.policy, params["policy"], minibatch)
+    total = parts["policy_loss"] + args.penalty * parts["approx_kl"] + value_loss
+    return parts | {"loss": total, "value_loss": value_loss}
+
+
+def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learning_rate: jax.Array, key: jax.Array):
+    """Epochs of Adam's minibatches; returns all parameters, Adam's state and the last epoch's mean metrics."""
+    adam = optax.scale_by_adam(eps=1e-5)
+
+    def minibatch(learner, index):
+        params, opt_state = learner
+        grads, parts, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
+        direction, opt_state = adam.update(grads, opt_state)
+        params = jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)
+        return (params, opt_state), parts
+
+    def epoch(learner, key):
+        learner, parts = jax.lax.scan(minibatch, learner, shuffled(args, data.weight.size, key))
+        return learner, jax.tree.map(jnp.mean, parts)
+
+    start = of_adam(args, state.params), state.opt_state
+    (params, opt_state), parts = jax.lax.scan(epoch, start, jax.random.split(key, args.value_epochs))
+    return state.params | params, opt_state, jax.tree.map(lambda x: x[-1], parts)
+
+
+def shuffled(args: Args, samples: int, key: jax.Array) -> jax.Array:
+    """This device's samples in minibatches, in an order of its own: int32 [M, B]."""
+    return jax.random.permutation(devices.own_key(key), samples).reshape(args.num_minibatches, -1)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@devices.spread([STATE, ROLLOUT, envs.STEPS], (STATE, SAME))
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps) -> tuple[TrainState, dict]:
+    """One TRPO update: returns the next state and metrics, float32 []."""
+    learning_rate, gamma = (runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.gamma))
+    key, policy_key, value_key = jax.random.split(state.key, 3)
+    weight = ~steps.done
+    state, batch, metrics = prepare(args, agent, state, rollout, steps, gamma)
+    data, moved = Data(rollout.frames, batch, weight), {}
+    if not args.penalty:
+        order = shuffled(args, weight.size, policy_key)
+        policy, moved = trust_region_step(args, agent, state.params["policy"], data, order)
+        state = state._replace(params=state.params | {"policy": policy})
+    params, opt_state, parts = optimize(args, agent, state, data, learning_rate=learning_rate, key=value_key)
+    metrics |= {f"losses/{name}": value for name, value in (parts | moved).items()} | {
+        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
+        "charts/learning_rate": learning_rate,
+        "charts/gamma": gamma,
+    }
+    state = state._replace(
+        params=params,
+        opt_state=opt_state,
+        key=key,
+        global_step=state.global_step + devices.total(weight.sum()),
+        updates=state.updates + 1,
+    )
+    return state, metrics
+
+
+# EVALUATION
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+@devices.spread([SAME, GAMES, GAMES], GAMES, every_host=False)
+def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each."""
+    return jax.vmap(jax.random.categorical)(keys, outputs(agent.policy, params, frames))
+
+
+def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
+    """A policy as `envs.play_episodes` calls it."""
+
+    def policy(frames, age, key, core):
+        return choose(args, agent, params, frames, jax.random.split(key, len(frames))), core
+
+    return policy
+
+
+def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
+    """For evaluate.py: plays the newest checkpoint of a run (see `envs.evaluate_checkpoint`)."""
+    agent = make_agent(args)
+    state = load(args, agent, run_dir)["state"]
+    policy = make_policy(args, agent, devices.put(args, state.params["policy"], SAME))
+    return envs.evaluate_checkpoint(args, int(state.global_step), policy, **how)
+
+
+# MAIN
+
+
+def initial(args: Args, agent: Agent) -> dict:
+    """All that a resume needs besides the games; `main` saves the same."""
+    return {"state": initial_state(args, agent), "carry": initial_carry(args, devices.games_of_host(args))}
+
+
+def load(args: Args, agent: Agent, run_dir: str) -> dict:
+    """The newest checkpoint of a run."""
+    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
+
+
+def kept(args: Args, agent: Agent) -> tuple:
+    """What a run keeps, for `runs.check_memory`."""
+    carry = initial_carry(args, devices.games_of_host(args))
+    return initial(args, agent), begin_rollout(args, carry, 0)
+
+
+def main(args: Args) -> runs.Run:
+    """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
+    runs.check_args(args, SCRIPT)
+    agent = make_agent(args)
+    runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
+
+    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
+        saved, numbers = run.saved, devices.games_of_host(args)
+        make = partial(envs.make_levels, args)
+        games = envs.Games(make, numbers, envs.derive_seed(args.seed, 0), args.restart_every)
+        episodes, watch = envs.EpisodeStatistics(len(numbers)), runs.Stopwatch()
+        start_from = saved or initial(args, agent)
+        state = devices.share(args, start_from["state"], STATE)
+        carry = devices.put(args, start_from["carry"], CARRY)
+        step = int(state.global_step)
+        if saved and "games" in saved:  # there are as many hosts as there were
+            episodes.restore(saved["episodes"])
+            games.restore(saved["games"], run)
+
+        def save():
+            own = {"carry": carry, "games": games.mark().save(), "episodes": episodes.save()}
+            run.save(step, {"state": state}, own)
+
+        while True:
+            params, i = devices.here(args, state.params), int(state.updates)
+            envs.evaluate_if_due(args, run, step, make_policy(args, agent, params["policy"]))
+            if run.over(step):
+                break
+            rollout, steps, carry = collect(args, agent, games, params, carry, i=i, watch=watch)
+            with watch("update"):
+                given = devices.join(args, (rollout, steps), (ROLLOUT, envs.STEPS))
+                state, metrics = update(args, agent, state, *given)
+                metrics = jax.device_get(metrics)
+            step = int(state.global_step)
+            run.check_finite(step, metrics)
+            episodes.add(steps)
+            run.log(step, metrics | episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions())
+            if run.checkpoint_due(step):
+                save()
+        save()
+        games.close()
+    return run
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
