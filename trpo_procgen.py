@@ -32,9 +32,10 @@ SCRIPT = Path(__file__).stem
 class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "gae_lambda": (0, 1),
-        "max_kl": (1e-8, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (0, None),
+        "max_kl": (1e-8, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (1e-8, None),
         "line_search_steps": (1, 100), "value_epochs": (1, 1000), "penalty": (0, None),
     }  # fmt: skip
+    FIXED: ClassVar = ("penalty",)  # with one, Adam has the policy's moments too
 
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
@@ -43,7 +44,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
     num_steps: int = 128
     """steps of each game in a rollout; num_envs x num_steps is the batch"""
     num_minibatches: int = 8
-    """parts of a batch: what one of Adam's steps sees, and what is looked at together elsewhere"""
+    """parts that a batch is cut into: one of Adam's steps each; TRPO's own step adds them up, to take less memory"""
     gamma: str = "0.99"
     """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
     gae_lambda: float = 0.95
@@ -51,15 +52,15 @@ class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
     max_kl: float = 0.01
     """how far a step may take the policy: mean KL divergence from the old one, nats"""
     fisher_fraction: float = 0.1
-    """part of the batch that the Fisher matrix is estimated on"""
+    """part of the batch that the Fisher matrix is estimated on (rounded up to so many samples for each device)"""
     cg_iterations: int = 10
     """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
     damping: float = 0.1
-    """added to the Fisher matrix's diagonal"""
+    """added to the Fisher matrix's diagonal: the more, the nearer a step is to the plain gradient's, and the shorter"""
     line_search_steps: int = 10
     """lengths of a step that are tried, each half the last, before it is given up"""
     learning_rate: str = "5e-4"
-    """Adam's step size for the value network (with a penalty, for the policy too): a number, or a schedule"""
+    """Adam's step size for the value network (with a penalty, the policy too): a number, or a schedule like gamma's"""
     value_epochs: int = 3
     """passes over a batch to fit the value network (with a penalty, the policy too)"""
     penalty: float = 0.0
@@ -75,6 +76,8 @@ class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
             f"--num-minibatches {self.num_minibatches}: must divide the batch, num_envs x num_steps = {batch}",
         )
         check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+        of_trpo = "max_kl", "fisher_fraction", "cg_iterations", "damping", "line_search_steps"
+        runs.check_needs(self, not self.penalty, "--penalty 0", of_trpo)
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
         runs.check_schedule("--gamma", self.gamma, 0, 1)
 
@@ -116,7 +119,7 @@ def make_agent(args: Args) -> Agent:
     )
 
 
-def outputs(network: Network, params: dict, frames: jax.Array) -> jax.Array:
+def look(network: Network, params: dict, frames: jax.Array) -> jax.Array:
     """What a network says of frames uint8 [N, 64, 64, C]: float32 [N, outputs]."""
     return devices.in_chunks(partial(network.apply, params), frames)
 
@@ -154,6 +157,11 @@ def of_adam(args: Args, params: dict) -> dict:
     return params if args.penalty else {"value": params["value"]}
 
 
+def make_optimizer() -> optax.GradientTransformation:
+    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
+    return optax.scale_by_adam(eps=1e-5)
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     key, *init_keys = jax.random.split(jax.random.PRNGKey(args.seed), 3)
@@ -162,7 +170,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     params = {name: network.init(key, frames) for (name, network), key in networks_and_keys}
     return TrainState(
         params=params,
-        opt_state=optax.scale_by_adam(eps=1e-5).init(of_adam(args, params)),
+        opt_state=make_optimizer().init(of_adam(args, params)),
         key=key,
         global_step=jnp.int32(0),
         updates=jnp.int32(0),
@@ -220,7 +228,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     t = rollout.t
     frames = rollout.frames.put(t, obs, age)
     stacked = frames.stack(t)
-    logits = outputs(agent.policy, params["policy"], stacked)
+    logits = look(agent.policy, params["policy"], stacked)
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
     # Drawn by game, so that it plays the same on whichever device it is.
     actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits)
@@ -230,7 +238,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
         logits=rollout.logits.at[t].set(logits),
-        values=rollout.values.at[t].set(outputs(agent.value, params["value"], stacked)[:, 0]),
+        values=rollout.values.at[t].set(look(agent.value, params["value"], stacked)[:, 0]),
         last_action=played,
         t=t + 1,
     )
@@ -311,7 +319,7 @@ def policy_parts(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
 def policy_loss(network: Network, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
     """The same of a network's frames [B, 64, 64, C]; its parts for each sample, as `devices.gradient` takes them."""
     frames, batch = minibatch
-    parts = policy_parts(outputs(network, params, frames), batch)
+    parts = policy_parts(look(network, params, frames), batch)
     return parts | {"loss": parts["policy_loss"]}
 
 
@@ -330,15 +338,19 @@ def fisher_loss(network: Network, params: dict, minibatch: tuple, *, vector: dic
     return {"loss": (logits * jax.lax.stop_gradient(change)).sum(axis=-1)}
 
 
-def conjugate_gradients(product: Callable, target: dict, iterations: int) -> tuple[dict, jax.Array]:
+def dot(x: dict, y: dict) -> jax.Array:
+    """The inner product of two trees of arrays, in full float32, []."""
+    return sum(jnp.vdot(a, b, precision="highest") for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True))
+
+
+def along(x: dict, scale: jax.Array, direction: dict) -> dict:
+    """x + scale * direction, of trees of arrays."""
+    return jax.tree.map(lambda a, b: a + scale * b, x, direction)
+
+
+def conjugate_gradients(product: Callable, target: dict, iterations: int) -> dict:
     """Solves product(x) = target for a symmetric positive definite linear function of a tree of arrays, from x = 0
-    (Hestenes and Stiefel 1952); returns x and the norm of what is left over the target's, float32 []."""
-
-    def dot(x, y):
-        return sum(jnp.vdot(a, b, precision="highest") for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True))
-
-    def along(x, scale, direction):
-        return jax.tree.map(lambda a, b: a + scale * b, x, direction)
+    (Hestenes and Stiefel 1952)."""
 
     def step(carry, _):
         x, rest, direction, square = carry
@@ -349,43 +361,37 @@ def conjugate_gradients(product: Callable, target: dict, iterations: int) -> tup
         new = dot(rest, rest)
         return (x, rest, along(rest, new / jnp.maximum(square, 1e-30), direction), new), None
 
-    square = dot(target, target)
-    start = jax.tree.map(jnp.zeros_like, target), target, target, square
-    (x, _, _, left), _ = jax.lax.scan(step, start, length=iterations)
-    return x, jnp.sqrt(left / jnp.maximum(square, 1e-30))
+    start = jax.tree.map(jnp.zeros_like, target), target, target, dot(target, target)
+    return jax.lax.scan(step, start, length=iterations)[0][0]
 
 
-def line_search(evaluate: Callable, params: dict, step: dict, *, max_kl: float, tries: int):
-    """The first of params + step, + step / 2, ... with a surrogate above 0, which the old policy has, and a mean KL
-    divergence of at most max_kl; `params` where none of `tries` is. evaluate(params) -> parts, float32 [].
+def line_search(judge: Callable, params: dict, step: dict, before: dict, *, max_kl: float, tries: int):
+    """The first of params + step, + step / 2, ... that has a better surrogate than `before`, and a mean KL divergence
+    of at most max_kl; `params` where none of `tries` does. judge(params) -> parts, float32 [], as `before`'s.
 
     Returns parameters, their parts, and how much of the step was taken, float32 [] (0: rejected).
     """
-
-    def moved(scale):
-        return jax.tree.map(lambda p, s: p + scale * s, params, step)
 
     def good(parts):
         return (parts["policy_loss"] < before["policy_loss"]) & (parts["approx_kl"] <= max_kl)
 
     def shorter(carry):
         i, scale, _ = carry
-        return i + 1, scale / 2, evaluate(moved(scale / 2))
+        return i + 1, scale / 2, judge(along(params, scale / 2, step))
 
-    before = evaluate(params)
-    start = jnp.int32(1), jnp.float32(1), evaluate(moved(1.0))
+    start = jnp.int32(1), jnp.float32(1), judge(along(params, 1.0, step))
     _, scale, parts = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~good(carry[2]), shorter, start)
     scale = jnp.where(good(parts), scale, 0.0)
     parts = jax.tree.map(partial(jnp.where, scale > 0), parts, before)
     # No sum with a step of 0: where the step is not finite, that would not be the old parameters.
-    return jax.tree.map(partial(jnp.where, scale > 0), moved(scale), params), parts, scale
+    return jax.tree.map(partial(jnp.where, scale > 0), along(params, scale, step), params), parts, scale
 
 
 def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
     """Rewards and advantages: returns the state with its filter moved on, a Batch [T, N] and metrics float32 []."""
     mask = ~steps.done
     reward_filter, rewards = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
-    last_value = outputs(agent.value, state.params["value"], rollout.frames.stack(args.num_steps))[:, 0]
+    last_value = look(agent.value, state.params["value"], rollout.frames.stack(args.num_steps))[:, 0]
     advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
         rewards,
         jnp.concatenate([rollout.values, last_value[None]]),
@@ -430,45 +436,52 @@ def mean_over(function: Callable, data: Data, order: jax.Array):
     return jax.lax.scan(lambda sums, index: (jax.tree.map(jnp.add, sums, some(index)), None), zero, order)[0]
 
 
+def fisher_rows(args: Args, order: jax.Array) -> jax.Array:
+    """`args.fisher_fraction` of this device's samples int32 [M, B], in as few rows as hold them: each row is a pass,
+    after which the devices add up."""
+    number = min(-(-round(args.fisher_fraction * order.size) // 8) * 8 or 8, order.size)  # the CPU's chunks are of 8
+    rows = -(-number // order.shape[1])
+    width = number // rows
+    return order.reshape(-1)[: rows * width].reshape(rows, width)
+
+
 def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order: jax.Array) -> tuple[dict, dict]:
-    """TRPO's step of the policy's parameters (Schulman et al. 2015, section 6 and appendix C); also metrics []."""
-    network = agent.policy
+    """TRPO's step of the policy's parameters (Schulman et al. 2015, section 6 and appendix C); also metrics []: those
+    of the loss are after the step."""
+    objective = partial(policy_loss, agent.policy)
 
-    def gradient_of(loss):
-        return lambda minibatch, weight: devices.gradient(loss, params, minibatch, weight)[0]
+    def judge(params):
+        def means(minibatch, weight):
+            share = weight / jnp.maximum(devices.total(weight.sum()), 1)
+            return devices.total({name: (share * x).sum() for name, x in objective(params, minibatch).items()})
 
-    def evaluate(params):
-        def parts(minibatch, weight):
-            mean = weight / jnp.maximum(devices.total(weight.sum()), 1)
-            parts = policy_loss(network, params, minibatch)
-            return devices.total({name: (mean * part).sum() for name, part in parts.items()})
-
-        return mean_over(parts, data, order)
-
-    # Some samples of each minibatch, as many on each device.
-    few = order[:, : max(round(args.fisher_fraction * order.shape[1]), 1)]
+        return mean_over(means, data, order)
 
     def fisher(vector):
-        product = mean_over(gradient_of(partial(fisher_loss, network, vector=vector)), data, few)
-        return jax.tree.map(lambda p, v: p + args.damping * v, product, vector)
+        parts = partial(fisher_loss, agent.policy, vector=vector)
+        product = mean_over(lambda *some: devices.gradient(parts, params, *some)[0], data, fisher_rows(args, order))
+        return along(product, args.damping, vector)
 
-    grads = mean_over(gradient_of(partial(policy_loss, network)), data, order)
+    grads, before = mean_over(lambda *some: devices.gradient(objective, params, *some)[:2], data, order)
     downhill = jax.tree.map(jnp.negative, grads)
-    direction, residual = conjugate_gradients(fisher, downhill, args.cg_iterations)
+    direction = conjugate_gradients(fisher, downhill, args.cg_iterations)
+    image = fisher(direction)
     # The quadratic form of the KL divergence is max_kl at this length.
-    curvature = sum(jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (direction, fisher(direction))), strict=True))
-    length = jnp.sqrt(2 * args.max_kl / jnp.maximum(curvature, 1e-30))
+    curvature = dot(direction, image)
+    length = jnp.where(curvature > 0, jnp.sqrt(2 * args.max_kl / curvature), 0.0)
     step = jax.tree.map(lambda d: length * d, direction)
-    params, parts, taken = line_search(evaluate, params, step, max_kl=args.max_kl, tries=args.line_search_steps)
-    del parts["loss"]
-    return params, parts | {"grad_norm": devices.norm(grads), "cg_residual": residual, "step_taken": taken}
+    params, parts, taken = line_search(judge, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
+    del parts["loss"]  # is the policy_loss
+    grad_norm = devices.norm(grads)
+    residual = devices.norm(along(downhill, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
+    return params, parts | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
     """What Adam minimises, for each sample [B]: the value network's squared error and, with a penalty, the policy's
     surrogate and KL divergence (Schulman et al. 2017, equation 8, with a fixed coefficient)."""
     frames, batch = minibatch
-    value_loss = 0.5 * (outputs(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
+    value_loss = 0.5 * (look(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
     if not args.penalty:
         return {"loss": value_loss, "value_loss": value_loss}
     parts = policy_loss(agent.policy, params["policy"], minibatch)
@@ -478,14 +491,14 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Bat
 
 def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learning_rate: jax.Array, key: jax.Array):
     """Epochs of Adam's minibatches; returns all parameters, Adam's state and the last epoch's mean metrics."""
-    adam = optax.scale_by_adam(eps=1e-5)
+    adam = make_optimizer()
 
     def minibatch(learner, index):
         params, opt_state = learner
         grads, parts, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
         direction, opt_state = adam.update(grads, opt_state)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)
-        return (params, opt_state), parts
+        return (params, opt_state), parts | {"grad_norm" if args.penalty else "value_grad_norm": devices.norm(grads)}
 
     def epoch(learner, key):
         learner, parts = jax.lax.scan(minibatch, learner, shuffled(args, data.weight.size, key))
@@ -537,7 +550,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 @devices.spread([SAME, GAMES, GAMES], GAMES, every_host=False)
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
     """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each."""
-    return jax.vmap(jax.random.categorical)(keys, outputs(agent.policy, params, frames))
+    return jax.vmap(jax.random.categorical)(keys, look(agent.policy, params, frames))
 
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:

@@ -52,6 +52,11 @@ FLAGS = {
         "dropout": 0.1, "augment": "translate", "deterministic": True, "total_timesteps": 1000, "eval_every": 600,
         "checkpoint_every": 100,
     },
+    "sac_procgen.py": PROCGEN | {
+        "buffer_size": 320, "learning_starts": 100, "batch_size": 16, "replay_ratio": 0.5, "channels": 8, "blocks": 0,
+        "downsample": "stride", "entropy_penalty": 0.5, "dropout": 0.1, "augment": "translate", "per_alpha": 0.5,
+        "deterministic": True, "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,
+    },
     "rnd_montezuma.py": {
         "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "channels": "4,4,4", "hidden": 8,
         "obs_norm_init_steps": 5, "learning_rate": 0.003, "max_episode_steps": 30, "restart_every": 40, "async": True,

@@ -134,7 +134,7 @@ TRANSFORMS: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class AugmentArgs:
-    """What the learner sees less of, or otherwise: random transforms and dropout."""
+    """Random transforms of what the learner sees, and dropout."""
 
     LIMITS: ClassVar = {"augment_prob": (0, 1), "dropout": (0, 0.99)}
 

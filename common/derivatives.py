@@ -4,24 +4,17 @@ cpu.py and gpu.py write gradients, which `jax.grad` takes. `jax.jvp` needs none 
 the functions as they are.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import jax
 
-_now = threading.local()
+_forward = jax.make_user_context(False)  # of a thread, and part of what JAX finds its compiled programs by
 
 
-@contextlib.contextmanager
-def forward_mode() -> Iterator[None]:
-    """For what is traced in it, `custom_vjp` has no effect."""
-    before, _now.forward = getattr(_now, "forward", False), True
-    try:
-        yield
-    finally:
-        _now.forward = before
+def forward_mode():
+    """`with forward_mode():` for what is traced in it, `custom_vjp` has no effect."""
+    return _forward(True)
 
 
 def custom_vjp(function: Callable, nondiff_argnums: Sequence[int] = ()) -> Callable:
@@ -30,7 +23,7 @@ def custom_vjp(function: Callable, nondiff_argnums: Sequence[int] = ()) -> Calla
 
     @wraps(function)
     def either(*args):
-        return (function if getattr(_now, "forward", False) else with_gradient)(*args)
+        return (function if _forward.value else with_gradient)(*args)
 
     either.defvjp = with_gradient.defvjp
     return either

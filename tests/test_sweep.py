@@ -42,6 +42,8 @@ SMALL = {
     "impala_procgen.py": PROCGEN | {"num_steps": 32, "num_actors": 1, "total_timesteps": 1000},
     "apex_procgen.py": PROCGEN | {"num_steps": 16, "num_actors": 1, "batch_size": 8, "buffer_size": 4000,
                                   "learning_starts": 900, "total_timesteps": 1000},
+    "sac_procgen.py": PROCGEN | {"num_steps": 16, "num_actors": 1, "batch_size": 8, "buffer_size": 4000,
+                                 "learning_starts": 900, "total_timesteps": 1000},
     "rnd_montezuma.py": {"num_envs": 4, "num_steps": 64, "num_minibatches": 2, "update_epochs": 1, "channels": "4,4,4",
                          "hidden": 16, "predictor_depth": 0, "obs_norm_init_steps": 4, "total_timesteps": 3000,
                          "num_devices": 1},

@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields, replace
 from functools import partial
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,6 +28,7 @@ import evaluate
 import trpo_procgen as trpo
 from benchmarks import encoders
 from common import devices, envs, runs
+from common.derivatives import custom_vjp, forward_mode
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -72,15 +74,12 @@ def test_conjugate_gradients_solve_as_numpy(seed, size):
         y = jnp.float32(matrix) @ jnp.concatenate([x["a"], x["b"]])
         return {"a": y[:cut], "b": y[cut:]}
 
-    x, residual = trpo.conjugate_gradients(product, parts, 3 * size)
+    x = trpo.conjugate_gradients(product, parts, 3 * size)
     want = np.linalg.solve(matrix, target)
     np.testing.assert_allclose(np.concatenate([x["a"], x["b"]]), want, rtol=2e-3, atol=2e-4 * np.abs(want).max())
-    assert residual < 1e-2
-    one, left = trpo.conjugate_gradients(product, parts, 1)  # one iteration is a step along the target
+    one = trpo.conjugate_gradients(product, parts, 1)  # one iteration is a step along the target
     step = (target @ target) / (target @ matrix @ target) * target
     np.testing.assert_allclose(np.concatenate([one["a"], one["b"]]), step, rtol=1e-4, atol=1e-5)
-    rest = np.linalg.norm(target - matrix @ step) / np.linalg.norm(target)
-    np.testing.assert_allclose(left, rest, rtol=1e-3, atol=1e-5)
 
 
 class Small(nn.Module):
@@ -128,6 +127,7 @@ def test_fisher_product_is_the_same_in_plain_flax(encoder, monkeypatch):
     args = trpo.Args(**TINY | {"width": 1, "num_devices": 1} | encoder)
     network, rng = trpo.make_agent(args).policy, np.random.default_rng(0)
     frames = rng.integers(0, 256, (3, 64, 64, 6), np.uint8)
+    frames[:, :, :32] = 0  # as most of some games: a ReLU is exactly 0 there
     params = network.init(jax.random.PRNGKey(0), frames)
     vector = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), params)
 
@@ -145,15 +145,84 @@ def test_fisher_product_is_the_same_in_plain_flax(encoder, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("first", ["forward", "back"])
+def test_forward_mode_is_part_of_what_is_compiled(first):
+    """Whichever way a jitted function is differentiated first, each takes its own."""
+    square = custom_vjp(lambda x: x**2)
+    square.defvjp(lambda x: (x**2, x), lambda x, g: (7 * g,))  # wrong on purpose
+    compiled = jax.jit(square)
+
+    def forward():
+        with forward_mode():
+            assert jax.jvp(compiled, (3.0,), (1.0,))[1] == 6
+
+    def back():
+        assert jax.grad(compiled)(3.0) == 7
+
+    for way in (forward, back) if first == "forward" else (back, forward):
+        way()
+
+
+class Data(NamedTuple):
+    """Stands for a rollout: of these samples."""
+
+    frames: np.ndarray
+    batch: trpo.Batch
+    weight: np.ndarray
+
+    def take(self, index):
+        frames, batch = jax.tree.map(lambda x: jnp.asarray(x)[index], (self.frames, self.batch))
+        return (frames, batch), jnp.asarray(self.weight)[index]
+
+
+def test_a_step_is_the_natural_gradients_at_the_trust_regions_edge():
+    """Against a dense matrix, over minibatches with unlike weights, one of which has no transition."""
+    rng = np.random.default_rng(1)
+    frames = rng.integers(0, 256, (12, 3, 1), np.uint8)
+    weight = np.array([1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], bool)
+    network = Small()
+    params = network.init(jax.random.PRNGKey(0), frames)
+    batch = random_batch(rng, 12)[1]._replace(logits=np.asarray(network.apply(params, frames)))
+    args = trpo.Args(fisher_fraction=1.0, cg_iterations=60, damping=0.01, max_kl=1e-4, num_devices=1)
+    agent, data = trpo.Agent(network, None), Data(frames, batch, weight)
+    moved, metrics = trpo.trust_region_step(args, agent, params, data, np.arange(12).reshape(3, 4))
+
+    flat, unflatten = jax.flatten_util.ravel_pytree(params)
+    jacobian = np.float64(jax.jacobian(lambda x: network.apply(unflatten(x), frames))(flat))
+    probs, mean = softmax(np.asarray(batch.logits)), weight / weight.sum()
+    matrix, gradient = 0.01 * np.eye(len(flat)), np.zeros(len(flat))
+    for i in range(12):
+        matrix += mean[i] * jacobian[i].T @ (np.diag(probs[i]) - np.outer(probs[i], probs[i])) @ jacobian[i]
+        gradient += mean[i] * batch.advantages[i] * jacobian[i].T @ (np.eye(15)[batch.actions[i]] - probs[i])
+    direction = np.linalg.solve(matrix, gradient)
+    step = np.sqrt(2 * 1e-4 / (direction @ matrix @ direction)) * direction
+    assert metrics["step_taken"] == 1
+    assert metrics["cg_residual"] < 1e-3
+    got = jax.flatten_util.ravel_pytree(moved)[0] - flat
+    np.testing.assert_allclose(got, step, rtol=2e-2, atol=2e-3 * np.abs(step).max())
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "shape", "want"),
+    [(0.1, (8, 512), (1, 416)), (0.3, (8, 512), (3, 410)), (1.0, (8, 512), (8, 512)), (1e-6, (2, 4), (2, 4))],
+)
+def test_the_fisher_matrix_is_of_a_part_of_the_batch_in_few_rows(fraction, shape, want):
+    order = np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape)
+    rows = np.asarray(trpo.fisher_rows(trpo.Args(fisher_fraction=fraction), order))
+    assert rows.shape == want
+    assert len(np.unique(rows)) == rows.size
+
+
 @pytest.mark.parametrize(
     ("step", "tries", "taken"), [(0.5, 4, 1.0), (4.0, 4, 0.25), (4.0, 2, 0.0), (-1.0, 9, 0.0), (np.nan, 3, 0.0)]
 )
 def test_line_search_takes_the_first_step_that_is_better_and_near(step, tries, taken):
-    def evaluate(x):  # better up to 3, near up to 1
-        return {"policy_loss": (x["x"] - 1.5) ** 2, "approx_kl": x["x"] ** 2 / 1, "loss": x["x"]}
+    def judge(x):  # better up to 3, near up to 1
+        return {"policy_loss": (x["x"] - 1.5) ** 2, "approx_kl": x["x"] ** 2, "loss": x["x"]}
 
-    start = {"x": jnp.float32(0)}
-    params, parts, scale = trpo.line_search(evaluate, start, {"x": jnp.float32(step)}, max_kl=1.0, tries=tries)
+    start, step_of = {"x": jnp.float32(0)}, {"x": jnp.float32(step)}
+    params, parts, scale = trpo.line_search(judge, start, step_of, judge(start), max_kl=1.0, tries=tries)
     assert scale == taken
     assert params["x"] == (step * taken if taken else 0)
     assert parts["loss"] == params["x"]
@@ -273,20 +342,19 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
 
 
 FLAGS = {
-    "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
-    "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "normalize_rewards": True,
-    "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "total_timesteps": 100,
-    "num_envs": 8, "num_steps": 16, "num_minibatches": 4, "value_epochs": 1, "learning_rate": "0:0.003,1000:0.001",
-    "num_devices": 1, "gamma": "0.5", "gae_lambda": 0.5, "max_kl": 1e-4, "fisher_fraction": 0.5, "cg_iterations": 2,
-    "damping": 1e-3, "line_search_steps": 3, "penalty": 0.5, "seed": 2, "restart_every": 32, "eval_every": 100,
-    "eval_episodes": 1,
+    "sticky_actions": 0.5, "reward_shaping": True, "normalize_rewards": True, "hidden": 8, "seed": 2, "num_envs": 8,
+    "num_steps": 16, "num_minibatches": 4, "value_epochs": 1, "learning_rate": "0:0.003,1000:0.001", "num_devices": 1,
+    "gamma": "0.5", "gae_lambda": 0.5, "max_kl": 1e-4, "fisher_fraction": 0.5, "cg_iterations": 2, "damping": 1e-3,
+    "line_search_steps": 3, "penalty": 0.5, "restart_every": 32,
 }  # fmt: skip
+# Tested elsewhere: these change files, or are of groups that are the same code in PPO, whose tests change them.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "distributed", *ENCODER_FLAGS,
+    "wandb_entity", "distributed", "env_id", "distribution_mode", "num_levels", "start_level", "frame_stack",
+    "gap_stack", "reward_clip", "eval_every", "eval_episodes", "encoder", "width", "pool", "dtype", "total_timesteps",
+    *ENCODER_FLAGS,
 }  # fmt: skip
-NEEDS = {"start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 1}}
-HOST = {"total_timesteps", "restart_every", "eval_every", "eval_episodes"}
+HOST = {"restart_every"}
 
 
 def test_every_flag_is_in_a_test():
@@ -295,7 +363,7 @@ def test_every_flag_is_in_a_test():
 
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path):
-    flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})
+    flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)}
     change = {} if flag == "none" else {flag: FLAGS[flag]}
     assert_flag_matters(trpo, flags, change, whole=flag in HOST)
 
@@ -308,6 +376,7 @@ def test_every_flag_changes_something(flag, tmp_path):
         (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
         (["--penalty", -1], "--penalty -1", "0 or more"),
         (["--cg-iterations", 0], "--cg-iterations 0", "from 1"),
+        (["--penalty", 0.5, "--damping", 1], "--damping 1", "--penalty 0"),
     ],
 )
 def test_bad_input_gets_one_sentence(words, names, valid, monkeypatch, capfd):

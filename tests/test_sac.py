@@ -1,0 +1,289 @@
+"""SAC: its losses against float64 NumPy, a game with known values, and whole runs on the real game."""
+
+import os
+import re
+import signal
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+from conftest import (
+    ENCODER_FLAGS,
+    assert_flag_matters,
+    assert_one_sentence,
+    assert_same_run,
+    documented_flags,
+    read_metrics,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_apex_math import GAMES, ROOMS, chain
+
+import evaluate
+import sac_procgen as sac
+from common import checkpoints, devices, envs, replay, runs
+
+relaxed = settings(deadline=None, max_examples=10)
+# Small enough to compile in seconds; the games are real.
+TINY = {
+    "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "buffer_size": 320, "learning_starts": 100, "batch_size": 16,
+    "replay_ratio": 0.5, "channels": "8", "blocks": 0, "downsample": "stride", "pool": "flatten", "hidden": 16,
+    "learning_rate": "0.003", "target_network_frequency": 2, "tau": 0.1, "total_timesteps": 600, "eval_episodes": 0,
+    "wandb_mode": "disabled", "deterministic": True, "sticky_actions": 0.25, "checkpoint_every": 200,
+    "dropout": 0.1, "augment": "translate", "restart_every": 64, "per_alpha": 0.5, "num_devices": 2,
+}  # fmt: skip
+CURES = {"average_targets": True, "q_clip": 0.5, "entropy_penalty": 0.5}
+
+
+# LOSSES
+
+
+def random_outputs(rng, size):
+    values, next_target, old_values = rng.normal(size=(3, size, 2, 15))
+    logits, next_logits, old_logits = rng.normal(size=(3, size, 15))
+    outputs = sac.Outputs(values, logits, next_logits, next_target, old_values, old_logits)
+    batch = replay.Batch(
+        frames=None, next_frames=None, actions=rng.integers(0, 15, size).astype(np.int32),
+        returns=np.float32(rng.normal(size=size)), discounts=np.float32(rng.random(size) * (rng.random(size) < 0.8)),
+        weight=np.float32(rng.random(size)), row=None, env=None, keys=None,
+    )  # fmt: skip
+    return jax.tree.map(np.float32, outputs), batch
+
+
+def softmax(x):
+    x = np.exp(np.float64(x) - x.max())
+    return x / x.sum()
+
+
+def by_hand(args, outputs, held, log_alpha, alpha, batch):
+    """The parts in float64, a sample and an action at a time; `held` and `alpha` are what no gradient goes through."""
+
+    def one(values):
+        return (values[0] + values[1]) / 2 if args.average_targets else min(values[0], values[1])
+
+    rows = {name: [] for name in ("q_loss", "policy_loss", "entropy", "loss")}
+    for i in range(len(batch.actions)):
+        a, p, q = batch.actions[i], softmax(held.next_logits[i]), np.float64(held.next_target[i])
+        following = sum(p[b] * (one(q[:, b]) - alpha * np.log(p[b])) for b in range(15))
+        goal = float(batch.returns[i]) + float(batch.discounts[i]) * following
+        q_loss = 0.0
+        for k in range(2):
+            value, old = float(outputs.values[i, k, a]), float(held.old_values[i, k, a])
+            square = (value - goal) ** 2
+            if args.q_clip:
+                near = old + min(max(value - old, -args.q_clip), args.q_clip)
+                square = max(square, (near - goal) ** 2)
+            q_loss += float(batch.weight[i]) * square / 2
+        p, q = softmax(outputs.logits[i]), np.float64(held.values[i])
+        policy = sum(p[b] * (alpha * np.log(p[b]) - one(q[:, b])) for b in range(15))
+        entropy = -sum(p * np.log(p))
+        total = q_loss + policy
+        if args.autotune:
+            now = softmax(held.logits[i])
+            total += log_alpha * (-sum(now * np.log(now)) - args.target_entropy_scale * np.log(15))
+        if args.entropy_penalty:
+            old = softmax(held.old_logits[i])
+            total += args.entropy_penalty / 2 * (entropy + sum(old * np.log(old))) ** 2
+        for name, x in (("q_loss", q_loss), ("policy_loss", policy), ("entropy", entropy), ("loss", total)):
+            rows[name].append(x)
+    return {name: np.array(x) for name, x in rows.items()}
+
+
+@relaxed
+@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, CURES, {"autotune": False}, {"q_clip": 0.3}]))
+def test_losses_and_gradients_by_hand(seed, flags):
+    rng, size = np.random.default_rng(seed), 3
+    args = sac.Args(**flags)
+    outputs, batch = random_outputs(rng, size)
+    log_alpha = np.float32(rng.normal() - 1)
+    alpha = float(np.exp(np.float64(log_alpha)))
+    got = sac.sac_parts(args, outputs, log_alpha, batch)
+    want = by_hand(args, outputs, outputs, log_alpha, alpha, batch)
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
+
+    def objective(outputs, log_alpha):
+        return sac.sac_parts(args, outputs, log_alpha, batch)["loss"].sum()
+
+    grads, of_alpha = jax.grad(objective, (0, 1))(outputs, log_alpha)
+    small = 1e-5
+
+    def change(field=None, index=None):
+        """Central differences of the sum, in float64, of one number."""
+        sums = []
+        for sign in (1, -1):
+            moved, temperature = {name: np.float64(x) for name, x in outputs._asdict().items()}, float(log_alpha)
+            if field:
+                moved[field][index] += sign * small
+            else:
+                temperature += sign * small
+            sums.append(by_hand(args, sac.Outputs(**moved), outputs, temperature, alpha, batch)["loss"].sum())
+        return (sums[0] - sums[1]) / (2 * small)
+
+    np.testing.assert_allclose(of_alpha, change(), rtol=1e-3, atol=1e-4)
+    for i in range(size):
+        seen = "values", (i, int(rng.integers(2)), batch.actions[i])
+        for field, index in (seen, ("logits", (i, int(rng.integers(15))))):
+            np.testing.assert_allclose(
+                getattr(grads, field)[index], change(field, index), rtol=2e-2, atol=2e-3, err_msg=field
+            )
+    for field in ("next_logits", "next_target", "old_values", "old_logits"):
+        assert not np.any(getattr(grads, field)), field
+
+
+@pytest.mark.parametrize(("scale", "sign"), [(0.1, -1), (0.99, 1)])
+def test_the_temperature_moves_the_policys_entropy_to_its_target(scale, sign):
+    """A policy with more entropy than the target cools down, one with less warms up."""
+    outputs, batch = random_outputs(np.random.default_rng(0), 8)
+    args = sac.Args(target_entropy_scale=scale)
+    slope = jax.grad(lambda x: sac.sac_parts(args, outputs, x, batch)["loss"].sum())(jnp.float32(-2))
+    assert np.sign(-slope) == sign
+
+
+def test_the_encoder_learns_from_the_critics_alone():
+    args = sac.Args(**TINY | {"dropout": 0.0, "augment": "", "num_devices": 1})
+    agent, rng = sac.make_agent(args), np.random.default_rng(0)
+    params = sac.initial_state(args, agent).params
+    target = jax.tree.map(jnp.copy, params["agent"])
+    _, batch = random_outputs(rng, 4)
+    frames = rng.integers(0, 256, (2, 4, 64, 64, 6), np.uint8)
+    batch = batch._replace(frames=frames[0], next_frames=frames[1], weight=np.zeros(4, np.float32))
+    grads = jax.grad(lambda p: sac.loss(args, agent, p, batch, target=target)["loss"].sum())(params)
+    heads = grads["agent"]["params"]
+    assert not any(np.any(x) for x in jax.tree.leaves([heads["encoder"], heads["q1"], heads["q2"]]))
+    assert any(np.any(x) for x in jax.tree.leaves(heads["policy"]))
+    assert not any(np.any(x) for x in jax.tree.leaves(jax.grad(
+        lambda t: sac.loss(args, agent, params, batch, target=t)["loss"].sum())(target)))  # fmt: skip
+
+
+@pytest.mark.parametrize("cures", [{}, CURES], ids=["plain", "cures"])
+def test_known_values_are_learnt(cures):
+    """Three rooms in a row, of which `chain` says what they pay; the temperature is low enough not to matter."""
+    args = sac.Args(**TINY | cures | {
+        "num_envs": GAMES, "num_actors": 1, "num_steps": 400, "buffer_size": 400 * GAMES, "n_step": 1, "gamma": 0.9,
+        "batch_size": 64, "frame_stack": 1, "learning_rate": "0:3e-3,300:1e-4", "hidden": 32, "per_alpha": 0.0,
+        "tau": 0.2, "target_network_frequency": 1, "alpha": 0.01, "autotune": False,
+        "dropout": 0.0, "augment": "", "num_devices": 1, "learning_starts": 400 * GAMES,
+    })  # fmt: skip
+    agent = sac.make_agent(args)
+    images, actions, steps = chain(np.random.default_rng(0), 400)
+    history = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
+    frames = envs.Frames(np.concatenate([history, images]), steps.age[:-1], (0,))
+    values = np.zeros((400, GAMES), np.float32)
+    rollout = sac.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
+    buffer = sac.insert(args, sac.make_buffer(args, None), [rollout], [steps])
+    state = sac.initial_state(args, agent)
+    for i in range(0, 400, 20):
+        state, buffer, _ = sac.update(args, agent, state._replace(global_step=jnp.int32(i)), buffer, 20, 1.0)
+    logits, values = jax.device_get(agent.apply(state.params["agent"], ROOMS))
+    values, best = values.mean(axis=1), np.arange(3) + 1
+    np.testing.assert_allclose(values[np.arange(3), best], [0.9 * 2.8, 2.8, 2], atol=0.3)
+    np.testing.assert_allclose([np.delete(values[i], i + 1).mean() for i in range(3)], [0.1, 0, 0], atol=0.3)
+    assert (logits.argmax(axis=1) == best).all()
+
+
+# WHOLE RUNS
+
+
+@pytest.fixture
+def train(tmp_path):
+    return lambda **flags: sac.main(sac.Args(**TINY | {"run_dir": str(tmp_path)} | flags))
+
+
+def assert_same_run_and_replay(a, b):
+    assert_same_run(a, b)
+    jax.tree.map(np.testing.assert_array_equal, *(checkpoints.load(path)[1]["replay"] for path in (a, b)))
+
+
+def test_same_seed_and_a_resume_give_the_same_run(train, monkeypatch, capfd):
+    """With its buffer; stopped by a signal while it learns."""
+    whole, update, calls = train(**CURES).path, sac.update, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(*given)
+
+    monkeypatch.setattr(sac, "update", interrupted)
+    stopped = train(**CURES)
+    monkeypatch.undo()
+    assert stopped.stop == "SIGTERM"
+    assert f"python sac_procgen.py --resume {stopped.path}" in capfd.readouterr().err
+    assert_same_run_and_replay(whole, train(**CURES, resume=str(stopped.path)).path)
+    assert re.fullmatch(r"bigfish__sac_procgen__1__\d+", whole.name)
+    names = {"losses/q_loss", "losses/policy_loss", "losses/entropy", "losses/alpha", "losses/td_error"}
+    assert names <= set(read_metrics(whole)[-1])
+    runs.cli(evaluate.Args, evaluate.main, [str(whole), "--episodes", "2", "--levels", "test"])
+
+
+def test_a_buffer_that_is_not_saved_is_filled_again(train, capfd):
+    half = train(save_replay=False, total_timesteps=300)
+    assert "replay" not in checkpoints.load(half.path)[1]
+    train(save_replay=False, resume=str(half.path))
+    assert "the replay buffer was not saved: learning goes on after 100 more steps" in capfd.readouterr().err
+
+
+def test_the_form_for_accelerators_trains_too(train, monkeypatch):
+    """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    lines = read_metrics(train(total_timesteps=250, eval_episodes=2, num_devices=1).path)
+    assert "losses/loss" in lines[-2]
+
+
+FLAGS = {
+    "sticky_actions": 0.5, "reward_shaping": True, "reward_clip": 0.5, "hidden": 8, "dropout": 0.5, "seed": 2,
+    "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "buffer_size": 256, "learning_starts": 200,
+    "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 5, "autotune": False,
+    "alpha": 0.5, "target_entropy_scale": 0.9, "tau": 0.5, "target_network_frequency": 1, "gamma": 0.5,
+    "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "augment": "flip", "augment_prob": 1.0,
+    "restart_every": 16, "num_devices": 1, **CURES,
+}  # fmt: skip
+# Tested elsewhere: these change files or where things are, let the clock in, or are of groups that are the same code in
+# PPO and Ape-X, whose tests change them.
+ELSEWHERE = {
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
+    "wandb_entity", "deterministic", "save_replay", "actor_devices", "distributed", "env_id", "distribution_mode",
+    "num_levels", "start_level", "frame_stack", "gap_stack", "eval_every", "eval_episodes", "encoder", "width", "pool",
+    "dtype", "total_timesteps", *ENCODER_FLAGS,
+}  # fmt: skip
+NEEDS = {"num_envs": {"num_actors": 1}}
+HOST = {"max_lag", "replay_ratio", "restart_every"}
+
+
+def test_every_flag_is_in_a_test():
+    assert {f.name for f in fields(sac.Args)} == set(FLAGS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("flag", [*FLAGS, "none"])
+def test_every_flag_changes_something(flag, tmp_path):
+    flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})
+    change = {} if flag == "none" else {flag: FLAGS[flag]}
+    assert_flag_matters(sac, flags, change, whole=flag in HOST)
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "valid"),
+    [
+        (["--tau", 2], "--tau 2", "from 0 to 1"),
+        (["--alpha", 0], "--alpha 0", "or more"),
+        (["--no-autotune", "--target-entropy-scale", 0.5], "--target-entropy-scale 0.5", "--autotune"),
+        (["--per-beta", 1], "--per-beta 1", "--per-alpha"),
+        (["--learning-starts", 5], "--learning-starts 5", "an n-step return"),
+        (["--num-actors", 3], "--num-actors 3", "32"),
+        (["--distributed"], "--distributed", "one host"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words, names, valid, monkeypatch, capfd):
+    monkeypatch.setattr(runs.devices, "connect", lambda: None)
+    assert_one_sentence(sac, words, names, valid, monkeypatch, capfd)
+
+
+def test_commands_in_the_docs_are_valid():
+    flags = list(documented_flags("sac_procgen.py"))
+    assert len(flags) >= 2
+    for words in flags:
+        runs.check_args(tyro.cli(sac.Args, args=words), sac.SCRIPT)
