@@ -52,7 +52,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
     max_kl: float = 0.01
     """how far a step may take the policy: mean KL divergence from the old one, nats"""
     fisher_fraction: float = 0.1
-    """part of the batch that the Fisher matrix is estimated on (rounded up to so many samples for each device)"""
+    """part of the batch that the Fisher matrix is estimated on (rounded up to eights of samples for each device)"""
     cg_iterations: int = 10
     """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
     damping: float = 0.1
