@@ -360,6 +360,12 @@ class Outputs(NamedTuple):
     old_logits: jax.Array | None  # float32 [B, 15]
 
 
+def entropy_of(logits: jax.Array) -> jax.Array:
+    """The entropy float32 [B] of a policy with logits [B, 15], nats."""
+    log_probs = jax.nn.log_softmax(logits)
+    return -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
+
+
 def sac_parts(args: Args, outputs: Outputs, log_alpha: jax.Array, batch: replay.Batch) -> dict[str, jax.Array]:
     """The parts of SAC's losses of n-step transitions, for each sample, float32 [B].
 
@@ -382,8 +388,7 @@ def sac_parts(args: Args, outputs: Outputs, log_alpha: jax.Array, batch: replay.
         old = held(pick(outputs.old_values))
         near = old + jnp.clip(chosen - old, -args.q_clip, args.q_clip)
         squares = jnp.maximum(squares, (near - goal) ** 2)
-    log_probs = jax.nn.log_softmax(outputs.logits)
-    entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
+    entropy = entropy_of(outputs.logits)
     parts = {
         "q_loss": batch.weight * 0.5 * squares.sum(axis=-1),
         "policy_loss": -soft_value(args, outputs.logits, held(outputs.values), alpha),
@@ -395,9 +400,7 @@ def sac_parts(args: Args, outputs: Outputs, log_alpha: jax.Array, batch: replay.
     if args.autotune:
         total += log_alpha * held(entropy - args.target_entropy_scale * MAX_ENTROPY)
     if args.entropy_penalty:
-        old_log_probs = held(jax.nn.log_softmax(outputs.old_logits))
-        old_entropy = -(jnp.exp(old_log_probs) * old_log_probs).sum(axis=-1)
-        total += args.entropy_penalty * 0.5 * (entropy - old_entropy) ** 2
+        total += args.entropy_penalty * 0.5 * (entropy - held(entropy_of(outputs.old_logits))) ** 2
     return parts | {"loss": total}
 
 

@@ -448,7 +448,7 @@ def fisher_rows(args: Args, order: jax.Array) -> jax.Array:
 def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order: jax.Array) -> tuple[dict, dict]:
     """TRPO's step of the policy's parameters (Schulman et al. 2015, section 6 and appendix C); also metrics []: those
     of the loss are after the step."""
-    objective = partial(policy_loss, agent.policy)
+    objective, few = partial(policy_loss, agent.policy), fisher_rows(args, order)
 
     def judge(params):
         def means(minibatch, weight):
@@ -459,7 +459,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
 
     def fisher(vector):
         parts = partial(fisher_loss, agent.policy, vector=vector)
-        product = mean_over(lambda *some: devices.gradient(parts, params, *some)[0], data, fisher_rows(args, order))
+        product = mean_over(lambda *some: devices.gradient(parts, params, *some)[0], data, few)
         return along(product, args.damping, vector)
 
     grads, before = mean_over(lambda *some: devices.gradient(objective, params, *some)[:2], data, order)
