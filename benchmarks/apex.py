@@ -19,7 +19,7 @@ from rich.table import Table
 
 import apex_procgen as apex
 from benchmarks import records
-from common import runs
+from common import offpolicy, runs
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure(flags: str, steps: int) -> dict[str, float]:
     parts |= {"actors' inference": "actor_inference", "games": "actor_game", "actors blocked": "actor_blocked"}
     result |= {f"{name} %": percent(part) for name, part in parts.items()}
     result["sampling and priorities, % of update"] = 100 * percent("sample") / max(percent("update"), 1e-9)
-    buffer = jax.eval_shape(lambda: apex.initial_replay(args))
+    buffer = jax.eval_shape(lambda: offpolicy.initial_replay(args))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(buffer))
     result["bytes a transition"] = size / buffer.priorities.size
     return result

@@ -44,8 +44,10 @@ import hnppo_doorgym as hnppo
 import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
+import sac_procgen as sac
+import trpo_procgen as trpo
 from benchmarks import hlo, records
-from common import atari, devices, doors, envs, networks, replay, runs
+from common import atari, devices, doors, envs, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME, STEPS
 from common.gpu import layouts
 
@@ -230,17 +232,20 @@ def played_with(place: Place, agent, params: dict) -> dict:
     return jax.tree.map(shape, params, layouts(params))
 
 
-def plan_ppo(args: ppo.Args, gpus: list[jax.Device]) -> Plan:
-    agent, place = ppo.make_agent(args), on_all(gpus)
-    state = place(jax.eval_shape(partial(ppo.initial_state, args, agent)), ppo.STATE)
-    rollout = started(ppo, args, place, args.num_envs)
+def plan_on_policy(script: ModuleType, args: Any, gpus: list[jax.Device]) -> Plan:
+    agent, place = script.make_agent(args), on_all(gpus)
+    state = place(jax.eval_shape(partial(script.initial_state, args, agent)), script.STATE)
+    rollout = started(script, args, place, args.num_envs)
     steps = place(steps_of(args.num_steps, args.num_envs), envs.STEPS)
     frames = place(seen(args.num_envs, envs.FRAME_SHAPE), GAMES)
-    params = played_with(place, agent, state.params["agent"])
+    if script is trpo:
+        params = {name: played_with(place, net, state.params[name]) for name, net in agent._asdict().items()}
+    else:
+        params = played_with(place, agent, state.params["agent"])
     return Plan(
         {
-            "act": partial(ppo.act.lower, args, agent, params, rollout, *frames),
-            "update": partial(ppo.update.lower, args, agent, state, rollout, steps),
+            "act": partial(script.act.lower, args, agent, params, rollout, *frames),
+            "update": partial(script.update.lower, args, agent, state, rollout, steps),
         },
         Cycle(
             steps=args.num_steps * args.num_envs,
@@ -281,25 +286,25 @@ def plan_impala(args: impala.Args, gpus: list[jax.Device]) -> Plan:
     )
 
 
-def plan_apex(args: apex.Args, gpus: list[jax.Device]) -> Plan:
+def plan_off_policy(script: ModuleType, args: Any, gpus: list[jax.Device]) -> Plan:
     """With the replay buffer on the GPUs; `update_on_batch` is what they run of an update where it is on the host."""
-    agent, place, alone = apex.make_agent(args), on_all(gpus), on_first(gpus)
+    agent, place, alone = script.make_agent(args), on_all(gpus), on_first(gpus)
     games, played = args.num_envs // args.num_actors, args.num_steps * args.num_envs
-    state = place(jax.eval_shape(partial(apex.initial_state, args, agent)))
-    buffer = jax.eval_shape(partial(apex.initial_replay, args))
-    batch = place(jax.eval_shape(partial(apex.sample, args), buffer, 0, 1.0), GAMES)
+    state = place(jax.eval_shape(partial(script.initial_state, args, agent)))
+    buffer = jax.eval_shape(partial(offpolicy.initial_replay, args))
+    batch = place(jax.eval_shape(partial(offpolicy.sample, args), buffer, 0, 1.0), GAMES)
     buffer = place(buffer, replay.REPLAY)
-    rollouts = (started(apex, args, place, games),) * args.num_actors
+    rollouts = (started(offpolicy, args, place, games),) * args.num_actors
     steps = (place(steps_of(args.num_steps, games), envs.STEPS),) * args.num_actors
     params = played_with(alone, agent, state.params)
-    own, frames = started(apex, args, alone, games), alone(seen(games, envs.FRAME_SHAPE))
+    own, frames = started(offpolicy, args, alone, games), alone(seen(games, envs.FRAME_SHAPE))
     return Plan(
         {
-            "act": partial(apex.act.lower, args, agent, params, own, *frames),
-            "insert": partial(apex.insert.lower, args, buffer, rollouts, steps),
+            "act": partial(script.act.lower, args, agent, params, own, *frames),
+            "insert": partial(offpolicy.insert.lower, args, buffer, rollouts, steps),
             # Only a run knows how often its loop goes round: the plan is of one update.
-            "update": partial(apex.update.lower, args, agent, state, buffer, 1, 1.0),
-            "update_on_batch": partial(apex.update_on_batch.lower, args, agent, state, batch),
+            "update": partial(script.update.lower, args, agent, state, buffer, 1, 1.0),
+            "update_on_batch": partial(script.update_on_batch.lower, args, agent, state, batch),
         },
         Cycle(
             steps=played,
@@ -365,16 +370,20 @@ def plan_hnppo(args: hnppo.Args, gpus: list[jax.Device]) -> Plan:
 
 
 SCRIPTS: dict[str, tuple[ModuleType, Callable[[Any, list[jax.Device]], Plan]]] = {
-    "ppo": (ppo, plan_ppo),
+    "ppo": (ppo, partial(plan_on_policy, ppo)),
+    "trpo": (trpo, partial(plan_on_policy, trpo)),
     "impala": (impala, plan_impala),
-    "apex": (apex, plan_apex),
+    "apex": (apex, partial(plan_off_policy, apex)),
+    "sac": (sac, partial(plan_off_policy, sac)),
     "rnd": (rnd, plan_rnd),
     "hnppo": (hnppo, plan_hnppo),
 }
 PROGRAMS = {
     "ppo": ("act", "update"),
+    "trpo": ("act", "update"),
     "impala": ("act", "remember", "update"),
     "apex": ("act", "insert", "update", "update_on_batch"),
+    "sac": ("act", "insert", "update", "update_on_batch"),
     "rnd": ("act", "update"),
     "hnppo": ("act", "update"),
 }

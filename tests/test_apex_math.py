@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from test_apex_run import TINY
 
 import apex_procgen as apex
-from common import devices, envs, replay, runs
+from common import devices, envs, offpolicy, replay, runs
 from common.devices import SAME
 
+learn = partial(offpolicy.learn, update=apex.update, update_on_batch=apex.update_on_batch)
 draw = jax.jit(replay.sample, static_argnames=("batch_size", "n_step", "gamma"))
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -153,7 +154,7 @@ def frames_batch(args):
 
 def full_buffer(args, device):
     """Random frames and steps, all of which can be drawn."""
-    rng, buffer = np.random.default_rng(2), apex.initial_replay(args)
+    rng, buffer = np.random.default_rng(2), offpolicy.initial_replay(args)
     shape = buffer.priorities.shape
     rows = buffer.rows._replace(
         frames=buffer.rows.frames.replace(images=rng.integers(0, 256, (*shape, 64, 64, 3), np.uint8)),
@@ -226,13 +227,13 @@ def test_updates_in_one_program_equal_those_by_transfers(monkeypatch):
     agent, watch = apex.make_agent(args), runs.Stopwatch()
     first, other = jax.devices()[0], jax.devices()[-1]
     assert first != other
-    state, buffer, metrics = apex.learn(
+    state, buffer, metrics = learn(
         args, agent, new_state(args, agent), full_buffer(args, first), k=6, beta=0.5, watch=watch
     )
     assert "sample" not in watch.seconds
     one, there, same, each = new_state(args, agent), full_buffer(args, other), [], []
     for _ in range(6):
-        one, there, some = apex.learn(host, agent, one, there, k=1, beta=0.5, watch=watch)
+        one, there, some = learn(host, agent, one, there, k=1, beta=0.5, watch=watch)
         each.append(some)
         leaves = zip(jax.tree.leaves(one.params), jax.tree.leaves(one.target), strict=True)
         same.append(all(np.array_equal(a, b) for a, b in leaves))
@@ -248,7 +249,7 @@ def test_updates_in_one_program_equal_those_by_transfers(monkeypatch):
 
 def test_no_update_changes_nothing():
     args = make_args()
-    assert apex.learn(args, None, "state", "buffer", k=0, beta=0.5, watch=None) == ("state", "buffer", {})
+    assert learn(args, None, "state", "buffer", k=0, beta=0.5, watch=None) == ("state", "buffer", {})
 
 
 def test_values_start_near_zero():
@@ -282,7 +283,7 @@ def test_a_game_is_played_the_same_beside_any_others():
     agent, obs = apex.make_agent(args), rng.integers(0, 256, (6, 4, 3, 64, 64), np.uint8)
     params, played, age = apex.initial_state(args, agent).params, [], np.arange(6) % 4
     for numbers in ([0, 1, 2, 3], [2, 3], [3, 0]):
-        rollout = apex.begin_rollout(args, apex.initial_carry(args, np.int32(numbers)), 0)
+        rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.int32(numbers)), 0)
         actions = []
         for t in range(6):
             ages = np.full(len(numbers), age[t], np.int32)
@@ -299,7 +300,7 @@ def test_a_game_is_played_the_same_beside_any_others():
 def test_updates_follow_the_steps_played():
     args = make_args(replay_ratio=0.7, batch_size=32)
     steps = np.cumsum(np.random.default_rng(0).integers(0, 90, 200))
-    due = [apex.updates_due(args, 1000, a, b) for a, b in itertools.pairwise(steps)]
+    due = [offpolicy.updates_due(args, 1000, a, b) for a, b in itertools.pairwise(steps)]
     assert sum(due) == int(0.7 * (steps[-1] - 1000) / 32)
     assert sum(n for n, step in zip(due, steps[1:], strict=True) if step <= 1000) == 0
 
@@ -309,21 +310,21 @@ def test_the_learner_sees_what_the_actors_saw():
     games start anew after every 64 steps."""
     args = make_args()
     agent, everyone = apex.make_agent(args), range(args.num_actors)
-    params, buffer = apex.initial_state(args, agent).params, apex.initial_replay(args)
+    params, buffer = apex.initial_state(args, agent).params, offpolicy.initial_replay(args)
     numbers = np.arange(4, dtype=np.int32).reshape(2, 2)
     games = [envs.Games(partial(envs.make_levels, args), own, 3, restart_every=64) for own in numbers]
-    carries, ends, restarts = [apex.initial_carry(args, own) for own in numbers], 0, 0
+    carries, ends, restarts = [offpolicy.initial_carry(args, own) for own in numbers], 0, 0
     for i in range(18):
         unrolls = []
         for actor in everyone:
-            unroll, carries[actor] = apex.collect(
-                args, agent, games[actor], params, carries[actor],
+            unroll, carries[actor] = offpolicy.collect(
+                apex.act, args, agent, games[actor], params, carries[actor],
                 i=i, watch=runs.Stopwatch(), check_stop=lambda: None,
             )  # fmt: skip
             unrolls.append(unroll)
         steps = envs.join_steps([unroll.steps for unroll in unrolls])
         ends, restarts = ends + steps.ended.sum(), restarts + steps.restarts.sum()
-        buffer = apex.insert(args, buffer, *apex.move(args, *zip(*unrolls, strict=True)))
+        buffer = offpolicy.insert(args, buffer, *offpolicy.move(args, *zip(*unrolls, strict=True)))
     assert ends > 2
     assert restarts == 4 * 4
     assert len(buffer.priorities.sharding.device_set) == 2
@@ -331,7 +332,7 @@ def test_the_learner_sees_what_the_actors_saw():
     rows = buffer.rows
     values_of = jax.jit(lambda frames: apex.mean_value(agent.support, agent.apply(params, frames)))
     for i in range(16):
-        batch = apex.sample(args, buffer, i, 0.4)
+        batch = offpolicy.sample(args, buffer, i, 0.4)
         np.testing.assert_allclose(
             values_of(batch.frames)[jnp.arange(16), batch.actions], rows.action_value[batch.row, batch.env],
             rtol=1e-3, atol=1e-4,
@@ -390,12 +391,12 @@ def test_known_values_are_learnt(atoms):
     history = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
     frames = envs.Frames(np.concatenate([history, images]), steps.age[:-1], (0,))
     values = np.zeros((400, GAMES), np.float32)
-    rollout = apex.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
-    buffer = apex.insert(args, apex.make_buffer(args, None), [rollout], [steps])
+    rollout = offpolicy.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
+    buffer = offpolicy.insert(args, offpolicy.make_buffer(args, None), [rollout], [steps])
     state, watch = new_state(args, agent), runs.Stopwatch()
     for i in range(0, 200, 10):
         state = devices.put(args, state._replace(global_step=jnp.int32(i)), SAME)
-        state, buffer, _ = apex.learn(args, agent, state, buffer, k=10, beta=1.0, watch=watch)
+        state, buffer, _ = learn(args, agent, state, buffer, k=10, beta=1.0, watch=watch)
     values = np.asarray(apex.mean_value(agent.support, agent.apply(state.params, ROOMS)))
     np.testing.assert_allclose([values[i, i + 1] for i in range(3)], [0.9 * 2.8, 2.8, 2], atol=0.25)
     np.testing.assert_allclose([np.delete(values[i], i + 1).mean() for i in range(3)], [0.1, 0, 0], atol=0.25)

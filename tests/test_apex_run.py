@@ -27,7 +27,7 @@ from conftest import (
 
 import apex_procgen as apex
 import evaluate
-from common import checkpoints, devices, envs, replay, runs
+from common import checkpoints, devices, envs, offpolicy, replay, runs
 
 # Small enough to compile in seconds; the games are real. Everything that has a state of its own is on; the replay
 # buffer goes round, and the games start anew after every 64 steps. What is compiled is the same in most of these tests.
@@ -79,7 +79,7 @@ def test_resume_equals_uninterrupted(train, uninterrupted, stop, played):
 
 def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, monkeypatch, capfd):
     """The signal comes while the actors play and the learner learns."""
-    learn, calls = apex.learn, []
+    learn, calls = offpolicy.learn, []
 
     def interrupted(*given, **how):
         calls.append(given)
@@ -87,7 +87,7 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, m
             os.kill(os.getpid(), signal.SIGTERM)
         return learn(*given, **how)
 
-    monkeypatch.setattr(apex, "learn", interrupted)
+    monkeypatch.setattr(offpolicy, "learn", interrupted)
     stopped = train()
     monkeypatch.undo()
     assert stopped.stop == "SIGTERM"
@@ -142,7 +142,7 @@ def test_the_buffer_is_cut_and_its_priorities_are_written(uninterrupted):
     """Where the games start anew no return runs on; and what was learnt from has a new priority."""
     args = apex.Args(**TINY)
     saved = checkpoints.load(uninterrupted)[1]["replay"]
-    buffer = checkpoints.restore_tree(jax.eval_shape(lambda: apex.initial_replay(args)), saved, "")
+    buffer = checkpoints.restore_tree(jax.eval_shape(lambda: offpolicy.initial_replay(args)), saved, "")
     rows, length = buffer.rows, len(buffer.priorities)
     (last,) = [t % length for t in range(buffer.written - length, buffer.written) if t % 64 == 63]
     assert rows.done[last].all()
@@ -218,10 +218,10 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, replay_device)
 
 
 def test_the_hosts_memory_must_be_there(monkeypatch):
-    monkeypatch.setattr(apex, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda")))
+    monkeypatch.setattr(offpolicy, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda")))
     with pytest.raises(runs.UsageError, match=r"--replay-device host: JAX_PLATFORMS=cuda .* cuda,cpu"):
-        apex.Args(replay_device="host").check()
-    apex.Args().check()
+        offpolicy.OffPolicyArgs.check(apex.Args(replay_device="host"))
+    offpolicy.OffPolicyArgs.check(apex.Args())
 
 
 def test_the_command_line(tmp_path):
@@ -296,7 +296,7 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
 
 
 def test_one_host_only():
-    with pytest.raises(runs.UsageError, match=r"^--distributed: apex_procgen.py trains on one host"):
+    with pytest.raises(runs.UsageError, match=r"^--distributed: this script trains on one host"):
         runs.check_args(apex.Args(distributed=True), apex.SCRIPT)
 
 

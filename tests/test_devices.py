@@ -15,7 +15,7 @@ import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import trpo_procgen as trpo
 from benchmarks.scaling import variables_of_hosts
-from common import checkpoints, runs
+from common import checkpoints, offpolicy, runs
 
 # One minibatch, of all samples, so that no device decides which are in it.
 ACTOR_CRITIC = TINY | {"num_minibatches": 1, "sticky_actions": 0.25, "normalize_rewards": True, "num_envs": 8}
@@ -68,8 +68,9 @@ def read_programs(script, monkeypatch):
 
         return call
 
-    for name in {"act", "remember", "insert", "update"} & set(vars(script)):
-        monkeypatch.setattr(script, name, reading(name, getattr(script, name)))
+    for module in (script, offpolicy):
+        for name in {"act", "remember", "insert", "update"} & set(vars(module)):
+            monkeypatch.setattr(module, name, reading(name, getattr(module, name)))
     return texts
 
 

@@ -24,7 +24,7 @@ from test_apex_math import GAMES, ROOMS, chain
 
 import evaluate
 import sac_procgen as sac
-from common import checkpoints, devices, envs, replay, runs
+from common import checkpoints, devices, envs, offpolicy, replay, runs
 
 relaxed = settings(deadline=None, max_examples=10)
 # Small enough to compile in seconds; the games are real.
@@ -173,8 +173,8 @@ def test_known_values_are_learnt(cures):
     history = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
     frames = envs.Frames(np.concatenate([history, images]), steps.age[:-1], (0,))
     values = np.zeros((400, GAMES), np.float32)
-    rollout = sac.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
-    buffer = sac.insert(args, sac.make_buffer(args, None), [rollout], [steps])
+    rollout = offpolicy.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
+    buffer = offpolicy.insert(args, offpolicy.make_buffer(args, None), [rollout], [steps])
     state = sac.initial_state(args, agent)
     for i in range(0, 400, 20):
         state, buffer, _ = sac.update(args, agent, state._replace(global_step=jnp.int32(i)), buffer, 20, 1.0)
@@ -246,9 +246,9 @@ FLAGS = {
 # PPO and Ape-X, whose tests change them.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "deterministic", "save_replay", "actor_devices", "distributed", "env_id", "distribution_mode",
-    "num_levels", "start_level", "frame_stack", "gap_stack", "eval_every", "eval_episodes", "encoder", "width", "pool",
-    "dtype", "total_timesteps", *ENCODER_FLAGS,
+    "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed", "env_id",
+    "distribution_mode", "num_levels", "start_level", "frame_stack", "gap_stack", "eval_every", "eval_episodes",
+    "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
 }  # fmt: skip
 NEEDS = {"num_envs": {"num_actors": 1}}
 HOST = {"max_lag", "replay_ratio", "restart_every"}

@@ -1,0 +1,371 @@
+"""What scripts that learn from a replay buffer share: actors that fill it, and how often it is learnt from.
+
+A script has the network, how it acts, and what an update is. Here is what lies between: an actor's unroll of steps, how
+unrolls become rows of the buffer, where the buffer is, and the loop over updates, on the devices or from the host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from common import checkpoints, devices, envs, networks, replay, runs, shaping
+from common.actors import ActorArgs, Fleet, Item
+from common.runs import check
+
+
+@dataclass(frozen=True)
+class OffPolicyArgs(ActorArgs):
+    """Who plays, what is kept of it, and how often that is learnt from."""
+
+    LIMITS: ClassVar = {
+        "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 4096), "max_lag": (0, 64),
+        "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536), "per_alpha": (0, 1),
+        "n_step": (1, 1024), "gamma": (0, 1),
+    }  # fmt: skip
+    # Each actor has games of its own, and the replay buffer holds what came of these.
+    FIXED: ClassVar = (
+        "num_actors", "num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip",
+    )  # fmt: skip
+
+    num_actors: int = 2
+    """threads that play, each its own games"""
+    num_envs: int = 32
+    """games played side by side by all actors together"""
+    num_steps: int = 16
+    """steps of each game in an unroll, after which actors hand over and fetch parameters"""
+    max_lag: int = 1
+    """how many iterations old an unroll's parameters may be; 0 lets actors and learner take turns"""
+    deterministic: bool = False
+    """play each unroll with parameters exactly max_lag iterations old: the same seed then gives the same metrics"""
+    buffer_size: int = 200_000
+    """transitions in the replay buffer, 12 kB each"""
+    replay_device: Literal["device", "host"] = "device"
+    """where the replay buffer is: on the devices that learn, each its own games' part, or in the host's memory"""
+    save_replay: bool = True
+    """keep the replay buffer in each checkpoint (12 kB a transition); else a resumed run refills it first"""
+    learning_starts: int = 50_000
+    """environment steps played before the first update"""
+    replay_ratio: float = 2.0
+    """transitions learnt from for each one played, whatever the machine's speed"""
+    batch_size: int = 128
+    """transitions in an update"""
+    per_alpha: float = 0.5
+    """prioritised replay: probabilities are proportional to |TD error| to this power; 0 for uniform"""
+    per_beta: str = "0:0.4,2000000:1"
+    """prioritised replay: how far importance weights correct for that; a number or a schedule"""
+    n_step: int = 3
+    """rewards before the bootstrap"""
+    gamma: float = 0.99
+    """discount"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        games, unroll = self.num_envs, self.n_step + self.num_steps
+        check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
+        check(games % self.num_actors == 0, f"--num-actors {self.num_actors}: must divide the number of games, {games}")
+        least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
+        check(
+            buffer_rows(self) * games >= least,
+            f"--buffer-size {self.buffer_size}: give {least} or more, {games} games times an unroll and an n-step "
+            "return",
+        )
+        check(
+            games * unroll <= self.learning_starts <= self.buffer_size,
+            f"--learning-starts {self.learning_starts}: must be from {games * unroll}, {games} games times an unroll "
+            f"and an n-step return, to --buffer-size, {self.buffer_size}",
+        )
+        platforms = jax.config.jax_platforms or "cpu"
+        check(
+            self.replay_device == "device" or "cpu" in platforms,
+            f"--replay-device host: JAX_PLATFORMS={platforms} leaves out the host's memory, give {platforms},cpu",
+        )
+        runs.check_needs(self, self.per_alpha, "--per-alpha", ("per_beta",))
+        runs.check_schedule("--per-beta", self.per_beta, 0, 1)
+
+    def shares(self) -> dict[str, int]:
+        """What the devices divide between them."""
+        games = self.num_envs // self.num_actors
+        return {"an actor's games, --num-envs / --num-actors": games, "--batch-size": self.batch_size}
+
+
+# ACTORS
+
+
+class Carry(NamedTuple):
+    """What an actor needs besides its games to go on with n of them."""
+
+    history: jax.Array  # uint8 [H, n, 64, 64, 3]: the frames before the newest
+    numbers: jax.Array  # int32 [n]: of these games in the run
+    last_action: jax.Array  # int32 [n]: what the games played last
+
+
+class Rollout(NamedTuple):
+    """What stays on an actor's device while it plays T steps of n games."""
+
+    frames: envs.Frames  # of T steps
+    actions: jax.Array  # int32 [T, n]
+    action_value: jax.Array  # float32 [T, n]: of that action
+    state_value: jax.Array  # float32 [T, n]: of the state, as the learner would bootstrap from it
+    numbers: jax.Array  # int32 [n]
+    last_action: jax.Array  # int32 [n]
+    key: jax.Array
+    t: jax.Array  # int32 []
+
+
+ROLLOUT = devices.layout(Rollout, steps="frames actions action_value state_value", games="numbers last_action")
+
+
+class Unroll(NamedTuple):
+    """What an actor hands to the learner."""
+
+    rollout: Rollout
+    steps: envs.Steps
+
+
+@partial(jax.jit, static_argnums=0)
+def initial_carry(args: Any, numbers: jax.Array) -> Carry:
+    """Before the first step of the games with these numbers, int32 [n]."""
+    return Carry(envs.empty_history(len(numbers), args.offsets), numbers, last_action=jnp.zeros_like(numbers))
+
+
+@partial(jax.jit, static_argnums=0)
+def begin_rollout(args: Any, carry: Carry, i: int) -> Rollout:
+    """An actor's i-th rollout, before its first step."""
+    shape = (args.num_steps, len(carry.numbers))
+    return Rollout(
+        frames=envs.Frames.after(carry.history, args.num_steps, args.offsets),
+        actions=jnp.zeros(shape, jnp.int32),
+        action_value=jnp.zeros(shape),
+        state_value=jnp.zeros(shape),
+        numbers=carry.numbers,
+        last_action=carry.last_action,
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
+        t=jnp.int32(0),
+    )
+
+
+def keys_of(rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+    """Keys uint32 [n, 2] for a step's choices and for its sticky actions: by game, so that it plays the same whichever
+    actor it has."""
+    return tuple(devices.keys_of(key, rollout.numbers) for key in jax.random.split(step_key(rollout)))
+
+
+def step_key(rollout: Rollout) -> jax.Array:
+    return jax.random.fold_in(rollout.key, rollout.t)
+
+
+def record(args: Any, rollout: Rollout, age: jax.Array, actions: jax.Array, *, values, state_value, stick_keys):
+    """Writes down a step's actions int32 [n], chosen by values float32 [n, 15] in a state worth float32 [n]; returns
+    the rollout and what the games play, sticky actions included."""
+    t = rollout.t
+    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+    rollout = rollout._replace(
+        actions=rollout.actions.at[t].set(actions),
+        action_value=rollout.action_value.at[t].set(jnp.take_along_axis(values, actions[:, None], axis=-1)[:, 0]),
+        state_value=rollout.state_value.at[t].set(state_value),
+        last_action=played,
+        t=t + 1,
+    )
+    return rollout, played
+
+
+def collect(act: Callable, args: Any, agent: nn.Module, games: envs.Games, params: dict, carry: Carry, *, i: int,
+            watch, check_stop):  # fmt: skip
+    """Plays an actor's i-th unroll, as `actors.Fleet` asks for it in its thread: Unroll and the next Carry.
+
+    Args:
+      act: the script's act(args, agent, params, rollout, obs, age) -> (rollout, actions).
+    """
+    params = networks.for_acting(agent, params)
+    rollout = begin_rollout(args, carry, i)
+
+    def choose_actions(obs, age):
+        nonlocal rollout
+        rollout, actions = act(args, agent, params, rollout, obs, age)
+        return actions
+
+    steps = games.play(choose_actions, args.num_steps, watch, check_stop)
+    history = rollout.frames.history(args.num_steps)
+    return Unroll(rollout, steps), Carry(history, rollout.numbers, rollout.last_action)
+
+
+def make_fleet(args: Any, agent: nn.Module, act: Callable) -> Fleet:
+    numbers, seed = devices.games_of_host(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
+    return Fleet(
+        partial(collect, act, args, agent),
+        [envs.Games(partial(envs.make_levels, args), own, seed, args.restart_every) for own in numbers],
+        [initial_carry(args, own) for own in numbers],
+        homes=devices.of_actors(args, args.num_actors),
+        max_lag=args.max_lag,
+        lockstep=args.deterministic,
+    )
+
+
+# THE BUFFER
+
+
+def buffer_rows(args: Any) -> int:
+    """Steps of each game in the replay buffer: whole unrolls."""
+    return -(-args.buffer_size // (args.num_envs * args.num_steps)) * args.num_steps
+
+
+def initial_replay(args: Any) -> replay.Replay:
+    return replay.empty(buffer_rows(args), args.num_envs, args.offsets)
+
+
+def make_buffer(args: Any, saved: dict | None) -> replay.Replay:
+    """The replay buffer where it is to lie, as it was saved or empty."""
+    if args.replay_device == "host":
+        home = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    else:
+        home = devices.shardings(args, replay.REPLAY)
+    if saved and "replay" in saved:
+        return jax.device_put(saved.pop("replay"), home)
+    return jax.jit(partial(initial_replay, args), out_shardings=home)()
+
+
+def describe(buffer: replay.Replay) -> str:
+    size, count = sum(x.nbytes for x in jax.tree.leaves(buffer)), buffer.priorities.size
+    where = ", ".join(map(str, buffer.written.devices()))
+    return f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {where}"
+
+
+def check_memory(args: Any, initial: Callable[[], dict]) -> None:
+    """Raises UsageError if a run, what `initial` makes included, keeps more than there is memory for."""
+
+    def kept():
+        rollout = begin_rollout(args, initial_carry(args, devices.games_of_host(args)), 0)
+        return initial(), rollout, rollout  # one unroll is played while another is learnt from
+
+    buffer, others = jax.eval_shape(partial(initial_replay, args)), jax.eval_shape(kept)
+    on_host = args.replay_device == "host"
+    names = "num_envs", "num_steps", "buffer_size"
+    runs.check_memory(args, names, (others, () if on_host else buffer), on_host=buffer if on_host else ())
+
+
+def load(args: Any, initial: Callable[[], dict], run_dir: str) -> dict:
+    """The newest checkpoint of a run, with its replay buffer if it was saved."""
+    saved = runs.load(run_dir, jax.eval_shape(initial))
+    if "replay" in saved:
+        template = jax.eval_shape(partial(initial_replay, args))
+        saved["replay"] = checkpoints.restore_tree(template, saved["replay"], run_dir)
+    return saved
+
+
+def add(args: Any, buffer: replay.Replay, items: Sequence[Item]) -> tuple[replay.Replay, envs.Steps]:
+    """The buffer with what the actors hand over, and their steps side by side."""
+    rollouts, steps = zip(*(item.unroll for item in items), strict=True)
+    buffer = jax.block_until_ready(insert(args, buffer, *move(args, rollouts, steps)))
+    return buffer, envs.join_steps(steps)
+
+
+def move(args: Any, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]) -> tuple:
+    """The actors' rollouts and steps where the replay buffer is."""
+    if args.replay_device == "host":
+        return jax.device_put((rollouts, steps), jax.devices("cpu")[0])
+    return devices.put(args, (rollouts, steps), ((ROLLOUT,) * len(rollouts), (envs.STEPS,) * len(steps)))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+@devices.spread(
+    [replay.REPLAY, [ROLLOUT], [envs.STEPS]], replay.REPLAY, when=lambda args: args.replay_device == "device"
+)
+def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]):
+    """Adds the actors' rollouts and steps [T, n], side by side; each device has the part of its own games."""
+    parts = [(r.frames, r.actions, r.action_value, r.state_value) for r in rollouts]
+    frames, actions, action_value, state_value = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    steps = envs.join_steps(steps)
+    new = replay.Rows(
+        frames=frames,
+        actions=actions,
+        rewards=shaping.shape_and_clip(args, steps.rewards),
+        terminated=steps.terminated,
+        ended=steps.ended,
+        done=steps.done,
+        action_value=action_value,
+        state_value=state_value,
+    )
+    return replay.insert(buffer, new, steps.restarts, n_step=args.n_step, gamma=args.gamma, per_alpha=args.per_alpha)
+
+
+# UPDATES
+
+
+@partial(jax.jit, static_argnums=0)
+def sample(args: Any, buffer: replay.Replay, i: jax.Array, beta: jax.Array) -> replay.Batch:
+    """Draws the i-th update's batch, or a device's part of it."""
+    key = devices.own_key(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
+    size = args.batch_size // devices.size()
+    return replay.sample(buffer, key, beta, batch_size=size, n_step=args.n_step, gamma=args.gamma)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def set_priorities(args: Any, buffer: replay.Replay, batch: replay.Batch, td: jax.Array) -> replay.Replay:
+    """Takes what an update has found: absolute TD errors [B]."""
+    return replay.set_priorities(buffer, batch, td, per_alpha=args.per_alpha)
+
+
+def updates_due(args: Any, learn_from: int, before: int, after: int) -> int:
+    """How many updates belong between two environment steps."""
+
+    def due(step):
+        return int(args.replay_ratio * max(step - learn_from, 0) / args.batch_size)
+
+    return due(after) - due(before)
+
+
+def repeat(args: Any, improve: Callable, state: Any, buffer: replay.Replay, k: jax.Array, beta: jax.Array):
+    """k updates on batches of the buffer, for a script to jit as one program, so that nothing waits for Python.
+
+    Args:
+      improve: improve(state, batch) -> (state, absolute TD errors [B], metrics).
+
+    Returns the state, the buffer with new priorities, and mean metrics.
+    """
+
+    def once(state, buffer):
+        batch = sample(args, buffer, state.updates, beta)
+        state, td, metrics = improve(state, batch)
+        return state, set_priorities(args, buffer, batch, td), metrics
+
+    def one_more(_, carry):
+        state, buffer, metrics = once(*carry[:2])
+        return state, buffer, jax.tree.map(jnp.add, carry[2], metrics)
+
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, state, buffer)[2])
+    state, buffer, sums = jax.lax.fori_loop(0, k, one_more, (state, buffer, zero))
+    return state, buffer, jax.tree.map(lambda x: x / k, sums)
+
+
+def learn(args: Any, agent: nn.Module, state: Any, buffer: replay.Replay, *, update, update_on_batch, k: int,
+          beta: float, watch):  # fmt: skip
+    """k updates: returns the state, the buffer with new priorities, and mean metrics, of none if there is no update.
+
+    Args:
+      update: the script's update(args, agent, state, buffer, k, beta), which is `repeat`, jitted.
+      update_on_batch: its update_on_batch(args, agent, state, batch), of a batch that was drawn elsewhere.
+    """
+    if k == 0:
+        return state, buffer, {}
+    if args.replay_device == "device":
+        with watch("update"):
+            state, buffer, metrics = update(args, agent, state, buffer, k, beta)
+            return state, buffer, jax.device_get(metrics)
+    # The buffer is in the host's memory: batches come from there, TD errors go back.
+    home, metrics = buffer.written.sharding, []
+    for i in range(int(state.updates), int(state.updates) + k):
+        with watch("sample"):
+            batch = sample(args, buffer, i, beta)
+            given = jax.block_until_ready(devices.put(args, batch, devices.GAMES))
+        with watch("update"):
+            state, td, some = update_on_batch(args, agent, state, given)
+            metrics.append(jax.device_get(some))
+        with watch("sample"):
+            buffer = set_priorities(args, buffer, batch, jax.device_put(td, home))
+    return state, buffer, jax.tree.map(lambda *x: float(np.mean(x)), *metrics)
