@@ -1,7 +1,8 @@
 """Ape-X DQN on Procgen: actors that explore differently fill a prioritised replay, one learner samples from it.
 
 Horgan et al. 2018 (arXiv 1803.00933), with what a 2020 Procgen competition entry added: dueling streams, double
-Q-learning, n-step returns and a distribution of values (C51). Its settings are the defaults. Try:
+Q-learning, n-step returns and a distribution of values (C51). Its settings are the defaults. By flags, parts of Beyond
+the Rainbow (Clark et al. 2025): quantiles (IQN) and Munchausen's targets, spectral norm and another pool. Try:
 
     python apex_procgen.py --env-id coinrun --gap-stack
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
@@ -33,8 +34,8 @@ EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a polic
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "epsilon": (0, 1), "epsilon_alpha": (0, None), "num_atoms": (1, 1024), "v_min": (-1e9, 1e9),
-        "v_max": (-1e9, 1e9), "target_network_frequency": (1, None), "max_grad_norm": (0, None),
-        "adam_eps": (1e-30, None), "l2": (0, None),
+        "v_max": (-1e9, 1e9), "num_quantiles": (0, 1024), "munchausen_alpha": (0, 1), "munchausen_tau": (1e-6, None),
+        "target_network_frequency": (1, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "l2": (0, None),
     }  # fmt: skip
 
     hidden: int = 512
@@ -54,6 +55,12 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     """the lowest atom"""
     v_max: float = 20.0
     """the highest atom; returns above it cannot be told apart"""
+    num_quantiles: int = 0
+    """quantiles of the distribution of values in place of atoms, at random places in each update (IQN); 0 for atoms"""
+    munchausen_alpha: float = 0.0
+    """add so much of the log-probability of the action, in a softmax policy of the values, to the reward; 0 for none"""
+    munchausen_tau: float = 0.03
+    """temperature of that policy, which then takes the place of double_q's best action"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
     target_network_frequency: int = 150
@@ -74,7 +81,15 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
             f"--v-min {self.v_min}: must be 0 or less, and less than --v-max, which must be 0 or more, not "
             f"{self.v_max}",
         )
-        runs.check_needs(self, self.num_atoms > 1, "--num-atoms 2 or more", ("v_min", "v_max"))
+        runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
+        with_atoms = self.num_atoms > 1 and not self.num_quantiles
+        runs.check_needs(self, with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
+        check(
+            not (self.munchausen_alpha and with_atoms),
+            f"--munchausen-alpha {self.munchausen_alpha}: moves values off a fixed support; give --num-quantiles 1 or "
+            "more, or --num-atoms 1, too",
+        )
+        runs.check_needs(self, self.munchausen_alpha, "--munchausen-alpha", ("munchausen_tau",))
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
 
 
@@ -82,24 +97,35 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
 
 class Agent(nn.Module):
-    """Values of all actions (their distributions, if num_atoms > 1), in dueling streams (Wang et al. 2016)."""
+    """Values of all actions (their distributions, if num_atoms > 1 or num_quantiles), in dueling streams (Wang et al.
+    2016)."""
 
     encoder: nn.Module
     hidden: int
     dropout: float
     dueling: bool
     support: tuple[float, ...]
+    num_quantiles: int
 
     @nn.compact
-    def __call__(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> float32 [B, 15, atoms]: logits, or values."""
+    def __call__(self, frames: jax.Array, keys: jax.Array | None = None, taus: jax.Array | None = None) -> jax.Array:
+        """Frames uint8 [B, 64, 64, C], keys for dropout [B, 2] and, of quantiles, which float32 [B, N] (without them,
+        evenly spaced ones) -> float32 [B, 15, atoms]: logits, or values; or [B, 15, N]: quantiles."""
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
         atoms = len(self.support)
+        dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+        if self.num_quantiles:
+            if taus is None:
+                taus = jnp.broadcast_to(
+                    (jnp.arange(self.num_quantiles) + 0.5) / self.num_quantiles, (len(x), self.num_quantiles)
+                )
+            waves = jnp.cos(jnp.pi * jnp.arange(64) * taus[..., None])  # Dabney et al. 2018b (IQN), equation 4
+            x = x[:, None] * nn.relu(dense(x.shape[1])(waves))  # [B, N, features]
 
         def stream(outputs, bias_init=nn.initializers.zeros):
-            dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
             hidden = nn.relu(dense(self.hidden)(x))
-            return dense(outputs * atoms, bias_init=bias_init)(hidden).reshape(len(x), outputs, atoms)
+            y = dense(outputs * atoms, bias_init=bias_init)(hidden)
+            return y.mT if self.num_quantiles else y.reshape(len(x), outputs, atoms)
 
         def near_zero(key, shape, dtype=jnp.float32):
             """Values start around 0, as one atom's do, and not in the middle of the support, which is above all that
@@ -117,14 +143,15 @@ class Agent(nn.Module):
 
 def make_agent(args: Args) -> Agent:
     encoder = networks.make_encoder(replace(args, hidden=0))  # the streams have the dense layers
-    support = tuple(np.linspace(args.v_min, args.v_max, args.num_atoms).tolist()) if args.num_atoms > 1 else (0.0,)
-    return Agent(encoder, args.hidden, args.dropout, args.dueling, support)
+    with_atoms = args.num_atoms > 1 and not args.num_quantiles
+    support = tuple(np.linspace(args.v_min, args.v_max, args.num_atoms).tolist()) if with_atoms else (0.0,)
+    return Agent(encoder, args.hidden, args.dropout, args.dueling, support, args.num_quantiles)
 
 
 def mean_value(support: Sequence[float], outputs: jax.Array) -> jax.Array:
-    """The network's outputs [..., atoms] -> values [...]."""
+    """The network's outputs [..., atoms or quantiles] -> values [...]."""
     if len(support) == 1:
-        return outputs[..., 0]
+        return outputs.mean(axis=-1)
     return jnp.matmul(nn.softmax(outputs), jnp.array(support), precision="highest")
 
 
@@ -194,12 +221,34 @@ def act(
     choose_keys, stick_keys = offpolicy.keys_of(rollout)
     epsilon = jnp.array(epsilons(args))[rollout.numbers]
     actions = explore(choose_keys, values, epsilon)
-    best = values.max(axis=-1)
+    worth = state_value(args, values)
     rollout = rollout._replace(frames=frames)
-    return offpolicy.record(args, rollout, age, actions, values=values, state_value=best, stick_keys=stick_keys)
+    return offpolicy.record(args, rollout, age, actions, values=values, state_value=worth, stick_keys=stick_keys)
 
 
 # ALGORITHM
+
+
+def state_value(args: Args, values: jax.Array) -> jax.Array:
+    """What states are worth by the values of their actions [..., 15] -> [...]: the best, or those of Munchausen's
+    softmax policy with its entropy, which is the sum over actions of equation 3 (Vieillard et al. 2020)."""
+    if not args.munchausen_alpha:
+        return values.max(axis=-1)
+    return args.munchausen_tau * jax.nn.logsumexp(values / args.munchausen_tau, axis=-1)
+
+
+def quantile_loss(taus: jax.Array, quantiles: jax.Array, goals: jax.Array) -> jax.Array:
+    """The quantile Huber loss float32 [B] (Dabney et al. 2018b, equation 3, kappa 1).
+
+    Args:
+      taus: float32 [B, N], which quantiles these are.
+      quantiles: float32 [B, N].
+      goals: float32 [B, M], samples of what they should be quantiles of.
+    """
+    chex.assert_equal_shape([taus, quantiles])
+    td = goals[:, None, :] - quantiles[:, :, None]
+    losses = jnp.abs(taus[:, :, None] - (td < 0)) * optax.huber_loss(td)
+    return losses.mean(axis=2).sum(axis=1)
 
 
 def project(support: jax.Array, returns: jax.Array, discounts: jax.Array, probs: jax.Array) -> jax.Array:
@@ -218,53 +267,78 @@ def project(support: jax.Array, returns: jax.Array, discounts: jax.Array, probs:
     return jnp.einsum("btf,bf->bt", jnp.clip(share, 0, 1), probs, precision="highest")
 
 
-def q_parts(
-    support: Sequence[float], outputs: jax.Array, batch: replay.Batch, *, following: jax.Array, judge: jax.Array
-) -> dict[str, jax.Array]:
+class Outputs(NamedTuple):
+    """What the networks say of B transitions: distributions by atoms or quantiles, K of them, or values (K = 1)."""
+
+    values: jax.Array  # float32 [B, 15, K], of the network that learns, for the batch's frames
+    next_target: jax.Array  # float32 [B, 15, K], of the target network, for its next frames
+    next_judge: jax.Array  # float32 [B, 15, K], for the next frames, of the network that chooses the next action
+    target: jax.Array | None  # float32 [B, 15, K], of the target network, for the batch's frames; Munchausen's
+    taus: jax.Array | None  # float32 [B, K], which quantiles `values` are
+
+
+def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch) -> dict[str, jax.Array]:
     """The parts of Q-learning's loss of n-step transitions, for each sample, float32 [B].
 
-    For distributions the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1). One atom has no
-    distribution to learn: it is the value itself, with Huber's loss, as in Ape-X (its section 3). The TD error is that
-    of means in both, since those are what actors can compute too.
+    For distributions the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), or the loss of
+    quantiles. One atom has no distribution to learn: it is the value itself, with Huber's loss, as in Ape-X (its
+    section 3). The TD error is that of means in all, since those are what actors can compute too.
 
-    Args:
-      support: of the distributions.
-      outputs: float32 [B, 15, atoms], of the network that learns, for the batch's frames.
-      following: float32 [B, 15, atoms], of the target network, for its next frames.
-      judge: float32 [B, 15, atoms], for its next frames, of the network that chooses the next action.
+    Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the reward of the first of n steps is more by
+    alpha tau log pi(a | s), clipped at -1, and what follows is worth its mean under pi, entropy included.
     """
-    chex.assert_equal_shape([outputs, following, judge])
+    chex.assert_equal_shape([outputs.values, outputs.next_target, outputs.next_judge])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
 
     def pick(x, actions):
         return jnp.take_along_axis(x, actions[:, None, None], axis=1)[:, 0]
 
-    outputs = pick(outputs, batch.actions)
-    following = jax.lax.stop_gradient(pick(following, mean_value(support, judge).argmax(axis=1)))
-    value = mean_value(support, outputs)
-    td = batch.returns + batch.discounts * mean_value(support, following) - value
-    if len(support) == 1:
+    chosen, returns = pick(outputs.values, batch.actions), batch.returns
+    if args.munchausen_alpha:
+        tau = args.munchausen_tau
+        log_policy = tau * nn.log_softmax(mean_value(support, outputs.target) / tau)
+        bonus = jnp.take_along_axis(log_policy, batch.actions[:, None], axis=1)[:, 0]
+        returns = returns + args.munchausen_alpha * jnp.clip(bonus, -1, 0)
+        log_policy = nn.log_softmax(mean_value(support, outputs.next_target) / tau)[..., None]
+        following = (jnp.exp(log_policy) * (outputs.next_target - tau * log_policy)).sum(axis=1)
+    else:
+        following = pick(outputs.next_target, mean_value(support, outputs.next_judge).argmax(axis=1))
+    returns, following = jax.lax.stop_gradient((returns, following))
+    value = mean_value(support, chosen)
+    td = returns + batch.discounts * mean_value(support, following) - value
+    if args.num_quantiles:
+        losses = quantile_loss(outputs.taus, chosen, returns[:, None] + batch.discounts[:, None] * following)
+    elif len(support) == 1:
         losses = optax.huber_loss(td)
     else:
-        goal = project(jnp.array(support), batch.returns, batch.discounts, nn.softmax(following))
-        losses = -(goal * nn.log_softmax(outputs)).sum(axis=-1)
+        goal = project(jnp.array(support), returns, batch.discounts, nn.softmax(following))
+        losses = -(goal * nn.log_softmax(chosen)).sum(axis=-1)
     chex.assert_equal_shape([losses, td, batch.weight])
     return {"loss": batch.weight * losses, "q_values": value, "td_error": jnp.abs(td)}
 
 
 def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target: dict) -> dict[str, jax.Array]:
     """Ape-X's loss. Returns its parts for each sample, float32 [B]: `devices.gradient` says why, and takes the mean."""
-    frames, next_frames, dropout_keys = batch.frames, batch.next_frames, None
-    if args.augment or args.dropout:
-        keys, next_keys, dropout_keys = (
-            jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3)
-        )
+    keys, next_keys, dropout_keys, *tau_keys = (
+        jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(5)
+    )
+    frames, next_frames = batch.frames, batch.next_frames
+    if args.augment:
         transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
         frames, next_frames = transform(keys, frames), transform(next_keys, next_frames)
-    outputs = agent.apply(params, frames, dropout_keys)
-    following = agent.apply(target, next_frames)
-    judge = agent.apply(params, next_frames) if args.double_q else following
-    return q_parts(agent.support, outputs, batch, following=following, judge=judge)
+    taus = next_taus = None
+    if args.num_quantiles:
+        taus, next_taus = (jax.vmap(lambda key: jax.random.uniform(key, (args.num_quantiles,)))(k) for k in tau_keys)
+    next_target = agent.apply(target, next_frames, taus=next_taus)
+    in_doubt = args.double_q and not args.munchausen_alpha
+    outputs = Outputs(
+        values=agent.apply(params, frames, dropout_keys, taus),
+        next_target=next_target,
+        next_judge=agent.apply(params, next_frames, taus=next_taus) if in_doubt else next_target,
+        target=agent.apply(target, frames) if args.munchausen_alpha else None,
+        taus=taus,
+    )
+    return q_parts(args, agent.support, outputs, batch)
 
 
 def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:

@@ -45,8 +45,10 @@ class EncoderArgs:
     """initial weights of convolutions and dense layer"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
     """the encoder's nonlinearity"""
-    pool: Literal["avg", "max", "flatten"] = "avg"
-    """before the dense layer: average or maximum over all positions, or keep them"""
+    spectral_norm: bool = False
+    """divide the kernels of residual blocks by their largest singular value (impala)"""
+    pool: Literal["avg", "max", "max6", "flatten"] = "avg"
+    """before the dense layer: average or maximum over all positions, or over parts, 6 x 6 of them, or keep them"""
     hidden: int = 256
     """units of the dense layer, and of a recurrent core"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -71,6 +73,10 @@ class EncoderArgs:
         check(
             not self.channels or self.width == EncoderArgs.width,
             f"--width {self.width}: has no effect where --channels gives the channels; leave it at {EncoderArgs.width}",
+        )
+        check(
+            not self.spectral_norm or (name == "impala" and not self.separable),
+            "--spectral-norm: only impala without --separable has it",
         )
         make_encoder(self)
 
@@ -100,9 +106,46 @@ def max_pool(x: jax.Array) -> jax.Array:
     return cpu.max_pool(x) if devices.on_cpu() and even else gpu.max_pool(x)
 
 
-def conv(features: int, size: int, stride: int, padding: str, **options) -> nn.Conv:
+def adaptive_max_pool(x: jax.Array, size: int) -> jax.Array:
+    """Maxima of size x size parts, which overlap where they do not fit: [B, H, W, C] -> [B, size, size, C], as
+    PyTorch's AdaptiveMaxPool2d."""
+    for axis in (1, 2):
+        n = x.shape[axis]
+        parts = [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
+        x = jnp.stack([jax.lax.slice_in_dim(x, *part, axis=axis).max(axis) for part in parts], axis)
+    return x
+
+
+def largest_singular_value(kernel: jax.Array) -> jax.Array:
+    """Of a kernel [H, W, I, O] as a matrix [H W I, O], as PyTorch's spectral_norm takes it: float32 [].
+
+    Its vectors are constants to the gradient, as there (Miyato et al. 2018, section 2.1). There is no state: power
+    iteration starts anew from the matrix itself, squared seven times, which is 128 steps of it.
+    """
+    matrix = kernel.reshape(-1, kernel.shape[-1]).astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        power = jax.lax.stop_gradient(matrix)
+        power = power.T @ power
+        for _ in range(7):
+            power = power / jnp.maximum(jnp.trace(power), 1e-30)
+            power = power @ power
+        right = power[:, jnp.argmax(jnp.diagonal(power))]
+        right = right / jnp.maximum(jnp.linalg.norm(right), 1e-30)
+        left = jax.lax.stop_gradient(matrix) @ right
+        left = left / jnp.maximum(jnp.linalg.norm(left), 1e-30)
+        return left @ matrix @ right
+
+
+def spectral_conv(x: jax.Array, kernel: jax.Array, *given, **options) -> jax.Array:
+    """`cpu.conv_general_dilated` with the kernel divided by its largest singular value."""
+    norm = jnp.maximum(largest_singular_value(kernel), 1e-12).astype(kernel.dtype)
+    return cpu.conv_general_dilated(x, kernel / norm, *given, **options)
+
+
+def conv(features: int, size: int, stride: int, padding: str, spectral: bool = False, **options) -> nn.Conv:
     """A convolution with a square kernel, in the form that is fast on this device."""
-    return nn.Conv(features, (size, size), stride, padding, conv_general_dilated=cpu.conv_general_dilated, **options)
+    convolve = spectral_conv if spectral else cpu.conv_general_dilated
+    return nn.Conv(features, (size, size), stride, padding, conv_general_dilated=convolve, **options)
 
 
 @dataclass(frozen=True)
@@ -114,26 +157,36 @@ class Layers:
     bias: bool
     init: str
     activation: str
+    spectral_norm: bool
     pool: str
     hidden: int
     dtype: jnp.dtype
 
-    def conv(self, x: jax.Array, features: int, size: int = 3, stride: int = 1, padding="SAME", depthwise=False):
+    def residual_conv(self, x: jax.Array, features: int) -> jax.Array:
+        """`conv`, of a residual block."""
+        return self.conv(x, features, spectral=self.spectral_norm)
+
+    def conv(
+        self, x: jax.Array, features: int, size: int = 3, stride: int = 1, padding="SAME", depthwise=False,
+        spectral=False,
+    ) -> jax.Array:  # fmt: skip
         """A convolution [B, H, W, C] -> [B, H', W', features], then GroupNorm if `norm`; `features` is a multiple of C
         if `depthwise`."""
         if self.separable and size > 1 and not depthwise:
             x = self._conv(x, self.separable * x.shape[3], size, stride, padding, groups=x.shape[3], bias=False)
             x = self._conv(x, features, 1, 1, padding)
         else:
-            x = self._conv(x, features, size, stride, padding, groups=x.shape[3] if depthwise else 1)
+            groups = x.shape[3] if depthwise else 1
+            x = self._conv(x, features, size, stride, padding, groups=groups, spectral=spectral)
         return nn.GroupNorm(math.gcd(features, 8), dtype=self.dtype)(x) if self.norm else x
 
-    def _conv(self, x, features, size, stride, padding, groups=1, bias=True):
+    def _conv(self, x, features, size, stride, padding, groups=1, bias=True, spectral=False):
         return conv(
             features,
             size,
             stride,
             padding,
+            spectral,
             feature_group_count=groups,
             use_bias=bias and self.bias,
             dtype=self.dtype,
@@ -150,7 +203,17 @@ class Layers:
         """[B, H, W, C] to [B, C], or [B, H * W * C] flattened."""
         if self.pool == "avg":
             return x.mean(axis=(1, 2), dtype=jnp.float32)
-        return x.max(axis=(1, 2)) if self.pool == "max" else x.reshape(len(x), -1)
+        if self.pool == "max":
+            return x.max(axis=(1, 2))
+        if self.pool == "max6":
+            height, width = x.shape[1:3]
+            check(
+                min(height, width) >= 6,
+                f"--pool max6: this encoder leaves {height} x {width} positions; give one that leaves 6 x 6 or more, "
+                "or another pool",
+            )
+            x = adaptive_max_pool(x, 6)
+        return x.reshape(len(x), -1)
 
     def head(self, x: jax.Array) -> jax.Array:
         """[B, C] to float32 [B, hidden]: a dense layer and its nonlinearity, unless `hidden` is 0."""
@@ -174,12 +237,12 @@ class ImpalaCNN(nn.Module):
 
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
-        act, conv = self.layers.act, self.layers.conv
+        act, conv, residual_conv = self.layers.act, self.layers.conv, self.layers.residual_conv
         x = (frames.astype(self.layers.dtype) - 128) / 255
         for features in self.channels:
             x = max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
             for _ in range(self.blocks):
-                x = x + conv(act(conv(act(x), features)), features)
+                x = x + residual_conv(act(residual_conv(act(x), features)), features)
         return self.layers.head(act(self.layers.reduce(x)))
 
 
@@ -292,6 +355,7 @@ def make_encoder(args) -> nn.Module:
         bias=on(args.conv_bias, name in ("impala", "nature")),
         init=args.init,
         activation=args.activation,
+        spectral_norm=args.spectral_norm,
         pool=args.pool,
         hidden=args.hidden,
         dtype=jnp.bfloat16 if bfloat16 else jnp.float32,

@@ -325,3 +325,26 @@ def apex_loss(args, support, weight, chosen, next_online, next_target, reward, d
         return weight * (td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5), abs(td)
     goal = project(support, reward, discount, softmax(following))
     return -weight * sum(goal * np.log(softmax(chosen))), abs(td)
+
+
+def quantile_loss(taus, quantiles, goals):
+    """The quantile Huber loss, a pair at a time (Dabney et al. 2018b, equation 3)."""
+    total = 0.0
+    for tau, quantile in zip(taus, quantiles, strict=True):
+        for goal in goals:
+            td = goal - quantile
+            huber = td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5
+            total += abs(tau - (1.0 if td < 0 else 0.0)) * huber / len(goals)
+    return total
+
+
+def munchausen(args, target, next_target, action, reward, discount):
+    """The goals float64 [K] of one transition, from the target network's outputs [A, K] for both of its states."""
+    tau = args.munchausen_tau
+    log_pi, next_log_pi = (np.log(softmax(x.mean(axis=1) / tau)) for x in (target, next_target))
+    goals = []
+    for k in range(next_target.shape[1]):
+        following = sum(np.exp(next_log_pi[b]) * (next_target[b, k] - tau * next_log_pi[b]) for b in range(15))
+        bonus = args.munchausen_alpha * min(max(tau * log_pi[action], -1), 0)
+        goals.append(reward + bonus + discount * following)
+    return np.array(goals)

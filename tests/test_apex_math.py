@@ -62,7 +62,7 @@ class Table:
         self.support = apex.make_agent(args).support
 
     @staticmethod
-    def apply(params, states, keys=None):
+    def apply(params, states, keys=None, taus=None):
         return params[states]
 
 
@@ -141,6 +141,78 @@ def test_gradient_equals_rlax(atoms):
 
     got, _, _ = of_table(args)(params, target, batch)
     np.testing.assert_allclose(got, jax.jit(jax.grad(theirs))(params), rtol=1e-3, atol=1e-6)
+
+
+@relaxed
+@given(seeds, st.sampled_from([(1, 1), (3, 5), (8, 8)]))
+def test_quantile_loss_by_hand_and_by_rlax(seed, sizes):
+    rng, (few, many) = np.random.default_rng(seed), sizes
+    taus, quantiles, goals = rng.random((4, few), np.float32), 2 * normal(rng, 4, few), 2 * normal(rng, 4, many)
+    got = apex.quantile_loss(taus, quantiles, goals)
+    want = [
+        oracle.quantile_loss(*(x.astype(np.float64) for x in row)) for row in zip(taus, quantiles, goals, strict=True)
+    ]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+    def theirs(quantiles):
+        return jax.vmap(partial(rlax.quantile_regression_loss, huber_param=1.0))(quantiles, taus, goals).sum()
+
+    slopes = jax.grad(lambda quantiles: apex.quantile_loss(taus, quantiles, goals).sum())(quantiles)
+    np.testing.assert_allclose(slopes, jax.grad(theirs)(quantiles), rtol=1e-4, atol=1e-6)
+
+
+@relaxed
+@given(seeds, st.sampled_from([0, 4]), st.sampled_from([0.0, 0.9]), st.booleans())
+def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, double_q):
+    args = make_args(
+        **PLAIN, num_atoms=99 if quantiles else 1, num_quantiles=quantiles, munchausen_alpha=alpha, double_q=double_q,
+        munchausen_tau=0.3,
+    )  # fmt: skip
+    rng, size, count = np.random.default_rng(seed), 5, quantiles or 1
+    outputs = apex.Outputs(*2 * normal(rng, 4, size, 15, count), rng.random((size, count), np.float32))
+    batch = jax.tree.map(lambda x: x[:size], random_batch(rng, args))
+    got = apex.q_parts(args, (0.0,), outputs, batch)
+    for i in range(size):
+        one = jax.tree.map(lambda x: np.float64(x[i]), outputs)  # noqa: B023
+        action, reward, discount = batch.actions[i], float(batch.returns[i]), float(batch.discounts[i])
+        if alpha:
+            goals = oracle.munchausen(args, one.target, one.next_target, action, reward, discount)
+        else:
+            goals = reward + discount * one.next_target[one.next_judge.mean(axis=1).argmax()]
+        td = goals.mean() - one.values[action].mean()
+        if quantiles:
+            loss = oracle.quantile_loss(one.taus, one.values[action], goals)
+        else:
+            loss = td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5
+        np.testing.assert_allclose(got["loss"][i], batch.weight[i] * loss, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(got["td_error"][i], abs(td), rtol=1e-3, atol=1e-4)
+
+    def total(outputs):
+        return apex.q_parts(args, (0.0,), outputs, batch)["loss"].sum()
+
+    slopes = jax.grad(total)(outputs)
+    assert np.any(slopes.values)
+    assert not any(np.any(x) for x in (slopes.next_target, slopes.next_judge, slopes.target))
+
+
+def test_a_state_is_worth_its_best_action_or_the_softmax_policys():
+    values = np.float32([[0.3, 0.1, -0.2]])
+    np.testing.assert_allclose(apex.state_value(make_args(), values), [0.3])
+    args = make_args(num_atoms=1, munchausen_alpha=0.9, munchausen_tau=0.2)
+    p = oracle.softmax(np.float64(values[0]) / 0.2)
+    np.testing.assert_allclose(apex.state_value(args, values), [(p * (values[0] - 0.2 * np.log(p))).sum()], rtol=1e-5)
+
+
+def test_quantiles_are_evenly_spaced_where_none_are_drawn():
+    agent = apex.make_agent(make_args(num_atoms=99, num_quantiles=4))
+    frames = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 6), np.uint8)
+    outputs, params = jax.jit(agent.init_with_output)(jax.random.key(0, impl="rbg"), frames)
+    assert outputs.shape == (3, 15, 4)
+    spaced = np.tile(np.float32([0.125, 0.375, 0.625, 0.875]), (3, 1))
+    np.testing.assert_allclose(outputs, agent.apply(params, frames, taus=spaced), atol=1e-6)
+    one = agent.apply(params, frames[:1], taus=spaced[:1, 2:3])
+    np.testing.assert_allclose(one, outputs[:1, :, 2:3], atol=1e-5)
+    assert np.ptp(outputs, axis=2).min() > 1e-6
 
 
 # THE UPDATE
@@ -379,12 +451,12 @@ def chain(rng, steps):
     return rows["frames"], rows["actions"].astype(np.int32), steps
 
 
-@pytest.mark.parametrize("atoms", [1, 31])
-def test_known_values_are_learnt(atoms):
+@pytest.mark.parametrize(("atoms", "quantiles"), [(1, 0), (31, 0), (99, 4)])
+def test_known_values_are_learnt(atoms, quantiles):
     args = make_args(
         num_actors=1, num_steps=400, buffer_size=400 * GAMES, n_step=1, num_atoms=atoms, v_min=-1, v_max=4, gamma=0.9,
-        batch_size=64, frame_stack=1, learning_rate="0:3e-3,150:1e-4", hidden=32, target_network_frequency=10,
-        per_alpha=0, adam_eps=1e-8, **PLAIN,
+        num_quantiles=quantiles, batch_size=64, frame_stack=1, learning_rate="0:3e-3,150:1e-4", hidden=32,
+        target_network_frequency=10, per_alpha=0, adam_eps=1e-8, **PLAIN,
     )  # fmt: skip
     agent = apex.make_agent(args)
     images, actions, steps = chain(np.random.default_rng(0), 400)

@@ -177,7 +177,7 @@ FLAGS = {
     "n_step": 5, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
     "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
     "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "eval_every": 100, "eval_episodes": 2,
-    "num_devices": 1,
+    "num_devices": 1, "num_quantiles": 4, "munchausen_alpha": 0.5, "munchausen_tau": 0.3,
 }  # fmt: skip
 # Tested elsewhere: these change files or where things are, or let the clock in, and several hosts are refused.
 ELSEWHERE = {
@@ -188,7 +188,8 @@ ELSEWHERE = {
 # These need others, and these are for the host.
 OTHER_NETWORK = {"channels": "", "blocks": 2, "downsample": "auto"}
 NEEDS = {"start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 2}, "encoder": OTHER_NETWORK,
-         "width": OTHER_NETWORK, "num_envs": {"num_actors": 1}}  # fmt: skip
+         "width": OTHER_NETWORK, "num_envs": {"num_actors": 1}, "num_quantiles": {"num_atoms": 99},
+         "munchausen_alpha": {"num_atoms": 1}, "munchausen_tau": {"num_atoms": 1, "munchausen_alpha": 0.9}}  # fmt: skip
 HOST = {"total_timesteps", "max_lag", "replay_ratio", "restart_every", "eval_every", "eval_episodes"}
 
 
@@ -261,6 +262,11 @@ BAD = {
     "learning starts early": (["--learning-starts", 10], "--learning-starts 10", "from 864"),
     "support": (["--v-min", 30], "--v-min 30", "0 or less"),
     "no support": (["--num-atoms", 1, "--v-max", 9], "--v-max 9", "--num-atoms 2 or more"),
+    "atoms and quantiles": (["--num-quantiles", 8, "--num-atoms", 51], "--num-atoms 51", "--num-quantiles 0"),
+    "munchausen": (["--munchausen-alpha", 0.9], "--munchausen-alpha 0.9", "--num-atoms 1"),
+    "temperature": (["--munchausen-tau", 0.1], "--munchausen-tau 0.1", "--munchausen-alpha"),
+    "pool": (["--encoder", "nature", "--width", 1, "--pool", "max6"], "--pool max6", "4 x 4"),
+    "spectral norm": (["--encoder", "nature", "--width", 1, "--spectral-norm"], "--spectral-norm", "impala"),
     "alpha": (["--per-alpha", 2], "--per-alpha 2", "from 0 to 1"),
     "beta": (["--per-beta", "0:0.4,5:2"], "--per-beta '0:0.4,5:2'", "from 0 to 1"),
     "atoms": (["--num-atoms", 0], "--num-atoms 0", "from 1 to 1024"),

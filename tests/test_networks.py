@@ -22,6 +22,7 @@ from common.devices import GAMES, SAME
 from common.networks import EncoderArgs
 from common.runs import UsageError
 
+relaxed = settings(deadline=None, max_examples=20)
 SMALL = EncoderArgs(width=1, hidden=8)
 
 
@@ -353,6 +354,47 @@ def test_every_flag_changes_the_network(script, flag):
         return str(jax.make_jaxpr(lambda: script.initial_state(args, script.make_agent(args)))())
 
     assert program() != program(**{flag: ENCODER_FLAGS[flag]})
+
+
+@relaxed
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(3, 3, 16, 32), (3, 3, 32, 8), (1, 1, 4, 4)]))
+def test_spectral_norm_is_the_largest_singular_value(seed, shape):
+    """And its slope that of the singular value, u v'."""
+    kernel = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    u, values, v = np.linalg.svd(kernel.reshape(-1, shape[3]).astype(np.float64), full_matrices=False)
+    got, slope = jax.value_and_grad(networks.largest_singular_value)(kernel)
+    # After 128 steps two values that lie closer than a hundredth are not told apart, which changes little.
+    np.testing.assert_allclose(got, values[0], rtol=3e-3)
+    assert got <= values[0] * (1 + 1e-5)
+    if values[1] < 0.95 * values[0]:
+        np.testing.assert_allclose(slope.reshape(-1, shape[3]), np.outer(u[:, 0], v[0]), atol=2e-3)
+
+
+def test_residual_blocks_with_spectral_norm_are_those_of_normed_kernels():
+    args = EncoderArgs(channels="4,8", blocks=1, hidden=8, spectral_norm=True)
+    frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    encoder = networks.make_encoder(args)
+    params = encoder.init(jax.random.key(0, impl="rbg"), frames)
+    normed = jax.tree.map(jnp.copy, params)
+    for i in (1, 2, 4, 5):  # of the two stages' six convolutions
+        kernel = params["params"][f"Conv_{i}"]["kernel"]
+        value = np.linalg.svd(np.reshape(kernel, (-1, kernel.shape[3])), compute_uv=False)[0]
+        normed["params"][f"Conv_{i}"]["kernel"] = kernel / value
+    plain = networks.make_encoder(replace(args, spectral_norm=False))
+    np.testing.assert_allclose(encoder.apply(params, frames), plain.apply(normed, frames), rtol=5e-3, atol=1e-4)
+    assert np.abs(plain.apply(params, frames) - encoder.apply(params, frames)).max() > 1e-2
+
+
+@pytest.mark.parametrize("size", [6, 8, 11])
+def test_adaptive_pool_takes_the_largest_of_each_part(size):
+    x = np.random.default_rng(0).normal(size=(2, size, size + 1, 3)).astype(np.float32)
+    got = networks.adaptive_max_pool(x, 6)
+    for i in range(6):
+        for j in range(6):
+            rows, columns = (
+                slice(int(np.floor(k * n / 6)), int(np.ceil((k + 1) * n / 6))) for k, n in ((i, size), (j, size + 1))
+            )
+            np.testing.assert_array_equal(got[:, i, j], x[:, rows, columns].max(axis=(1, 2)))
 
 
 def test_initial_weights_have_the_spread_that_they_should():
