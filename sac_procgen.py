@@ -2,10 +2,10 @@
 
 Haarnoja et al. 2018 (arXiv 1812.05905) and Christodoulou 2019 (arXiv 1910.07207): twin Q-functions, a temperature that
 holds the policy's entropy, and expectations over actions that are exact. Critics and policy see by one encoder, which
-learns from the critics alone (Yarats et al. 2021, arXiv 1910.01741). Try:
+learns from the critics alone, as in DrQ (Kostrikov et al. 2021, arXiv 2004.13649). Try:
 
     python sac_procgen.py --env-id coinrun --encoder nature --width 1 --pool flatten --buffer-size 100000
-    python sac_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --average-targets --q-clip 0.5
+    python sac_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --average-q --q-clip 0.5
 """
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
@@ -32,9 +32,11 @@ MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
     LIMITS: ClassVar = {
-        "alpha": (1e-30, None), "target_entropy_scale": (0, 1), "tau": (0, 1), "target_network_frequency": (1, None),
-        "q_clip": (0, None), "entropy_penalty": (0, None), "max_grad_norm": (0, None),
+        "alpha": (1e-6, 10), "target_entropy_scale": (0.01, 0.99), "alpha_learning_rate": (1e-6, 1), "tau": (1e-6, 1),
+        "target_network_frequency": (1, None), "q_clip": (0, None), "entropy_penalty": (0, None),
+        "max_grad_norm": (0, None),
     }  # fmt: skip
+    FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
 
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
@@ -46,16 +48,18 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     """the temperature, what a nat of entropy is worth: to begin with, or for ever without --autotune"""
     target_entropy_scale: float = 0.3
     """the target of the policy's entropy, as a part of log 15, that of a random policy"""
+    alpha_learning_rate: float = 0.01
+    """how far an update moves the temperature's logarithm for each nat between that target and the policy's entropy"""
     tau: float = 0.005
     """how far the target network goes towards the one that learns; 1 copies it"""
     target_network_frequency: int = 1
     """updates between two such moves"""
-    average_targets: bool = False
-    """take the mean of the two Q-functions and not the lesser one, which may be far too low"""
+    average_q: bool = False
+    """take the mean of the two Q-functions, in targets and for the policy; the lesser one may be far too low"""
     q_clip: float = 0.0
     """a Q-value gains nothing by being further than this from the target network's; 0 for no clipping"""
     entropy_penalty: float = 0.0
-    """coefficient of the squared difference between the policy's entropy and its target network's"""
+    """coefficient of half the squared difference between the policy's entropy and its target network's"""
     learning_rate: str = "3e-4"
     """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
     max_grad_norm: float = 10.0
@@ -63,7 +67,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        runs.check_needs(self, self.autotune, "--autotune", ("target_entropy_scale",))
+        runs.check_needs(self, self.autotune, "--autotune", ("target_entropy_scale", "alpha_learning_rate"))
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
 
 
@@ -114,7 +118,7 @@ def make_agent(args: Args) -> Agent:
 class TrainState(NamedTuple):
     """The learner."""
 
-    params: dict  # of the "agent", and "log_alpha" float32 [], the temperature's logarithm
+    params: dict  # of the "agent", and "log_alpha" float32 [], the temperature's logarithm, for actors too
     target: dict  # of the agent
     opt_state: optax.OptState
     global_step: jax.Array  # int32 []: transitions played
@@ -136,7 +140,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     return TrainState(
         params=params,
         target=jax.tree.map(jnp.copy, params["agent"]),
-        opt_state=make_optimizer(args).init(params),
+        opt_state=make_optimizer(args).init(params["agent"]),
         global_step=jnp.int32(0),
         updates=jnp.int32(0),
         iterations=jnp.int32(0),
@@ -157,7 +161,7 @@ def soft_value(args: Args, logits: jax.Array, values: jax.Array, alpha: jax.Arra
 
 def one_of_two(args: Args, values: jax.Array) -> jax.Array:
     """Two Q-functions [B, 2, ...] -> the lesser one or, if asked, their mean [B, ...] (Zhou et al. 2022, section 4)."""
-    return values.mean(axis=1) if args.average_targets else values.min(axis=1)
+    return values.mean(axis=1) if args.average_q else values.min(axis=1)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -170,9 +174,9 @@ def act(
     choose_keys, stick_keys = offpolicy.keys_of(rollout)
     actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
     soft = soft_value(args, logits, values, jnp.exp(params["log_alpha"]))
-    values = one_of_two(args, values)
+    mean = values.mean(axis=1)  # as the learner's TD error has it
     rollout = rollout._replace(frames=frames)
-    return offpolicy.record(args, rollout, age, actions, values=values, state_value=soft, stick_keys=stick_keys)
+    return offpolicy.record(args, rollout, age, actions, values=mean, state_value=soft, stick_keys=stick_keys)
 
 
 # ALGORITHM
@@ -195,20 +199,20 @@ def entropy_of(logits: jax.Array) -> jax.Array:
     return -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
 
 
-def sac_parts(args: Args, outputs: Outputs, log_alpha: jax.Array, batch: replay.Batch) -> dict[str, jax.Array]:
-    """The parts of SAC's losses of n-step transitions, for each sample, float32 [B].
+def sac_parts(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay.Batch) -> dict[str, jax.Array]:
+    """The parts of SAC's losses of n-step transitions at a temperature, for each sample, float32 [B].
 
-    Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12; temperature: equation 11, of
-    its logarithm. Zhou et al. 2022 (arXiv 2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13,
-    and the entropy's penalty, equation 9, here by the target network's policy as the old one.
+    Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
+    2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy's penalty, equation 9,
+    here with the target network's policy as the old one. Priorities correct the critics' loss alone.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     held = jax.lax.stop_gradient
-    alpha = held(jnp.exp(log_alpha))
 
     def pick(values):
         return jnp.take_along_axis(values, batch.actions[:, None, None], axis=2)[..., 0]
 
+    # Entropy counts where the n steps end; that of the states between is left out, as is usual with n-step returns.
     goal = batch.returns + batch.discounts * soft_value(args, outputs.next_logits, outputs.next_target, alpha)
     goal = held(goal)[:, None]
     chosen = pick(outputs.values)  # [B, 2]
@@ -222,18 +226,19 @@ def sac_parts(args: Args, outputs: Outputs, log_alpha: jax.Array, batch: replay.
         "q_loss": batch.weight * 0.5 * squares.sum(axis=-1),
         "policy_loss": -soft_value(args, outputs.logits, held(outputs.values), alpha),
         "q_values": chosen.mean(axis=-1),
+        "q_difference": jnp.abs(chosen[:, 0] - chosen[:, 1]),
         "entropy": entropy,
         "td_error": jnp.abs(chosen.mean(axis=-1) - goal[:, 0]),
     }
     total = parts["q_loss"] + parts["policy_loss"]
-    if args.autotune:
-        total += log_alpha * held(entropy - args.target_entropy_scale * MAX_ENTROPY)
     if args.entropy_penalty:
         total += args.entropy_penalty * 0.5 * (entropy - held(entropy_of(outputs.old_logits))) ** 2
     return parts | {"loss": total}
 
 
-def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target: dict) -> dict[str, jax.Array]:
+def loss(
+    args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target: dict, alpha: jax.Array
+) -> dict[str, jax.Array]:
     """SAC's losses. Returns their parts for each sample, float32 [B]: `devices.gradient` says why, and takes the
     mean."""
     frames, next_frames, dropout_keys = batch.frames, batch.next_frames, None
@@ -243,37 +248,51 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target:
         )
         transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
         frames, next_frames = transform(keys, frames), transform(next_keys, next_frames)
-    features = agent.apply(params["agent"], frames, dropout_keys, method="encode")
+    features = agent.apply(params, frames, dropout_keys, method="encode")
     # The encoder learns from the critics alone: what the policy's loss would do to it, they would have to follow.
-    logits = agent.apply(params["agent"], jax.lax.stop_gradient(features), method="logits")
+    logits = agent.apply(params, jax.lax.stop_gradient(features), method="logits")
     old_logits, old_values = agent.apply(target, frames) if args.q_clip or args.entropy_penalty else (None, None)
     outputs = Outputs(
-        values=agent.apply(params["agent"], features, method="values"),
+        values=agent.apply(params, features, method="values"),
         logits=logits,
-        next_logits=jax.lax.stop_gradient(agent.apply(params["agent"], next_frames)[0]),
+        next_logits=jax.lax.stop_gradient(agent.apply(params, next_frames)[0]),
         next_target=agent.apply(target, next_frames)[1],
         old_values=old_values,
         old_logits=old_logits,
     )
-    return sac_parts(args, outputs, params["log_alpha"], batch)
+    return sac_parts(args, outputs, alpha, batch)
+
+
+def tune(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
+    """The temperature's next logarithm (Christodoulou 2019, equation 11, whose gradient this is).
+
+    By a plain step and not by Adam, whose memory of the first updates, far above the target, holds a temperature back
+    that has to rise within a hundred of them, before a policy that has collapsed unlearns all other actions.
+    """
+    gap = args.target_entropy_scale * MAX_ENTROPY - entropy
+    return jnp.clip(log_alpha + args.alpha_learning_rate * gap, jnp.log(1e-6), jnp.log(10.0))
 
 
 def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
     """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
-    objective = partial(loss, args, agent, target=state.target)
-    grads, means, parts = devices.gradient(objective, state.params, batch, jnp.ones_like(batch.returns))
+    params, log_alpha = state.params["agent"], state.params["log_alpha"]
+    objective = partial(loss, args, agent, target=state.target, alpha=jnp.exp(log_alpha))
+    grads, means, parts = devices.gradient(objective, params, batch, jnp.ones_like(batch.returns))
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state)
-    params = optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction))
+    params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+    if args.autotune:
+        log_alpha = tune(args, log_alpha, means["entropy"])
     updates = state.updates + 1
     move = jnp.where(updates % args.target_network_frequency == 0, args.tau, 0.0)
-    target = jax.tree.map(lambda new, old: old + move * (new - old), params["agent"], state.target)
+    target = jax.tree.map(lambda new, old: old + move * (new - old), params, state.target)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
         "losses/grad_norm": devices.norm(grads),
         "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
-        "losses/alpha": jnp.exp(params["log_alpha"]),
+        "losses/alpha": jnp.exp(log_alpha),
         "charts/learning_rate": learning_rate,
     }
+    params = {"agent": params, "log_alpha": log_alpha}
     state = state._replace(params=params, target=target, opt_state=opt_state, updates=updates)
     return state, parts["td_error"], metrics
 

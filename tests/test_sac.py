@@ -35,7 +35,7 @@ TINY = {
     "wandb_mode": "disabled", "deterministic": True, "sticky_actions": 0.25, "checkpoint_every": 200,
     "dropout": 0.1, "augment": "translate", "restart_every": 64, "per_alpha": 0.5, "num_devices": 2,
 }  # fmt: skip
-CURES = {"average_targets": True, "q_clip": 0.5, "entropy_penalty": 0.5}
+CURES = {"average_q": True, "q_clip": 0.5, "entropy_penalty": 0.5}
 
 
 # LOSSES
@@ -62,7 +62,7 @@ def by_hand(args, outputs, held, log_alpha, alpha, batch):
     """The parts in float64, a sample and an action at a time; `held` and `alpha` are what no gradient goes through."""
 
     def one(values):
-        return (values[0] + values[1]) / 2 if args.average_targets else min(values[0], values[1])
+        return (values[0] + values[1]) / 2 if args.average_q else min(values[0], values[1])
 
     rows = {name: [] for name in ("q_loss", "policy_loss", "entropy", "loss")}
     for i in range(len(batch.actions)):
