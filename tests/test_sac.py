@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from dataclasses import fields
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from conftest import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_apex_math import GAMES, ROOMS, chain
+from test_apex_math import GAMES, ROOMS, chain, full_buffer
 
 import evaluate
 import sac_procgen as sac
@@ -58,18 +59,19 @@ def softmax(x):
     return x / x.sum()
 
 
-def by_hand(args, outputs, held, log_alpha, alpha, batch):
-    """The parts in float64, a sample and an action at a time; `held` and `alpha` are what no gradient goes through."""
+def by_hand(args, outputs, held, alpha, batch):
+    """The parts in float64, a sample and an action at a time; through `held` no gradient goes."""
 
     def one(values):
         return (values[0] + values[1]) / 2 if args.average_q else min(values[0], values[1])
 
-    rows = {name: [] for name in ("q_loss", "policy_loss", "entropy", "loss")}
+    names = "q_loss", "policy_loss", "entropy", "loss", "td_error", "q_values", "q_difference"
+    rows = {name: [] for name in names}
     for i in range(len(batch.actions)):
         a, p, q = batch.actions[i], softmax(held.next_logits[i]), np.float64(held.next_target[i])
         following = sum(p[b] * (one(q[:, b]) - alpha * np.log(p[b])) for b in range(15))
         goal = float(batch.returns[i]) + float(batch.discounts[i]) * following
-        q_loss = 0.0
+        q_loss, both = 0.0, np.float64(outputs.values[i, :, a])
         for k in range(2):
             value, old = float(outputs.values[i, k, a]), float(held.old_values[i, k, a])
             square = (value - goal) ** 2
@@ -81,49 +83,40 @@ def by_hand(args, outputs, held, log_alpha, alpha, batch):
         policy = sum(p[b] * (alpha * np.log(p[b]) - one(q[:, b])) for b in range(15))
         entropy = -sum(p * np.log(p))
         total = q_loss + policy
-        if args.autotune:
-            now = softmax(held.logits[i])
-            total += log_alpha * (-sum(now * np.log(now)) - args.target_entropy_scale * np.log(15))
         if args.entropy_penalty:
             old = softmax(held.old_logits[i])
             total += args.entropy_penalty / 2 * (entropy + sum(old * np.log(old))) ** 2
-        for name, x in (("q_loss", q_loss), ("policy_loss", policy), ("entropy", entropy), ("loss", total)):
+        td, difference = abs(goal - both.mean()), abs(both[0] - both[1])
+        for name, x in zip(names, (q_loss, policy, entropy, total, td, both.mean(), difference), strict=True):
             rows[name].append(x)
     return {name: np.array(x) for name, x in rows.items()}
 
 
 @relaxed
-@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, CURES, {"autotune": False}, {"q_clip": 0.3}]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, CURES, {"q_clip": 0.3}]))
 def test_losses_and_gradients_by_hand(seed, flags):
     rng, size = np.random.default_rng(seed), 3
     args = sac.Args(**flags)
     outputs, batch = random_outputs(rng, size)
-    log_alpha = np.float32(rng.normal() - 1)
-    alpha = float(np.exp(np.float64(log_alpha)))
-    got = sac.sac_parts(args, outputs, log_alpha, batch)
-    want = by_hand(args, outputs, outputs, log_alpha, alpha, batch)
+    alpha = float(np.exp(rng.normal() - 1))
+    got = sac.sac_parts(args, outputs, alpha, batch)
+    want = by_hand(args, outputs, outputs, alpha, batch)
+    assert got.keys() == want.keys()
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
 
-    def objective(outputs, log_alpha):
-        return sac.sac_parts(args, outputs, log_alpha, batch)["loss"].sum()
-
-    grads, of_alpha = jax.grad(objective, (0, 1))(outputs, log_alpha)
+    grads = jax.grad(lambda outputs: sac.sac_parts(args, outputs, alpha, batch)["loss"].sum())(outputs)
     small = 1e-5
 
-    def change(field=None, index=None):
+    def change(field, index):
         """Central differences of the sum, in float64, of one number."""
         sums = []
         for sign in (1, -1):
-            moved, temperature = {name: np.float64(x) for name, x in outputs._asdict().items()}, float(log_alpha)
-            if field:
-                moved[field][index] += sign * small
-            else:
-                temperature += sign * small
-            sums.append(by_hand(args, sac.Outputs(**moved), outputs, temperature, alpha, batch)["loss"].sum())
+            moved = {name: np.float64(x) for name, x in outputs._asdict().items()}
+            moved[field][index] += sign * small
+            sums.append(by_hand(args, sac.Outputs(**moved), outputs, alpha, batch)["loss"].sum())
         return (sums[0] - sums[1]) / (2 * small)
 
-    np.testing.assert_allclose(of_alpha, change(), rtol=1e-3, atol=1e-4)
     for i in range(size):
         seen = "values", (i, int(rng.integers(2)), batch.actions[i])
         for field, index in (seen, ("logits", (i, int(rng.integers(15))))):
@@ -134,40 +127,134 @@ def test_losses_and_gradients_by_hand(seed, flags):
         assert not np.any(getattr(grads, field)), field
 
 
-@pytest.mark.parametrize(("scale", "sign"), [(0.1, -1), (0.99, 1)])
-def test_the_temperature_moves_the_policys_entropy_to_its_target(scale, sign):
-    """A policy with more entropy than the target cools down, one with less warms up."""
-    outputs, batch = random_outputs(np.random.default_rng(0), 8)
-    args = sac.Args(target_entropy_scale=scale)
-    slope = jax.grad(lambda x: sac.sac_parts(args, outputs, x, batch)["loss"].sum())(jnp.float32(-2))
-    assert np.sign(-slope) == sign
+def test_the_temperature_is_moved_towards_the_target_and_stays_in_its_range():
+    args = sac.Args(target_entropy_scale=0.5, alpha_learning_rate=0.1)
+    target = 0.5 * np.log(15)
+    np.testing.assert_allclose(sac.tune(args, jnp.float32(-2), target - 0.3), -2 + 0.03, rtol=1e-5)
+    np.testing.assert_allclose(sac.tune(args, jnp.float32(-2), target + 0.3), -2 - 0.03, rtol=1e-5)
+    np.testing.assert_allclose(sac.tune(args, jnp.log(jnp.float32(9.9)), -1e3), np.log(10), rtol=1e-5)
+    np.testing.assert_allclose(sac.tune(args, jnp.log(jnp.float32(1e-5)), 1e3), np.log(1e-6), rtol=1e-5)
+
+
+def different_networks(**flags):
+    """Arguments, an agent, its state with a target network of another seed, and a batch of random frames."""
+    args = sac.Args(**TINY | {"dropout": 0.0, "augment": "", "num_devices": 1} | flags)
+    agent, rng = sac.make_agent(args), np.random.default_rng(0)
+    state = sac.initial_state(args, agent)
+    loud = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), state.params["agent"])
+    state = state._replace(params=state.params | {"agent": loud})
+    frames = rng.integers(0, 256, (2, args.batch_size, 64, 64, 6), np.uint8)
+    _, batch = random_outputs(rng, args.batch_size)
+    batch = batch._replace(
+        frames=frames[0], next_frames=frames[1], row=np.arange(args.batch_size), env=np.zeros(args.batch_size, int),
+        keys=jax.random.split(jax.random.PRNGKey(0), args.batch_size),
+    )  # fmt: skip
+    return args, agent, state, batch
+
+
+def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
+    args, agent, state, batch = different_networks(**CURES)
+    online, target = state.params["agent"], state.target
+    logits, values = agent.apply(online, batch.frames)
+    old_logits, old_values = agent.apply(target, batch.frames)
+    outputs = sac.Outputs(
+        values, logits, next_logits=agent.apply(online, batch.next_frames)[0],
+        next_target=agent.apply(target, batch.next_frames)[1], old_values=old_values, old_logits=old_logits,
+    )  # fmt: skip
+    want = sac.sac_parts(args, outputs, 0.3, batch)
+    got = sac.loss(args, agent, online, batch, target=target, alpha=0.3)
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert np.abs(values - old_values).max() > 0.1
+    augmented = sac.Args(**vars(args) | {"augment": "flip", "augment_prob": 1.0})
+    both = [batch, batch._replace(next_frames=batch.next_frames[:, ::-1, ::-1])]  # its flips are among the four
+    first, other = (sac.loss(augmented, agent, online, b, target=target, alpha=0.3)["td_error"] for b in both)
+    plain = sac.loss(args, agent, online, batch._replace(frames=batch.frames), target=target, alpha=0.3)["td_error"]
+    assert np.abs(first - plain).max() > 1e-4
+    assert np.abs(first - other).max() > 1e-4
+
+
+def test_an_update_moves_the_target_the_temperature_and_the_priorities():
+    args, agent, state, batch = different_networks(tau=0.1, target_network_frequency=1, per_alpha=1.0)
+    new, td, metrics = jax.jit(partial(sac.improve, args, agent))(state, batch)
+    want = jax.tree.map(lambda x, old: old + 0.1 * (x - old), new.params["agent"], state.target)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), new.target, want)
+    moved = sac.tune(args, state.params["log_alpha"], metrics["losses/entropy"])
+    np.testing.assert_allclose(new.params["log_alpha"], moved, rtol=1e-5)
+    np.testing.assert_allclose(metrics["losses/alpha"], np.exp(moved), rtol=1e-5)
+    still = sac.improve(sac.Args(**vars(args) | {"autotune": False}), agent, state, batch)[0]
+    assert still.params["log_alpha"] == state.params["log_alpha"]
+    assert (td >= 0).all()
+
+    buffer = full_buffer(args, jax.devices()[0])
+    before = np.asarray(buffer.priorities)
+    drawn = offpolicy.sample(args, buffer, 0, 1.0)
+    _, td, _ = sac.improve(args, agent, state, drawn)
+    _, buffer, _ = sac.update(args, agent, state, buffer, 1, 1.0)
+    after, row, env = np.asarray(buffer.priorities), np.asarray(drawn.row), np.asarray(drawn.env)
+    largest = {}
+    for place, x in zip(zip(row, env, strict=True), np.asarray(td), strict=True):
+        largest[place] = max(largest.get(place, 0), x)
+    for place, x in largest.items():
+        np.testing.assert_allclose(after[place], x, rtol=1e-3, atol=1e-5)
+    others = np.ones(before.shape, bool)
+    others[row, env] = False
+    np.testing.assert_array_equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("average_q", [False, True])
+def test_actors_write_down_the_learners_values(average_q):
+    args, agent, state, _ = different_networks(average_q=average_q, sticky_actions=0.0, alpha=0.5)
+    carry = offpolicy.initial_carry(args, np.arange(4, dtype=np.int32))
+    obs = np.random.default_rng(1).integers(0, 256, (4, 3, 64, 64), np.uint8)
+    rollout, played = sac.act(
+        args, agent, state.params, offpolicy.begin_rollout(args, carry, 0), obs, np.zeros(4, np.int32)
+    )
+    stacks = np.concatenate(
+        [obs.transpose(0, 2, 3, 1)] * 2, axis=-1
+    )  # an episode's first frame stands for those before
+    logits, values = (np.float64(x) for x in agent.apply(state.params["agent"], stacks))
+    one = values.mean(axis=1) if average_q else values.min(axis=1)
+    np.testing.assert_array_equal(rollout.actions[0], played)
+    for i in range(4):
+        p = softmax(logits[i])
+        soft = sum(p * (one[i] - 0.5 * np.log(p)))
+        np.testing.assert_allclose(rollout.state_value[0, i], soft, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(rollout.action_value[0, i], values[i, :, played[i]].mean(), rtol=1e-3, atol=1e-4)
 
 
 def test_the_encoder_learns_from_the_critics_alone():
     args = sac.Args(**TINY | {"dropout": 0.0, "augment": "", "num_devices": 1})
     agent, rng = sac.make_agent(args), np.random.default_rng(0)
-    params = sac.initial_state(args, agent).params
-    target = jax.tree.map(jnp.copy, params["agent"])
+    params = sac.initial_state(args, agent).params["agent"]
+    target = jax.tree.map(jnp.copy, params)
     _, batch = random_outputs(rng, 4)
     frames = rng.integers(0, 256, (2, 4, 64, 64, 6), np.uint8)
     batch = batch._replace(frames=frames[0], next_frames=frames[1], weight=np.zeros(4, np.float32))
-    grads = jax.grad(lambda p: sac.loss(args, agent, p, batch, target=target)["loss"].sum())(params)
-    heads = grads["agent"]["params"]
+
+    def total(params, target):
+        return sac.loss(args, agent, params, batch, target=target, alpha=0.1)["loss"].sum()
+
+    heads, of_target = (grads["params"] for grads in jax.grad(total, (0, 1))(params, target))
     assert not any(np.any(x) for x in jax.tree.leaves([heads["encoder"], heads["q1"], heads["q2"]]))
     assert any(np.any(x) for x in jax.tree.leaves(heads["policy"]))
-    assert not any(np.any(x) for x in jax.tree.leaves(jax.grad(
-        lambda t: sac.loss(args, agent, params, batch, target=t)["loss"].sum())(target)))  # fmt: skip
+    assert not any(np.any(x) for x in jax.tree.leaves(of_target))
 
 
-@pytest.mark.parametrize("cures", [{}, CURES], ids=["plain", "cures"])
+@pytest.mark.parametrize(
+    "cures",
+    [{}, CURES, {"autotune": True, "alpha": 0.1, "alpha_learning_rate": 0.05}],
+    ids=["plain", "cures", "autotune"],
+)
 def test_known_values_are_learnt(cures):
-    """Three rooms in a row, of which `chain` says what they pay; the temperature is low enough not to matter."""
-    args = sac.Args(**TINY | cures | {
+    """Three rooms in a row, of which `chain` says what they pay; the temperature is low enough not to matter. Or it is
+    tuned, and the policy has the entropy asked for."""
+    args = sac.Args(**TINY | {
         "num_envs": GAMES, "num_actors": 1, "num_steps": 400, "buffer_size": 400 * GAMES, "n_step": 1, "gamma": 0.9,
         "batch_size": 64, "frame_stack": 1, "learning_rate": "0:3e-3,300:1e-4", "hidden": 32, "per_alpha": 0.0,
         "tau": 0.2, "target_network_frequency": 1, "alpha": 0.01, "autotune": False,
         "dropout": 0.0, "augment": "", "num_devices": 1, "learning_starts": 400 * GAMES,
-    })  # fmt: skip
+    } | cures)  # fmt: skip
     agent = sac.make_agent(args)
     images, actions, steps = chain(np.random.default_rng(0), 400)
     history = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
@@ -179,6 +266,10 @@ def test_known_values_are_learnt(cures):
     for i in range(0, 400, 20):
         state, buffer, _ = sac.update(args, agent, state._replace(global_step=jnp.int32(i)), buffer, 20, 1.0)
     logits, values = jax.device_get(agent.apply(state.params["agent"], ROOMS))
+    if args.autotune:
+        entropy = sac.entropy_of(agent.apply(state.params["agent"], offpolicy.sample(args, buffer, 0, 1.0).frames)[0])
+        assert entropy.mean() == pytest.approx(args.target_entropy_scale * np.log(15), abs=0.3)
+        return
     values, best = values.mean(axis=1), np.arange(3) + 1
     np.testing.assert_allclose(values[np.arange(3), best], [0.9 * 2.8, 2.8, 2], atol=0.3)
     np.testing.assert_allclose([np.delete(values[i], i + 1).mean() for i in range(3)], [0.1, 0, 0], atol=0.3)
@@ -223,8 +314,13 @@ def test_same_seed_and_a_resume_give_the_same_run(train, monkeypatch, capfd):
 def test_a_buffer_that_is_not_saved_is_filled_again(train, capfd):
     half = train(save_replay=False, total_timesteps=300)
     assert "replay" not in checkpoints.load(half.path)[1]
-    train(save_replay=False, resume=str(half.path))
+    before = read_metrics(half.path)[-1]
+    resumed = train(save_replay=False, resume=str(half.path))
     assert "the replay buffer was not saved: learning goes on after 100 more steps" in capfd.readouterr().err
+    for line in read_metrics(resumed.path):
+        refilling = before["global_step"] < line["global_step"] <= before["global_step"] + 100
+        assert not refilling or line["charts/updates"] == before["charts/updates"]
+    assert line["charts/updates"] > before["charts/updates"]
 
 
 def test_the_form_for_accelerators_trains_too(train, monkeypatch):
@@ -238,8 +334,8 @@ FLAGS = {
     "sticky_actions": 0.5, "reward_shaping": True, "reward_clip": 0.5, "hidden": 8, "dropout": 0.5, "seed": 2,
     "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "buffer_size": 256, "learning_starts": 200,
     "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 5, "autotune": False,
-    "alpha": 0.5, "target_entropy_scale": 0.9, "tau": 0.5, "target_network_frequency": 1, "gamma": 0.5,
-    "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "augment": "flip", "augment_prob": 1.0,
+    "alpha": 0.5, "target_entropy_scale": 0.9, "alpha_learning_rate": 0.1, "tau": 0.5, "target_network_frequency": 1,
+    "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "augment": "flip", "augment_prob": 1.0,
     "restart_every": 16, "num_devices": 1, **CURES,
 }  # fmt: skip
 # Tested elsewhere: these change files or where things are, let the clock in, or are of groups that are the same code in
@@ -268,8 +364,8 @@ def test_every_flag_changes_something(flag, tmp_path):
 @pytest.mark.parametrize(
     ("words", "names", "valid"),
     [
-        (["--tau", 2], "--tau 2", "from 0 to 1"),
-        (["--alpha", 0], "--alpha 0", "or more"),
+        (["--tau", 0], "--tau 0", "from 1e-06 to 1"),
+        (["--alpha", 0], "--alpha 0", "from 1e-06 to 10"),
         (["--no-autotune", "--target-entropy-scale", 0.5], "--target-entropy-scale 0.5", "--autotune"),
         (["--per-beta", 1], "--per-beta 1", "--per-alpha"),
         (["--learning-starts", 5], "--learning-starts 5", "an n-step return"),
