@@ -354,7 +354,7 @@ def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Ca
 
     Returns an Unroll and the next Carry.
     """
-    params = networks.for_acting(agent, params)
+    agent, params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):

@@ -280,7 +280,7 @@ def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) ->
 
 def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
     """Plays the i-th rollout, num_steps steps of each game; returns Rollout, envs.Steps and the next Carry."""
-    params = networks.for_acting(agent, params)
+    agent, params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):

@@ -385,7 +385,7 @@ def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: j
 
 def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch, check_stop):
     """Plays the i-th rollout, num_steps steps of each game, as `actors.Fleet` asks for it: Unroll, next Carry."""
-    params = networks.for_acting(agent, params)
+    agent, params = networks.for_acting(agent, params)
     rollout, rooms, pictures = begin_rollout(args, carry, i), [], {}
 
     def choose_actions(obs, age):

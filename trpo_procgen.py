@@ -255,7 +255,9 @@ def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) ->
 
 def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
     """Plays the i-th rollout, num_steps steps of each game; returns Rollout, envs.Steps and the next Carry."""
-    params = {name: networks.for_acting(network, params[name]) for name, network in agent._asdict().items()}
+    acting = {name: networks.for_acting(network, params[name]) for name, network in agent._asdict().items()}
+    agent = Agent(**{name: network for name, (network, _) in acting.items()})
+    params = {name: some for name, (_, some) in acting.items()}
     rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):

@@ -226,10 +226,10 @@ def started(module: ModuleType, args, place: Place, games: int) -> Any:
     return place(jax.eval_shape(partial(module.begin_rollout, args), carry, 0), module.ROLLOUT)
 
 
-def played_with(place: Place, agent, params: dict) -> dict:
+def played_with(place: Place, agent, params: dict) -> tuple[Any, dict]:
     """What `networks.for_acting` returns."""
-    params = place(jax.eval_shape(partial(networks.cast_encoder, agent.encoder.layers.dtype), params))
-    return jax.tree.map(shape, params, layouts(params))
+    params = place(jax.eval_shape(partial(networks.prepare, agent.encoder.layers), params))
+    return networks.acting(agent), jax.tree.map(shape, params, layouts(params))
 
 
 def plan_on_policy(script: ModuleType, args: Any, gpus: list[jax.Device]) -> Plan:
@@ -239,12 +239,13 @@ def plan_on_policy(script: ModuleType, args: Any, gpus: list[jax.Device]) -> Pla
     steps = place(steps_of(args.num_steps, args.num_envs), envs.STEPS)
     frames = place(seen(args.num_envs, envs.FRAME_SHAPE), GAMES)
     if script is trpo:
-        params = {name: played_with(place, net, state.params[name]) for name, net in agent._asdict().items()}
+        both = {name: played_with(place, network, state.params[name]) for name, network in agent._asdict().items()}
+        player, params = trpo.Agent(*(network for network, _ in both.values())), {n: p for n, (_, p) in both.items()}
     else:
-        params = played_with(place, agent, state.params["agent"])
+        player, params = played_with(place, agent, state.params["agent"])
     return Plan(
         {
-            "act": partial(script.act.lower, args, agent, params, rollout, *frames),
+            "act": partial(script.act.lower, args, player, params, rollout, *frames),
             "update": partial(script.update.lower, args, agent, state, rollout, steps),
         },
         Cycle(
@@ -269,11 +270,11 @@ def plan_impala(args: impala.Args, gpus: list[jax.Device]) -> Plan:
     rollouts = (started(impala, args, place, games),) * args.num_actors
     steps = (place(steps_of(args.num_steps, games), envs.STEPS),) * args.num_actors
     unrolls = place(jax.eval_shape(partial(impala.remember, args), memory, rollouts, steps, 0, 0)[1], STEPS)
-    params = played_with(alone, agent, state.params)
+    player, params = played_with(alone, agent, state.params)
     own, frames = started(impala, args, alone, games), alone(seen(games, envs.FRAME_SHAPE))
     return Plan(
         {
-            "act": partial(impala.act.lower, args, agent, params, own, *frames),
+            "act": partial(impala.act.lower, args, player, params, own, *frames),
             "remember": partial(impala.remember.lower, args, memory, rollouts, steps, 0, 0),
             "update": partial(impala.update.lower, args, agent, state, unrolls),
         },
@@ -296,11 +297,11 @@ def plan_off_policy(script: ModuleType, args: Any, gpus: list[jax.Device]) -> Pl
     buffer = place(buffer, replay.REPLAY)
     rollouts = (started(offpolicy, args, place, games),) * args.num_actors
     steps = (place(steps_of(args.num_steps, games), envs.STEPS),) * args.num_actors
-    params = played_with(alone, agent, state.params)
+    player, params = played_with(alone, agent, state.params)
     own, frames = started(offpolicy, args, alone, games), alone(seen(games, envs.FRAME_SHAPE))
     return Plan(
         {
-            "act": partial(script.act.lower, args, agent, params, own, *frames),
+            "act": partial(script.act.lower, args, player, params, own, *frames),
             "insert": partial(offpolicy.insert.lower, args, buffer, rollouts, steps),
             # Only a run knows how often its loop goes round: the plan is of one update.
             "update": partial(script.update.lower, args, agent, state, buffer, 1, 1.0),
@@ -325,11 +326,11 @@ def plan_rnd(args: rnd.Args, gpus: list[jax.Device]) -> Plan:
     state = place(jax.eval_shape(partial(rnd.initial_state, args, agent)), rnd.STATE)
     rollout = started(rnd, args, place, args.num_envs)
     steps = place(steps_of(args.num_steps, args.num_envs), envs.STEPS)
-    params = played_with(acting, agent, state.params["agent"])
+    player, params = played_with(acting, agent, state.params["agent"])
     own, frames = acting(rollout, rnd.ROLLOUT), acting(seen(args.num_envs, atari.FRAME_SHAPE), GAMES)
     return Plan(
         {
-            "act": partial(rnd.act.lower, args, agent, params, own, *frames),
+            "act": partial(rnd.act.lower, args, player, params, own, *frames),
             "update": partial(rnd.update.lower, args, agent, state, rollout, steps),
         },
         Cycle(

@@ -5,6 +5,7 @@ out of scope), are chosen by the same flags in every script; what a flag leaves 
 each costs, in parameters, arithmetic, memory and time on this machine, benchmarks/encoders.py measures.
 """
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -120,14 +121,15 @@ def largest_singular_value(kernel: jax.Array) -> jax.Array:
     """Of a kernel [H, W, I, O] as a matrix [H W I, O], as PyTorch's spectral_norm takes it: float32 [].
 
     Its vectors are constants to the gradient, as there (Miyato et al. 2018, section 2.1). There is no state: power
-    iteration starts anew from the matrix itself, squared seven times, which is 128 steps of it.
+    iteration starts anew from the matrix itself, squared eight times, which is 256 steps of it.
     """
     matrix = kernel.reshape(-1, kernel.shape[-1]).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         power = jax.lax.stop_gradient(matrix)
         power = power.T @ power
-        for _ in range(7):
+        for _ in range(4):  # a trace of 1 leaves the largest of 64 eigenvalues above 1e-8 when it is squared twice
             power = power / jnp.maximum(jnp.trace(power), 1e-30)
+            power = power @ power
             power = power @ power
         right = power[:, jnp.argmax(jnp.diagonal(power))]
         right = right / jnp.maximum(jnp.linalg.norm(right), 1e-30)
@@ -136,16 +138,26 @@ def largest_singular_value(kernel: jax.Array) -> jax.Array:
         return left @ matrix @ right
 
 
+class SpectralConv(nn.Conv):
+    """A convolution with its kernel divided by its largest singular value."""
+
+
+def spectral(kernel: jax.Array) -> jax.Array:
+    return kernel / jnp.maximum(largest_singular_value(kernel), 1e-12).astype(kernel.dtype)
+
+
 def spectral_conv(x: jax.Array, kernel: jax.Array, *given, **options) -> jax.Array:
-    """`cpu.conv_general_dilated` with the kernel divided by its largest singular value."""
-    norm = jnp.maximum(largest_singular_value(kernel), 1e-12).astype(kernel.dtype)
-    return cpu.conv_general_dilated(x, kernel / norm, *given, **options)
+    return cpu.conv_general_dilated(x, spectral(kernel), *given, **options)
 
 
-def conv(features: int, size: int, stride: int, padding: str, spectral: bool = False, **options) -> nn.Conv:
-    """A convolution with a square kernel, in the form that is fast on this device."""
-    convolve = spectral_conv if spectral else cpu.conv_general_dilated
-    return nn.Conv(features, (size, size), stride, padding, conv_general_dilated=convolve, **options)
+def conv(features: int, size: int, stride: int, padding: str, norm: str = "none", **options) -> nn.Conv:
+    """A convolution with a square kernel, in the form that is fast on this device.
+
+    `norm` is "none", "spectral", or "spectral, done" where the kernel that it is given is divided already.
+    """
+    kind = nn.Conv if norm == "none" else SpectralConv
+    convolve = spectral_conv if norm == "spectral" else cpu.conv_general_dilated
+    return kind(features, (size, size), stride, padding, conv_general_dilated=convolve, **options)
 
 
 @dataclass(frozen=True)
@@ -157,18 +169,18 @@ class Layers:
     bias: bool
     init: str
     activation: str
-    spectral_norm: bool
+    residual_norm: str  # of residual blocks' kernels, see `conv`
     pool: str
     hidden: int
     dtype: jnp.dtype
 
     def residual_conv(self, x: jax.Array, features: int) -> jax.Array:
         """`conv`, of a residual block."""
-        return self.conv(x, features, spectral=self.spectral_norm)
+        return self.conv(x, features, kernel_norm=self.residual_norm)
 
     def conv(
         self, x: jax.Array, features: int, size: int = 3, stride: int = 1, padding="SAME", depthwise=False,
-        spectral=False,
+        kernel_norm="none",
     ) -> jax.Array:  # fmt: skip
         """A convolution [B, H, W, C] -> [B, H', W', features], then GroupNorm if `norm`; `features` is a multiple of C
         if `depthwise`."""
@@ -177,16 +189,16 @@ class Layers:
             x = self._conv(x, features, 1, 1, padding)
         else:
             groups = x.shape[3] if depthwise else 1
-            x = self._conv(x, features, size, stride, padding, groups=groups, spectral=spectral)
+            x = self._conv(x, features, size, stride, padding, groups=groups, norm=kernel_norm)
         return nn.GroupNorm(math.gcd(features, 8), dtype=self.dtype)(x) if self.norm else x
 
-    def _conv(self, x, features, size, stride, padding, groups=1, bias=True, spectral=False):
+    def _conv(self, x, features, size, stride, padding, groups=1, bias=True, norm="none"):
         return conv(
             features,
             size,
             stride,
             padding,
-            spectral,
+            norm,
             feature_group_count=groups,
             use_bias=bias and self.bias,
             dtype=self.dtype,
@@ -355,7 +367,7 @@ def make_encoder(args) -> nn.Module:
         bias=on(args.conv_bias, name in ("impala", "nature")),
         init=args.init,
         activation=args.activation,
-        spectral_norm=args.spectral_norm,
+        residual_norm="spectral" if args.spectral_norm else "none",
         pool=args.pool,
         hidden=args.hidden,
         dtype=jnp.bfloat16 if bfloat16 else jnp.float32,
@@ -414,28 +426,39 @@ def _parse_xresnet(text: str) -> dict:
 # PARAMETERS TO ACT WITH
 
 
-def for_acting(agent: nn.Module, params: dict) -> dict:
-    """The parameters that a rollout is played with, the encoder's in its own dtype: else each `act` converts them anew.
+def for_acting(agent: nn.Module, params: dict) -> tuple[nn.Module, dict]:
+    """The agent and parameters that a rollout is played with: what each `act` would do to them anew is done.
 
-    The learner keeps float32; where that is the encoder's dtype, these are the same.
+    The encoder's are in its own dtype, where the learner keeps float32, and kernels are divided by their spectral norm.
     """
-    dtype = agent.encoder.layers.dtype
-    if dtype == jnp.float32:
-        return params
-    params = cast_encoder(dtype, params)
-    return params if devices.on_cpu() else jax.device_put(params, gpu.layouts(params))
+    layers = agent.encoder.layers
+    if layers.dtype == jnp.float32 and layers.residual_norm == "none":
+        return agent, params
+    agent, params = acting(agent), prepare(layers, params)
+    return agent, params if devices.on_cpu() else jax.device_put(params, gpu.layouts(params))
+
+
+def acting(agent: nn.Module) -> nn.Module:
+    """An agent that takes the parameters that `prepare` returns."""
+    layers = agent.encoder.layers
+    if layers.residual_norm == "none":
+        return agent
+    return agent.clone(encoder=agent.encoder.clone(layers=dataclasses.replace(layers, residual_norm="spectral, done")))
 
 
 @partial(jax.jit, static_argnums=0)
-def cast_encoder(dtype: jnp.dtype, params: dict) -> dict:
+def prepare(layers: Layers, params: dict) -> dict:
     """An agent's parameters, with those that Flax would convert to the encoder's dtype in it: GroupNorm's, and all that
-    is not the encoder's, stay."""
+    is not the encoder's, stay. Kernels of a SpectralConv are divided."""
 
-    def cast(path, x):
+    def one(path, x):
         names = [key.key for key in path]
-        return x.astype(dtype) if "encoder" in names and names[-2].startswith(("Conv", "Dense")) else x
+        if "encoder" not in names or not names[-2].startswith(("Conv", "SpectralConv", "Dense")):
+            return x
+        divided = spectral(x) if names[-2].startswith("SpectralConv") and names[-1] == "kernel" else x
+        return divided.astype(layers.dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, params)
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 # DROPOUT AND MEMORY

@@ -182,7 +182,7 @@ def collect(act: Callable, args: Any, agent: nn.Module, games: envs.Games, param
     Args:
       act: the script's act(args, agent, params, rollout, obs, age) -> (rollout, actions).
     """
-    params = networks.for_acting(agent, params)
+    agent, params = networks.for_acting(agent, params)
     rollout = begin_rollout(args, carry, i)
 
     def choose_actions(obs, age):

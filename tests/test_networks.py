@@ -224,7 +224,7 @@ def test_parameters_to_act_with_give_the_same_bit_for_bit(flags):
     shapes = jax.eval_shape(lambda: ppo.initial_state(args, agent)).params["agent"]
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32), shapes)
-    acting = networks.for_acting(agent, params)
+    _, acting = networks.for_acting(agent, params)
     given = rng.integers(0, 256, (2, 64, 64, 3 * len(args.offsets)), np.uint8), np.ones(2, bool), ()
     for got, want in zip(agent.apply(acting, *given)[:2], agent.apply(params, *given)[:2], strict=True):
         np.testing.assert_array_equal(got, want)
@@ -236,7 +236,7 @@ def test_parameters_to_act_with_give_the_same_bit_for_bit(flags):
 def test_parameters_to_act_with_are_the_learners_where_the_encoder_is_float32():
     args = ppo.Args(width=1, hidden=8)
     params = {"params": {"encoder": {"Conv_0": {"kernel": jnp.ones((3, 3, 6, 16))}}}}
-    assert networks.for_acting(ppo.make_agent(args), params) is params
+    assert networks.for_acting(ppo.make_agent(args), params)[1] is params
 
 
 def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):
@@ -244,9 +244,9 @@ def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):
     args = ppo.Args(width=1, blocks=1, hidden=8, dtype="bfloat16")
     agent = ppo.make_agent(args)
     params = ppo.initial_state(args, agent).params["agent"]
-    want = networks.for_acting(agent, params)
+    _, want = networks.for_acting(agent, params)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    got = networks.for_acting(agent, params)
+    _, got = networks.for_acting(agent, params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     asked = jax.jit(lambda params: jax.tree.map(jnp.sum, params)).lower(got).compile().input_formats[0][0]
     kernels = [form.layout.major_to_minor for form in jax.tree.leaves(asked) if len(form.layout.major_to_minor) == 4]
@@ -376,13 +376,28 @@ def test_residual_blocks_with_spectral_norm_are_those_of_normed_kernels():
     encoder = networks.make_encoder(args)
     params = encoder.init(jax.random.key(0, impl="rbg"), frames)
     normed = jax.tree.map(jnp.copy, params)
-    for i in (1, 2, 4, 5):  # of the two stages' six convolutions
-        kernel = params["params"][f"Conv_{i}"]["kernel"]
+    for i in range(4):
+        kernel = params["params"][f"SpectralConv_{i}"]["kernel"]
         value = np.linalg.svd(np.reshape(kernel, (-1, kernel.shape[3])), compute_uv=False)[0]
-        normed["params"][f"Conv_{i}"]["kernel"] = kernel / value
-    plain = networks.make_encoder(replace(args, spectral_norm=False))
-    np.testing.assert_allclose(encoder.apply(params, frames), plain.apply(normed, frames), rtol=5e-3, atol=1e-4)
-    assert np.abs(plain.apply(params, frames) - encoder.apply(params, frames)).max() > 1e-2
+        normed["params"][f"SpectralConv_{i}"]["kernel"] = kernel / value
+    done = encoder.clone(layers=replace(encoder.layers, residual_norm="spectral, done"))
+    want = done.apply(normed, frames)
+    np.testing.assert_allclose(encoder.apply(params, frames), want, rtol=5e-3, atol=1e-4)
+    assert np.abs(done.apply(params, frames) - want).max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_to_act_with_are_divided_once(dtype):
+    args = ppo.Args(channels="4,8", blocks=1, hidden=8, spectral_norm=True, dtype=dtype)
+    agent, rng = ppo.make_agent(args), np.random.default_rng(0)
+    params = ppo.initial_state(args, agent).params["agent"]
+    given = rng.integers(0, 256, (2, 64, 64, 3 * len(args.offsets)), np.uint8), np.ones(2, bool), ()
+    acting, some = networks.for_acting(agent, params)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for got, want in zip(acting.apply(some, *given)[:2], agent.apply(params, *given)[:2], strict=True):
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+    assert "argmax" not in str(jax.make_jaxpr(acting.apply)(some, *given))
+    assert "argmax" in str(jax.make_jaxpr(agent.apply)(params, *given))
 
 
 @pytest.mark.parametrize("size", [6, 8, 11])
