@@ -2,26 +2,31 @@
 
 python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
 python evaluate.py runs/MontezumaRevenge-v5__rnd_montezuma__1__1790000000 --episodes 8 --video
+python evaluate.py agents/hnppo_six_doors --video
+python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish
 """
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
+import dataclasses
 import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from common import files, runs
+from common import agents, files, runs
 
 
 @dataclass(frozen=True)
 class Args:
     run_dir: tyro.conf.Positional[str]
-    """the run directory"""
+    """the run directory, or that of an exported agent"""
     episodes: int = 128
     """episodes to play, the same number in each game"""
     levels: Literal["train", "test"] = "test"
@@ -32,6 +37,8 @@ class Args:
     """play uniformly random actions instead, for comparison"""
     seed: int = 0
     """of the games and the policy's draws"""
+    export: str = ""
+    """write what is played to this folder, as a small agent that evaluate.py plays too, and play that"""
 
 
 def read_results(path: Path) -> dict:
@@ -64,6 +71,15 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
             Console().print(table)
 
 
+def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
+    """Writes a run's agent to a folder, and says how large it is."""
+    tree = script.trained(saved, script.make_agent(saved), run_dir)
+    anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
+    content = {"script": script.SCRIPT, "args": dataclasses.asdict(dataclasses.replace(saved, **anywhere))}
+    agents.write(folder, content, jax.device_get(tree))
+    print(f"agent: {folder}, {(folder / agents.FILE).stat().st_size / 1e3:,.0f} kB")
+
+
 def main(args: Args) -> dict:
     """Evaluates the newest checkpoint of a run; returns what eval.json now says of it."""
     runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
@@ -78,9 +94,12 @@ def main(args: Args) -> dict:
     except runs.UsageError as error:
         raise runs.UsageError(f"RUN_DIR {args.run_dir}: of its args.json, {error}") from None
     files.make_folder(path, "RUN_DIR")
+    if args.export:
+        path = Path(args.export)
+        export(script, saved, args.run_dir, path)
     answer = script.evaluate(
         saved,
-        args.run_dir,
+        str(path),
         episodes=args.episodes,
         seed=args.seed,
         levels=args.levels,

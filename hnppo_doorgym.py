@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import doorgym
-from common import continual, devices, doors, envs, runs, shaping
+from common import agents, continual, devices, doors, envs, runs, shaping
 from common.devices import SAME, STEPS
 from common.doors import DECISIONS, SLOTS, Rollout
 from common.runs import check
@@ -302,6 +303,10 @@ class TrainState(NamedTuple):
 
 
 STATE = devices.layout(TrainState, return_filter=shaping.FILTER)
+
+
+def make_agent(args: Args) -> Agent:
+    return Agent(args)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -608,32 +613,46 @@ def evaluate_task(args: Args, agent: Agent, state: TrainState, task: str) -> tup
     return state, ends.means("eval/") | {"eval/mean_return": ends.returns.mean()}
 
 
+def trained(args: Args, agent: Agent, run_dir: str) -> dict:
+    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote: a policy
+    for each task. A network that learnt its task from scratch plays that task; otherwise see `policy_for`."""
+
+    def part(state):
+        actors = []
+        for i in range(len(doors.task_names(args))):
+            actor = policy_for(agent, state, i)["actor"]
+            if args.method == "ppo":
+                own = agent.unpack(state.targets[i])["actor"]
+                actor = jax.tree.map(partial(jnp.where, i < state.finished), own, actor)
+            actors.append(actor)
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *actors)
+        return {"actor": stacked, "finished": state.finished, "global_step": state.global_step}
+
+    return agents.load(run_dir, partial(initial_state, args, agent), partial(load, args, agent), part)
+
+
 def evaluate(
     args: Args, run_dir: str, *, episodes: int, seed: int, levels: str, random: bool, video: bool
 ) -> runs.Evaluation:
-    """For evaluate.py: plays the newest checkpoint of a run, or random actions, on each of its tasks.
-
-    A network that learnt its task from scratch plays that task; otherwise see `policy_for`.
-    """
+    """For evaluate.py: plays what a run has learnt, or random actions, on each of its tasks."""
     check(levels == "test", f"--levels {levels}: has no effect on {SCRIPT}.py, whose doors are always new ones")
-    agent = Agent(args)
-    state, rows, film = load(args, agent, run_dir)["state"], [], []
-    rng, finished = np.random.default_rng(seed), int(state.finished)
+    agent = make_agent(args)
+    saved, rows, film = trained(args, agent, run_dir), [], []
+    rng, finished = np.random.default_rng(seed), int(saved["finished"])
 
     def random_policy(obs, t):
         return rng.uniform(-1, 1, (len(obs), agent.actor.actions))
 
     for i, task in enumerate(doors.task_names(args)):
-        own = args.method == "ppo" and i < finished
-        params = agent.unpack(state.targets[i]) if own else policy_for(agent, state, i)
-        policy = random_policy if random else make_policy(agent, params)
+        actor = jax.tree.map(itemgetter(i), saved["actor"])
+        policy = random_policy if random else make_policy(agent, {"actor": actor})
         ends = doors.evaluate(
             args, policy, task, episodes=episodes, seed=EVAL_SEED + seed, film=film if video else None
         )
         row = {"task": task, "success_rate": float(ends.success.mean()), "mean_return": float(ends.returns.mean())}
         rows.append(row | {"episodes": episodes, "learnt": "yes" if i < finished else "no"})
     return runs.Evaluation(
-        step=int(state.global_step),
+        step=int(saved["global_step"]),
         name="random_episodes" if random else "episodes",
         title=f"{args.method}, doors opened" + (" by random actions" if random else ""),
         rows=rows,
@@ -729,7 +748,7 @@ def load(args: Args, agent: Agent, run_dir: str) -> dict:
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
-    agent = Agent(args)
+    agent = make_agent(args)
 
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
         state = (run.saved or initial(args, agent))["state"]

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 import tyro
 
-from common import atari, devices, envs, networks, runs, shaping
+from common import agents, atari, devices, envs, networks, runs, shaping
 from common.actors import ActorArgs, Fleet
 from common.devices import GAMES, SAME, STEPS
 from common.runs import check
@@ -715,19 +715,28 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     return policy
 
 
+def trained(args: Args, agent: Agent, run_dir: str) -> dict:
+    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
+
+    def part(state):
+        return {"params": state.params["agent"], "global_step": state.global_step, "updates": state.updates}
+
+    return agents.load(run_dir, partial(initial_state, args, agent), partial(load, args, agent), part)
+
+
 def evaluate(
     args: Args, run_dir: str, *, episodes: int, seed: int, levels: str, random: bool, video: bool
 ) -> runs.Evaluation:
-    """For evaluate.py: plays the newest checkpoint of a run, or random actions, in the game as it was trained on: a row
-    for each episode, a summary of them and the best one's frames, if asked."""
+    """For evaluate.py: plays what a run has learnt, or random actions, in the game as it was trained on: a row for each
+    episode, a summary of them and the best one's frames, if asked."""
     check(levels == "test", f"--levels {levels}: has no effect on {SCRIPT}.py's game")
     agent = make_agent(args)
-    state = devices.put(args, load(args, agent, run_dir)["state"], STATE)
-    policy = atari.random_policy if random else make_policy(args, agent, state.params["agent"])
+    saved = devices.put(args, trained(args, agent, run_dir), SAME)
+    policy = atari.random_policy if random else make_policy(args, agent, saved["params"])
     rows, summary, film = atari.evaluate(args, policy, episodes=episodes, seed=seed, record=video)
-    name, updates = "random_episodes" if random else "episodes", int(state.updates)
+    name, updates = "random_episodes" if random else "episodes", int(saved["updates"])
     return runs.Evaluation(
-        int(state.global_step), name, f"update {updates:,}", rows, summary | {"update": updates}, film
+        int(saved["global_step"]), name, f"update {updates:,}", rows, summary | {"update": updates}, film
     )
 
 

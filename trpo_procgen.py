@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from common import devices, envs, networks, runs, shaping
+from common import agents, devices, envs, networks, runs, shaping
 from common.derivatives import forward_mode
 from common.devices import GAMES, SAME
 from common.runs import check
@@ -564,12 +564,21 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     return policy
 
 
+def trained(args: Args, agent: Agent, run_dir: str) -> dict:
+    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
+
+    def part(state):
+        return {"params": state.params["policy"], "global_step": state.global_step}
+
+    return agents.load(run_dir, partial(initial_state, args, agent), partial(load, args, agent), part)
+
+
 def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
-    """For evaluate.py: plays the newest checkpoint of a run (see `envs.evaluate_checkpoint`)."""
+    """For evaluate.py: plays what a run has learnt (see `envs.evaluate_checkpoint`)."""
     agent = make_agent(args)
-    state = load(args, agent, run_dir)["state"]
-    policy = make_policy(args, agent, devices.put(args, state.params["policy"], SAME))
-    return envs.evaluate_checkpoint(args, int(state.global_step), policy, **how)
+    saved = devices.put(args, trained(args, agent, run_dir), SAME)
+    policy = make_policy(args, agent, saved["params"])
+    return envs.evaluate_checkpoint(args, int(saved["global_step"]), policy, **how)
 
 
 # MAIN

@@ -1,0 +1,68 @@
+"""Agents as small files: what a run has learnt, exported, plays the same; those in agents/ fit the scripts."""
+
+import importlib
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, assert_refused
+from test_apex_run import TINY
+
+import apex_procgen as apex
+import evaluate
+from common import agents, runs
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return apex.main(apex.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("run")), "total_timesteps": 200})).path
+
+
+def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
+    folder = tmp_path / "agent"
+    words = [str(run_dir), "--episodes", "4", "--seed", "3"]
+    runs.cli(evaluate.Args, evaluate.main, words)
+    runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
+    runs.cli(evaluate.Args, evaluate.main, [str(folder), *words[1:]])
+    exported, saved = (json.loads((path / "eval.json").read_text()) for path in (folder, run_dir))
+    assert exported == saved
+    assert json.loads((folder / "args.json").read_text())["args"]["run_dir"] == "runs"
+    assert (folder / agents.FILE).stat().st_size < 2e6
+
+
+def test_large_agents_are_stored_as_float16(tmp_path):
+    large, few = np.float32(np.random.default_rng(0).normal(size=(600, 600))), np.float32([1 / 3])
+    agents.write(tmp_path, {}, {"a": {"large": large, "few": few}, "n": np.int32(7)})
+    tree = agents.read(tmp_path / agents.FILE)
+    assert tree["a"]["large"].dtype == np.float16
+    np.testing.assert_allclose(tree["a"]["large"], large, rtol=1e-3, atol=1e-6)
+    np.testing.assert_array_equal(tree["a"]["few"], few)
+    assert tree["n"].shape == ()
+    agents.write(tmp_path, {}, {"a": {"large": large[:50, :50]}})
+    np.testing.assert_array_equal(agents.read(tmp_path / agents.FILE)["a"]["large"], large[:50, :50])
+
+
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_damaged_agent_gets_one_sentence(run_dir, tmp_path, capfd, damage):
+    folder = tmp_path / "agent"
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "1", "--export", str(folder)])
+    path = folder / agents.FILE
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        args = json.loads((folder / "args.json").read_text())
+        args["args"]["hidden"] = 8
+        (folder / "args.json").write_text(json.dumps(args))
+    capfd.readouterr()
+    assert_refused(evaluate, [str(folder)], capfd, str(folder), "cannot be read" if damage == "cut" else "does not fit")
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "agents").glob("*/args.json")), ids=lambda path: path.parent.name)
+def test_the_agents_that_come_with_the_scripts_fit_them(folder):
+    run_dir = str(folder.parent)
+    script = importlib.import_module(runs.read_args(run_dir, "RUN_DIR")["script"])
+    args = runs.saved_args(script.Args, run_dir, "RUN_DIR")
+    tree = script.trained(args, script.make_agent(args), run_dir)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(tree))
+    assert (folder.parent / agents.FILE).stat().st_size < 2e6
