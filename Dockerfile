@@ -2,7 +2,6 @@
 FROM python:3.12-slim
 RUN apt-get update && apt-get install -y --no-install-recommends libegl1 && rm -rf /var/lib/apt/lists/*
 WORKDIR /work
-COPY requirements*.txt ./
-RUN pip install --no-cache-dir -r requirements-cuda12.txt
 COPY . .
+RUN pip install --no-cache-dir --constraint constraints/3.12.txt '.[cuda12]'
 ENTRYPOINT ["python"]

@@ -1,38 +1,53 @@
-PYTHON ?= python3
-REQUIREMENTS ?= requirements.txt
+# The newest of these that is there; `make PYTHON=python3.11` takes another.
+PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell $(p) -c "print('$(p)')" 2>/dev/null)) python3)
+# What the scripts run on: cpu, or cuda12 on a machine with a GPU.
+EXTRA ?= cpu
 # What `make train` trains: ten levels and a small network, which learn on a laptop within minutes.
 TRAIN ?= --env-id bigfish --gap-stack --num-levels 10 --encoder nature --width 1 --pool flatten --num-steps 64 \
 	--total-timesteps 3000000 --learning-rate 0:1e-3,3000000:1e-4 --kl-coef 0 --max-grad-norm 0.5 --adam-eps 1e-5 \
 	--normalize-rewards --eval-every 250000 --eval-episodes 64
 ARGS ?=
 
-.PHONY: train test torture gpu-plan gpu-plan-test
-train: .venv/$(REQUIREMENTS)
+.PHONY: train test docs torture gpu-plan gpu-plan-test constraints
+train: .venv/with-$(EXTRA)
 	.venv/bin/python ppo_procgen.py $(TRAIN) $(ARGS)
 
-test: .venv/requirements-dev.txt
+test: .venv/with-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest -n 2 --dist loadfile
 
+# The docs as a site, in site/.
+docs: .venv-docs/with-docs
+	.venv-docs/bin/mkdocs build --strict
+
 # Runs that are killed with kill -9 and resumed, for every night: make torture ARGS="--kills 100 --seed 2"
-torture: .venv/$(REQUIREMENTS)
+torture: .venv/with-$(EXTRA)
 	.venv/bin/python -m benchmarks.torture $(ARGS)
 
 # What XLA would run on a GPU, from a machine without one: make gpu-plan ARGS="ppo.update --gpu h100"
-gpu-plan: .venv-gpu-plan/requirements-gpu-plan.txt
+gpu-plan: .venv-gpu-plan/with-gpu-plan
 	.venv-gpu-plan/bin/python -m benchmarks.gpu_plan $(ARGS)
 
-gpu-plan-test: .venv-gpu-plan/requirements-gpu-plan.txt
+gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest tests/test_gpu_plan.py
 
-define install
+# An environment with an extra of pyproject.toml, its versions those of constraints/.
+.venv/with-% .venv-docs/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'error: Python 3.11 or newer is needed; name one: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints/$$($(@D)/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])").txt ".[$*]"
 	@touch $@
-endef
-.venv/%.txt: %.txt requirements.txt
-	$(install)
-.venv-gpu-plan/%.txt: %.txt requirements.txt
-	$(install)
+
+# Writes constraints/, one file for each of these Pythons: make constraints PYTHONS="python3.11 python3.12 python3.13"
+PYTHONS ?= python3.11 python3.12 python3.13
+constraints:
+	mkdir -p constraints
+	for python in $(PYTHONS); do \
+		folder=$$(mktemp -d) && $$python -m venv $$folder && \
+		$$folder/bin/python -m pip install --quiet --disable-pip-version-check ".[dev,docs]" && \
+		$$folder/bin/python -m pip freeze --exclude jax-rl-scripts > \
+			constraints/$$($$folder/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])").txt && \
+		rm -rf $$folder || exit 1; \
+	done

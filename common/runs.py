@@ -5,7 +5,7 @@ runs/<env_id>__<script>__<seed>__<time>/
     metrics.jsonl    one line a log, with `global_step`, `time` (seconds since 1970) and `seconds` (of its own clock)
     checkpoints/     Orbax, one folder a step, each with a checksum
     lock             held by the process that trains
-    videos/  eval.json  wandb/
+    videos/  eval.json  wandb/ or tensorboard/
 """
 
 import ast
@@ -77,6 +77,8 @@ class RunArgs:
     """devices of this machine that learn: GPUs, or cores of a CPU (at most 8); 0 for as many as divide the games"""
     distributed: bool = False
     """train on several hosts together, each with its share of the games; SLURM or JAX's own variables say which"""
+    track: Literal["wandb", "tensorboard"] = "wandb"
+    """where metrics go besides metrics.jsonl: to Weights & Biases, or to files that TensorBoard reads"""
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """Weights & Biases; auto is online if logged in, else offline"""
     wandb_project: str = "procgen"
@@ -536,6 +538,14 @@ class Run:
         self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)
+        self._board = None
+        if args.track == "tensorboard" and self.first:
+            from tensorboardX import SummaryWriter  # late: not every run writes for it
+
+            # What a resumed run had logged after its checkpoint is to vanish.
+            after = int(self.saved["run"]["step"]) + 1 if self.saved else None
+            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=after)
+            undo.callback(self._board.close)
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
 
     def __enter__(self) -> "Run":
@@ -563,6 +573,8 @@ class Run:
             self.say(f"stopped by {self.stop}; continue with: {self._how_to_go_on()}")
         if self._wandb:
             self._wandb.finish(exit_code=0 if kind is None else 1)
+        if self._board:
+            self._board.close()
         if self._lock:
             self._lock.close()
         for number, handler in self._old_handlers.items():
@@ -603,7 +615,7 @@ class Run:
         return self._seconds + time.monotonic() - self._since
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes metrics to metrics.jsonl and W&B."""
+        """Writes metrics to metrics.jsonl and W&B or TensorBoard."""
         numbers = {name: float(value) for name, value in metrics.items()}
         clocks = {"global_step": step, "time": time.time(), "seconds": round(self._clock(), 3)}
         with files.full_disk_explained(self.path / "metrics.jsonl"):
@@ -612,6 +624,9 @@ class Run:
         self._lines += 1
         if self._wandb:
             self._wandb.log(numbers, step=step)
+        if self._board:
+            for name, number in numbers.items():
+                self._board.add_scalar(name, number, step)
         if "charts/SPS" in numbers:
             status = f"{step:,} steps  {numbers['charts/SPS']:,.0f}/s"
             status += f"  return {numbers.get('charts/episodic_return', float('nan')):.2f}"
@@ -660,6 +675,8 @@ class Run:
             import wandb
 
             self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
+        if self._board:
+            self._board.add_image(f"pictures/{name}", picture, step, dataformats="HWC")
 
     def steps_per_second(self, step: int) -> float:
         """Environment steps a second since the second call (the first iteration compiles)."""
@@ -749,7 +766,7 @@ def _new_directory(args: Any, script: str) -> Path:
 
 def _wandb_mode(args: Any) -> str:
     """online, offline or disabled; auto is what WANDB_MODE says, or online where the user is logged in."""
-    if args.wandb_mode == "disabled":
+    if args.wandb_mode == "disabled" or args.track != "wandb":
         return "disabled"
     try:
         import wandb

@@ -6,7 +6,7 @@ checkpoints. Try:
 
 Members train for a generation each; then the worst ones go on from copies of the best ones' run directories, with
 other hyper-parameters. Stopped and started again, a study goes on. On a cluster, the repository and --out are in
-folders that all machines see under the same paths. Wants `pip install -r requirements-ray.txt`.
+folders that all machines see under the same paths. Wants `pip install '.[ray]'`.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ try:
     from ray import tune
     from ray.tune.schedulers import PopulationBasedTraining
 except ImportError:
-    print("error: experiments/pbt.py needs Ray Tune: pip install -r requirements-ray.txt", file=sys.stderr)
+    print("error: experiments/pbt.py needs Ray Tune: pip install '.[ray]'", file=sys.stderr)
     sys.exit(2)
 
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # and trials.PLACES

@@ -181,8 +181,8 @@ FLAGS = {
 }  # fmt: skip
 # Tested elsewhere: these change files or where things are, or let the clock in, and several hosts are refused.
 ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
+    "wandb_project", "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
     *ENCODER_FLAGS,
 }  # fmt: skip
 # These need others, and these are for the host.

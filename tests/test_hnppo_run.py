@@ -281,7 +281,7 @@ FLAGS = {
 # in the penalty's own tests, and several hosts are refused.
 ELSEWHERE = {
     "hardness", "num_threads", "beta", "max_skipped", "task_timesteps", "eval_every", "run_dir", "resume",
-    "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project", "wandb_entity", "distributed",
+    "checkpoint_every", "keep_checkpoints", "wandb_mode", "track", "wandb_project", "wandb_entity", "distributed",
 }  # fmt: skip
 
 

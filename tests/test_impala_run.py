@@ -281,8 +281,8 @@ FLAGS = {
 }  # fmt: skip
 # Tested elsewhere: these change files, or let the clock in.
 ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "deterministic", "max_lag", "distributed", "actor_devices", *ENCODER_FLAGS,
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
+    "wandb_project", "wandb_entity", "deterministic", "max_lag", "distributed", "actor_devices", *ENCODER_FLAGS,
 }  # fmt: skip
 # These need others, and these are for the host.
 NEEDS = {

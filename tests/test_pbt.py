@@ -231,7 +231,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capfd):
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(pbt.__file__)
     assert stopped.value.code == 2
-    assert capfd.readouterr().err == "error: experiments/pbt.py needs Ray Tune: pip install -r requirements-ray.txt\n"
+    assert capfd.readouterr().err == "error: experiments/pbt.py needs Ray Tune: pip install '.[ray]'\n"
 
 
 def test_values_stay_in_their_range():

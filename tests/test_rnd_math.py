@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import rlax
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ppo_math import random_steps, relaxed, seeds
@@ -58,17 +57,18 @@ def test_both_advantages_equal_the_sums_by_hand(seed, length, gamma, int_gamma, 
                 np.testing.assert_allclose(got[real, n, head], gae[: real.sum()], rtol=1e-3, atol=1e-4)
 
 
-def test_vtrace_equals_rlax():
-    """Targets and policy-gradient advantages, and ratios are clipped from above."""
+def test_vtrace_by_hand():
+    """Munos et al. 2016, as Espeholt et al. 2018 have it with lambda in c: and ratios are clipped from above."""
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=50).astype(np.float32), rng.normal(size=51).astype(np.float32)
     ratio, discount = np.exp(rng.normal(size=50)).astype(np.float32), 0.97 * (rng.random(50) > 0.1).astype(np.float32)
     got = rnd.gae(rewards, values, discount=discount, decay=0.9 * discount, ratio=ratio)
-    theirs = rlax.vtrace_td_error_and_advantage(
-        values[:-1], values[1:], rewards, discount, ratio, np.full(50, 0.9, "f")
-    )
-    np.testing.assert_allclose(got, theirs.errors, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(got, theirs.pg_advantage, rtol=1e-4, atol=1e-5)
+    want, after = np.zeros(50), 0.0
+    for t in reversed(range(50)):
+        rho = min(float(ratio[t]), 1.0)
+        error = rho * (float(rewards[t]) + float(discount[t]) * float(values[t + 1]) - float(values[t]))
+        want[t] = after = error + 0.9 * float(discount[t]) * rho * after
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     same = rnd.gae(rewards, values, discount=discount, decay=0.9 * discount, ratio=np.minimum(ratio, 1))
     np.testing.assert_array_equal(got, same)
 

@@ -350,8 +350,8 @@ FLAGS = {
 }  # fmt: skip
 # Tested elsewhere: these change files or where things are, not metrics, and several hosts are refused.
 ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "room_map", "wandb_mode", "wandb_project",
-    "wandb_entity", "actor_devices", "distributed",
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "room_map", "wandb_mode", "track",
+    "wandb_project", "wandb_entity", "actor_devices", "distributed",
 }  # fmt: skip
 # These need others, and these are for the host.
 NEEDS = {"vtrace": {"async_": True}}

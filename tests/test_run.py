@@ -93,8 +93,8 @@ FLAGS = {
 }  # fmt: skip
 # Tested elsewhere: these change files, not metrics.
 ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "distributed", *ENCODER_FLAGS,
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
+    "wandb_project", "wandb_entity", "distributed", *ENCODER_FLAGS,
 }  # fmt: skip
 # These need others, and these are for the host.
 NEEDS = {
@@ -218,6 +218,29 @@ def test_resume_is_the_same_wandb_run(train):
     train(wandb_mode="offline", total_timesteps=200, resume=str(run.path))
     ids = {path.name.split("-", 3)[3] for path in (run.path / "wandb").glob("offline-run-*")}
     assert ids == {run.path.name} == {json.loads((run.path / "args.json").read_text())["wandb_id"]}
+
+
+def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on(train):
+    """As TensorBoard reads them, from records of protocol buffers; what a resume takes back, it is told to forget."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    run = train(track="tensorboard", total_timesteps=100)
+    train(track="tensorboard", total_timesteps=200, resume=str(run.path))
+    assert not (run.path / "wandb").exists()
+    events = []
+    for path in sorted((run.path / "tensorboard").iterdir()):
+        data, place = path.read_bytes(), 0
+        while place < len(data):
+            size = int.from_bytes(data[place : place + 8], "little")
+            events.append(Event.FromString(data[place + 12 : place + 12 + size]))
+            place += size + 16
+    written = {(e.step, v.tag): v.simple_value for e in events for v in e.summary.value}
+    for line in read_metrics(run.path):
+        step = line.pop("global_step")
+        for name, value in line.items():
+            if name in ("charts/episodic_return", "losses/policy_loss", "losses/entropy"):
+                np.testing.assert_allclose(written[step, name], value, rtol=1e-6)
+    assert any(e.session_log.status for e in events)
 
 
 def test_wandb_gets_project_entity_and_arguments(train, monkeypatch):

@@ -341,10 +341,10 @@ FLAGS = {
 # Tested elsewhere: these change files or where things are, let the clock in, or are of groups that are the same code in
 # PPO and Ape-X, whose tests change them.
 ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed", "env_id",
-    "distribution_mode", "num_levels", "start_level", "frame_stack", "gap_stack", "eval_every", "eval_episodes",
-    "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
+    "wandb_project", "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
+    "env_id", "distribution_mode", "num_levels", "start_level", "frame_stack", "gap_stack", "eval_every",
+    "eval_episodes", "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
 }  # fmt: skip
 NEEDS = {"num_envs": {"num_actors": 1}}
 HOST = {"max_lag", "replay_ratio", "restart_every"}

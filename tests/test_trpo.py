@@ -349,10 +349,10 @@ FLAGS = {
 }  # fmt: skip
 # Tested elsewhere: these change files, or are of groups that are the same code in PPO, whose tests change them.
 ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "wandb_project",
-    "wandb_entity", "distributed", "env_id", "distribution_mode", "num_levels", "start_level", "frame_stack",
-    "gap_stack", "reward_clip", "eval_every", "eval_episodes", "encoder", "width", "pool", "dtype", "total_timesteps",
-    *ENCODER_FLAGS,
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
+    "wandb_project", "wandb_entity", "distributed", "env_id", "distribution_mode", "num_levels", "start_level",
+    "frame_stack", "gap_stack", "reward_clip", "eval_every", "eval_episodes", "encoder", "width", "pool", "dtype",
+    "total_timesteps", *ENCODER_FLAGS,
 }  # fmt: skip
 HOST = {"restart_every"}
 
