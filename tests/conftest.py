@@ -106,7 +106,11 @@ def flags_of(args):
 
 def documented_flags(script):
     """The flags of each command with this script in the docs, its docstring's included; loops' variables filled in."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "benchmarks/TODO.md", script)]
+    pages = (
+        *ROOT.glob("docs/*.md"),
+        *(ROOT / name for name in ("README.md", "agents/README.md", "benchmarks/TODO.md", script)),
+    )
+    texts = [page.read_text() for page in pages]
     lines = [line for text in texts for line in text.splitlines() if f"python {script} -" in line]
     values = {"$flags": "", "$game": "coinrun", "$transform": "flip", "$seed": "1"}
     for line in lines:

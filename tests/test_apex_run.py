@@ -12,13 +12,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tyro
 from conftest import (
     ENCODER_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
     assert_same_run,
-    documented_flags,
     flags_of,
     read_metrics,
     record_homes,
@@ -304,10 +302,3 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
 def test_one_host_only():
     with pytest.raises(runs.UsageError, match=r"^--distributed: this script trains on one host"):
         runs.check_args(apex.Args(distributed=True), apex.SCRIPT)
-
-
-def test_commands_in_the_readme_are_valid():
-    flags = list(documented_flags("apex_procgen.py"))
-    assert len(flags) >= 4
-    for words in flags:
-        runs.check_args(tyro.cli(apex.Args, args=words), apex.SCRIPT)

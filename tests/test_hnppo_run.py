@@ -10,14 +10,12 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import tyro
 from conftest import (
     assert_flag_matters,
     assert_one_sentence,
     assert_refused,
     assert_resumes_after_sigterm,
     assert_same_run,
-    documented_flags,
     flags_of,
     read_metrics,
     start,
@@ -350,10 +348,3 @@ def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
 def test_one_host_only():
     with pytest.raises(runs.UsageError, match=r"^--distributed: hnppo_doorgym.py trains on one host$"):
         runs.check_args(hn.Args(distributed=True), hn.SCRIPT)
-
-
-def test_commands_in_the_readme_are_valid():
-    flags = list(documented_flags("hnppo_doorgym.py"))
-    assert len(flags) >= 4
-    for words in flags:
-        runs.check_args(tyro.cli(hn.Args, args=words), hn.SCRIPT)

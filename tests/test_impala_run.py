@@ -14,14 +14,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tyro
 from conftest import (
     ENCODER_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
     assert_resumes_after_sigterm,
     assert_same_run,
-    documented_flags,
     flags_of,
     read_metrics,
 )
@@ -375,10 +373,3 @@ def test_bad_input_gets_one_sentence(case, tmp_path, plain, monkeypatch, capfd):
     (tmp_path / "other" / "args.json").write_text('{"script": "ppo_procgen", "args": {}}')
     words = ["--resume", plain, *words] if case in OF_A_RUN else words
     assert_one_sentence(impala, words, names, valid, monkeypatch, capfd)
-
-
-def test_commands_in_the_readme_are_valid():
-    flags = list(documented_flags("impala_procgen.py"))
-    assert len(flags) >= 4
-    for words in flags:
-        runs.check_args(tyro.cli(impala.Args, args=words), impala.SCRIPT)

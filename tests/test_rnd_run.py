@@ -11,13 +11,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import tyro
 from conftest import (
     assert_flag_matters,
     assert_one_sentence,
     assert_resumes_after_sigterm,
     assert_same_run,
-    documented_flags,
     parameters,
     read_metrics,
     record_homes,
@@ -449,13 +447,6 @@ def test_levels_mean_nothing_here(whole, capfd):
 def test_one_host_only():
     with pytest.raises(runs.UsageError, match=r"^--distributed: rnd_montezuma.py trains on one host"):
         runs.check_args(rnd.Args(distributed=True), rnd.SCRIPT)
-
-
-def test_commands_in_the_readme_are_valid():
-    flags = list(documented_flags("rnd_montezuma.py"))
-    assert len(flags) >= 4
-    for words in flags:
-        runs.check_args(tyro.cli(rnd.Args, args=words), rnd.SCRIPT)
 
 
 def test_default_networks_are_the_papers():

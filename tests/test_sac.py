@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tyro
 from conftest import (
     ENCODER_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
     assert_same_run,
-    documented_flags,
     read_metrics,
 )
 from hypothesis import given, settings
@@ -376,10 +374,3 @@ def test_every_flag_changes_something(flag, tmp_path):
 def test_bad_input_gets_one_sentence(words, names, valid, monkeypatch, capfd):
     monkeypatch.setattr(runs.devices, "connect", lambda: None)
     assert_one_sentence(sac, words, names, valid, monkeypatch, capfd)
-
-
-def test_commands_in_the_docs_are_valid():
-    flags = list(documented_flags("sac_procgen.py"))
-    assert len(flags) >= 2
-    for words in flags:
-        runs.check_args(tyro.cli(sac.Args, args=words), sac.SCRIPT)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tyro
 from conftest import (
     ENCODER_FLAGS,
     TINY,
@@ -18,7 +17,6 @@ from conftest import (
     assert_one_sentence,
     assert_resumes_after_sigterm,
     assert_same_run,
-    documented_flags,
     read_metrics,
 )
 from hypothesis import given, settings
@@ -381,10 +379,3 @@ def test_every_flag_changes_something(flag, tmp_path):
 )
 def test_bad_input_gets_one_sentence(words, names, valid, monkeypatch, capfd):
     assert_one_sentence(trpo, words, names, valid, monkeypatch, capfd)
-
-
-def test_commands_in_the_docs_are_valid():
-    flags = list(documented_flags("trpo_procgen.py"))
-    assert len(flags) >= 2
-    for words in flags:
-        runs.check_args(tyro.cli(trpo.Args, args=words), trpo.SCRIPT)

@@ -1,0 +1,25 @@
+"""For MkDocs: pages link to files of the repository, such as ../ppo_procgen.py and pictures of results. In the site,
+pictures are copied, and other links lead to `repo_url` where mkdocs.yml has one, else they become plain text."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+PICTURE = re.compile(r"!\[([^\]]*)\]\(\.\./([^)]+\.png)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)]*)\)")
+
+
+def on_files(files, config):
+    for page in Path(config["docs_dir"]).glob("*.md"):
+        for _, path in PICTURE.findall(page.read_text()):
+            if not files.get_file_from_path(path):
+                files.append(File(path, str(ROOT), config["site_dir"], config["use_directory_urls"]))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    base = (config["repo_url"] or "").rstrip("/")
+    markdown = PICTURE.sub(r"![\1](\2)", markdown)
+    return LINK.sub(rf"[\1]({base}/blob/main/\2)" if base else r"\1", markdown)

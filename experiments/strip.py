@@ -1,0 +1,56 @@
+"""Puts film strips that evaluate.py wrote under each other, all as wide. Try:
+
+    python evaluate.py agents/ppo_bigfish --episodes 8 --video
+    python -m experiments.strip agents/ppo_bigfish/videos/test_levels_4839272.png doors.png:4 --out docs/agents.png
+
+A strip has a row for each scene; FILE:N takes its N-th alone.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from PIL import Image
+
+from common import runs
+from common.runs import check
+
+MOMENTS = 8  # in a row, as in `runs.film_strip`
+
+
+@dataclass(frozen=True)
+class Args:
+    strips: tyro.conf.Positional[tuple[str, ...]]
+    """pictures, or FILE:N for a row of one"""
+    width: int = 1280
+    """pixels of the picture"""
+    out: str = "docs/agents.png"
+    """where to write"""
+
+
+def rows(text: str, width: int) -> np.ndarray:
+    """A strip, or its row N, as uint8 [H, width, 3]."""
+    path, _, number = text.partition(":")
+    check(Path(path).is_file(), f"STRIPS {text}: there is no such file")
+    picture = Image.open(path).convert("RGB")
+    height = picture.width // MOMENTS
+    count = picture.height // height
+    if number:
+        check(number.isdecimal() and 1 <= int(number) <= count, f"STRIPS {text}: has rows 1 to {count}")
+        top = (int(number) - 1) * height
+        picture = picture.crop((0, top, picture.width, top + height))
+    size = width, round(picture.height * width / picture.width)
+    kind = Image.Resampling.NEAREST if picture.width < width else Image.Resampling.LANCZOS  # a game's pixels stay sharp
+    return np.asarray(picture.resize(size, kind))
+
+
+def main(args: Args) -> None:
+    runs.check_limits(args, {"width": (64, 8192)})
+    check(len(args.strips) > 0, "STRIPS: give at least one")
+    runs.write_picture(Path(args.out), np.concatenate([rows(text, args.width) for text in args.strips]))
+    print(args.out)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,75 @@
+"""The docs: links lead somewhere, commands are valid, the example of a fork trains."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import tyro
+from conftest import ROOT, documented_flags, read_metrics
+
+from common import runs
+from experiments import docs
+
+SCRIPTS = sorted(
+    path.stem for path in [*ROOT.glob("*_procgen.py"), ROOT / "rnd_montezuma.py", ROOT / "hnppo_doorgym.py"]
+)
+
+
+def test_links_lead_somewhere_and_to_the_right_line():
+    problems, changed = [], []
+    for page in docs.pages():
+        text, wrong = docs.look(page)
+        problems += wrong
+        changed += [page.name] if text != page.read_text() else []
+    assert not problems
+    assert not changed, "python -m experiments.docs"
+
+
+def test_a_link_is_followed_to_files_sections_and_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("X = 1\n\n\ndef gae(x):\n    y: int = 2\n")
+    (tmp_path / "b.md").write_text("# One, two\n```\n# not one\n```\n")
+    page = tmp_path / "page.md"
+    links = "[`gae`](a.py#L1) [`y`](a.py#L9) [`X`](a.py#L3) [`no`](a.py#L1) [b](b.md#one-two) [c](b.md#not-one)"
+    page.write_text(f"{links} [d](gone.md) [e](page.md)")
+    text, wrong = docs.look(page)
+    assert text.startswith("[`gae`](a.py#L4) [`y`](a.py#L5) [`X`](a.py#L1) [`no`](a.py#L1)")
+    assert wrong == [
+        "page.md: a.py has no `no`",
+        "page.md: b.md has no section #not-one",
+        "page.md: (gone.md) leads nowhere",
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_commands_in_the_docs_are_valid(script):
+    module = importlib.import_module(script)
+    flags = list(documented_flags(f"{script}.py"))
+    assert len(flags) >= 4
+    for words in flags:
+        runs.check_args(tyro.cli(module.Args, args=words), script)
+
+
+def test_the_example_of_a_fork_trains(tmp_path):
+    """Its patch fits ppo_procgen.py, and the loss is another one."""
+    text = (ROOT / "docs" / "forking.md").read_text()
+    patch = text.split("```diff\n")[1].split("```")[0]
+    fork = ROOT / f"my_ppo_{tmp_path.name[-6:]}.py"
+    try:
+        command = ["patch", "--silent", "--output", str(fork), str(ROOT / "ppo_procgen.py")]
+        subprocess.run(command, input=patch, text=True, check=True)
+        sys.modules.pop(fork.stem, None)
+        ours, theirs = importlib.import_module("ppo_procgen"), importlib.import_module(fork.stem)
+        results = []
+        for script in (ours, theirs):
+            args = script.Args(
+                env_id="bigfish", num_envs=4, num_steps=16, total_timesteps=200, encoder="nature", width=1, hidden=16,
+                pool="flatten", num_minibatches=2, eval_episodes=0, wandb_mode="disabled", run_dir=str(tmp_path),
+                num_devices=1,
+            )  # fmt: skip
+            results.append(read_metrics(script.main(args).path))
+        assert len(results[0]) == len(results[1]) > 1
+        assert results[0][-1]["losses/policy_loss"] != results[1][-1]["losses/policy_loss"]
+    finally:
+        fork.unlink(missing_ok=True)
