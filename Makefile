@@ -18,8 +18,8 @@ test: .venv/with-dev
 	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 # The docs as a site, in site/.
-docs: .venv-docs/with-docs
-	.venv-docs/bin/mkdocs build --strict
+docs: .venv/with-docs
+	.venv/bin/mkdocs build --strict
 
 # Runs that are killed with kill -9 and resumed, for every night: make torture ARGS="--kills 100 --seed 2"
 torture: .venv/with-$(EXTRA)
@@ -33,7 +33,7 @@ gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest tests/test_gpu_plan.py
 
 # An environment with an extra of pyproject.toml, its versions those of constraints/.
-.venv/with-% .venv-docs/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)
+.venv/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'error: Python 3.11 or newer is needed; name one: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -41,7 +41,8 @@ def anchors(text: str) -> set[str]:
 
 def line_of(name: str, source: str) -> int | None:
     """The line, from 1, where something of this name is defined."""
-    pattern = rf"^\s*(?:(?:def|class) {re.escape(name)}\b|{re.escape(name)}\s*(?::|=[^=]))"
+    named = re.escape(name)
+    pattern = rf"^\s*(?:(?:def|class) {named}\b|{named}\s*(?::|=[^=])|(?:\w+, )*{named}(?:, \w+)* = )"
     found = re.search(pattern, source, re.MULTILINE)
     return source.count("\n", 0, found.end()) + 1 if found else None
 
