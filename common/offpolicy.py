@@ -153,11 +153,8 @@ def begin_rollout(args: Any, carry: Carry, i: int) -> Rollout:
 def keys_of(rollout: Rollout) -> tuple[jax.Array, jax.Array]:
     """Keys uint32 [n, 2] for a step's choices and for its sticky actions: by game, so that it plays the same whichever
     actor it has."""
-    return tuple(devices.keys_of(key, rollout.numbers) for key in jax.random.split(step_key(rollout)))
-
-
-def step_key(rollout: Rollout) -> jax.Array:
-    return jax.random.fold_in(rollout.key, rollout.t)
+    key = jax.random.fold_in(rollout.key, rollout.t)
+    return tuple(devices.keys_of(key, rollout.numbers) for key in jax.random.split(key))
 
 
 def record(args: Any, rollout: Rollout, age: jax.Array, actions: jax.Array, *, values, state_value, stick_keys):
@@ -175,8 +172,9 @@ def record(args: Any, rollout: Rollout, age: jax.Array, actions: jax.Array, *, v
     return rollout, played
 
 
-def collect(act: Callable, args: Any, agent: nn.Module, games: envs.Games, params: dict, carry: Carry, *, i: int,
-            watch, check_stop):  # fmt: skip
+def collect(
+    act: Callable, args: Any, agent: nn.Module, games: envs.Games, params: dict, carry: Carry, *, i, watch, check_stop
+) -> tuple[Unroll, Carry]:
     """Plays an actor's i-th unroll, as `actors.Fleet` asks for it in its thread: Unroll and the next Carry.
 
     Args:
@@ -343,8 +341,18 @@ def repeat(args: Any, improve: Callable, state: Any, buffer: replay.Replay, k: j
     return state, buffer, jax.tree.map(lambda x: x / k, sums)
 
 
-def learn(args: Any, agent: nn.Module, state: Any, buffer: replay.Replay, *, update, update_on_batch, k: int,
-          beta: float, watch):  # fmt: skip
+def learn(
+    args: Any,
+    agent: nn.Module,
+    state: Any,
+    buffer: replay.Replay,
+    *,
+    update,
+    update_on_batch,
+    k: int,
+    beta: float,
+    watch,
+) -> tuple[Any, replay.Replay, dict]:
     """k updates: returns the state, the buffer with new priorities, and mean metrics, of none if there is no update.
 
     Args:
