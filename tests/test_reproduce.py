@@ -1,4 +1,4 @@
-"""Published tables: each cell can be run, what is done is not done again; the README's tables; the shell scripts."""
+"""Published tables: each cell can be run, what is done is not done again; the tables of results; the shell scripts."""
 
 import csv
 import fcntl
@@ -22,7 +22,7 @@ import hnppo_doorgym
 import ppo_procgen
 from benchmarks import records
 from common import continual, doors, runs
-from experiments import matrices, readme, reproduce, trials
+from experiments import matrices, reproduce, tables, trials
 
 ROWS = reproduce.published()
 FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))
@@ -164,23 +164,23 @@ def test_failures_are_told(table, monkeypatch, capfd):
     assert f"1 of 2 runs failed, see {table / 'runs'}: fails, seed 1: exit code 1: error: no" in capfd.readouterr().out
 
 
-# THE README
+# THE TABLES OF RESULTS
 
 
-def test_the_readme_has_the_tables_of_the_committed_files():
-    assert readme.fill(readme.README.read_text()) == readme.README.read_text()
+def test_the_page_has_the_tables_of_the_committed_files():
+    assert tables.fill(tables.PAGE.read_text()) == tables.PAGE.read_text()
 
 
-def test_a_new_number_comes_into_the_readme(tmp_path, monkeypatch):
+def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
     """And nothing else changes."""
-    for path in readme.SPEED.glob("*.csv"):
+    for path in tables.SPEED.glob("*.csv"):
         (tmp_path / path.name).write_text(path.read_text())
     changed = (tmp_path / "apex.csv").read_text().replace(",1114,", ",98765,")
     (tmp_path / "apex.csv").write_text(changed)
-    monkeypatch.setattr(readme, "SPEED", tmp_path)
-    old = readme.README.read_text()
+    monkeypatch.setattr(tables, "SPEED", tmp_path)
+    old = tables.PAGE.read_text()
     assert "| 1114 |" in old
-    assert readme.fill(old) == old.replace("| 1114 |", "| 98765 |")
+    assert tables.fill(old) == old.replace("| 1114 |", "| 98765 |")
 
 
 def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch):
@@ -192,8 +192,8 @@ def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch)
     rows = [row | {"logged": 1, "seconds": 1, "why": "", "commit": "abc"} for row in rows]
     records.write_rows(tmp_path / "sweeps/a/results.csv", rows)
     records.write_rows(tmp_path / "sweeps/b/results.csv", rows[-1:])
-    monkeypatch.setattr(readme, "STUDIES", tmp_path)
-    (line,) = readme.sweeps()[2:]
+    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    (line,) = tables.sweeps()[2:]
     assert "| loss | 1 | abc | lr 0.1 |" in line
     assert "| 4 | 1 |" in line
 

@@ -1,7 +1,7 @@
-"""Writes the README's tables of results from the committed CSV files, each between its two marks:
+"""Writes the tables of docs/results.md from the committed CSV files, each between its two marks:
 
-python -m experiments.readme           # after a new result
-python -m experiments.readme --check   # fails if a table is not that of its files
+python -m experiments.tables           # after a new result
+python -m experiments.tables --check   # fails if a table is not that of its files
 """
 
 import csv
@@ -13,7 +13,7 @@ from benchmarks import records
 from common import files, runs
 from experiments import reproduce
 
-README = records.ROOT / "README.md"
+PAGE = records.ROOT / "docs" / "results.md"
 SPEED = records.ROOT / "benchmarks" / "results"
 STUDIES = records.ROOT / "experiments" / "results"
 SETTINGS = {
@@ -28,7 +28,7 @@ SETTINGS = {
 @dataclass(frozen=True)
 class Args:
     check: bool = False
-    """write nothing; exit code 2 if the README is not up to date"""
+    """write nothing; exit code 2 if the page is not up to date"""
 
 
 def read(path: Path) -> list[dict]:
@@ -124,8 +124,11 @@ def tables() -> list[str]:
             columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
             where = f"{first['machine']}, JAX {first['jax']}, commit {first['commit']}, {first['date']}"
-            lines += [f"**{name}** ([all columns](experiments/results/{name}.csv); {where}), `{first['command']}`:", ""]
-            lines += [*table(rows, columns), "", f"![{name}](experiments/results/{name}.png)", ""]
+            lines += [
+                f"**{name}** ([all columns](../experiments/results/{name}.csv); {where}), `{first['command']}`:",
+                "",
+            ]
+            lines += [*table(rows, columns), "", f"![{name}](../experiments/results/{name}.png)", ""]
     return lines[:-1]
 
 
@@ -142,7 +145,7 @@ def sweeps() -> list[str]:
         if not done:
             continue
         best = max(done, key=lambda row: sign * float(row[metric]))
-        link = f"[{path.parent.name}](experiments/results/sweeps/{path.parent.name})"
+        link = f"[{path.parent.name}](../experiments/results/sweeps/{path.parent.name})"
         rows.append({"sweep": link, "trials": str(len(trials)), "pruned": str(len(trials) - len(done))})
         rows[-1] |= {"metric": metric, "best": short(best[metric]), "commit": best["commit"]}
         rows[-1]["at"] = ", ".join(f"{name} {short(best[name])}" for name in names)
@@ -163,21 +166,21 @@ PARTS = {
 
 
 def fill(text: str) -> str:
-    """The README with what is between each pair of marks made anew; raises UsageError if a mark is missing."""
+    """The page with what is between each pair of marks made anew; raises UsageError if a mark is missing."""
     for name, make in PARTS.items():
-        begin, end = f"<!-- {name}: by experiments/readme.py -->\n", f"<!-- end of {name} -->"
-        runs.check(begin in text and end in text, f"README.md: has no marks {begin.strip()} and {end}")
+        begin, end = f"<!-- {name}: by experiments/tables.py -->\n", f"<!-- end of {name} -->"
+        runs.check(begin in text and end in text, f"docs/results.md: has no marks {begin.strip()} and {end}")
         head, rest = text.split(begin, 1)
         text = head + begin + "\n".join([*make(), ""]) + end + rest.split(end, 1)[1]
     return text
 
 
 def main(args: Args) -> None:
-    old = README.read_text()
+    old = PAGE.read_text()
     new = fill(old)
-    runs.check(not args.check or new == old, "--check: README.md is not up to date, run python -m experiments.readme")
+    runs.check(not args.check or new == old, "--check: docs/results.md is old, run python -m experiments.tables")
     if new != old:
-        with files.whole(README) as temporary:
+        with files.whole(PAGE) as temporary:
             temporary.write_text(new)
 
 
