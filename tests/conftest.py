@@ -111,7 +111,8 @@ def documented_flags(script):
         *(ROOT / name for name in ("README.md", "agents/README.md", "benchmarks/TODO.md", script)),
     )
     texts = [page.read_text() for page in pages]
-    lines = [line for text in texts for line in text.splitlines() if f"python {script} -" in line]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    lines = [line for line in lines if line.startswith(f"python {script} -")]
     values = {"$flags": "", "$game": "coinrun", "$transform": "flip", "$seed": "1"}
     for line in lines:
         if "RUN_DIR" not in line and "--help" not in line:
