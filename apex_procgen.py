@@ -1,8 +1,8 @@
 """Ape-X DQN on Procgen: actors that explore differently fill a prioritised replay, one learner samples from it.
 
-Horgan et al. 2018 (arXiv 1803.00933), with what a 2020 Procgen competition entry added: dueling streams, double
-Q-learning, n-step returns and a distribution of values (C51). Its settings are the defaults. By flags, parts of Beyond
-the Rainbow (Clark et al. 2025): quantiles (IQN) and Munchausen's targets, spectral norm and another pool. Try:
+Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-step returns; with a distribution of values
+(C51), as in a 2020 Procgen competition entry, whose settings are the defaults. By flags, parts of Beyond the Rainbow
+(Clark et al. 2025): quantiles (IQN) and Munchausen's targets, spectral norm and another pool. Try:
 
     python apex_procgen.py --env-id coinrun --gap-stack
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
@@ -281,8 +281,8 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
     """The parts of Q-learning's loss of n-step transitions, for each sample, float32 [B].
 
     For distributions the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), or the loss of
-    quantiles. One atom has no distribution to learn: it is the value itself, with Huber's loss, as in Ape-X (its
-    section 3). The TD error is that of means in all, since those are what actors can compute too.
+    quantiles. One atom has no distribution to learn: it is the value itself, with Huber's loss, as in DQN
+    (Mnih et al. 2015). The TD error is that of means in all, since those are what actors can compute too.
 
     Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the reward of the first of n steps is more by
     alpha tau log pi(a | s), clipped at -1, and what follows is worth its mean under pi, entropy included.

@@ -1,9 +1,9 @@
 """Plays a trained agent: a table of its returns, eval.json, a video and a strip of it in the run directory. Try:
 
-    python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
-    python evaluate.py runs/MontezumaRevenge-v5__rnd_montezuma__1__1790000000 --episodes 8 --video
-    python evaluate.py agents/hnppo_six_doors --video
-    python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish
+python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
+python evaluate.py runs/MontezumaRevenge-v5__rnd_montezuma__1__1790000000 --episodes 8 --video
+python evaluate.py agents/hnppo_six_doors --video
+python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish
 """
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
