@@ -1,9 +1,10 @@
-"""Plays a trained agent: a table of its returns, eval.json, a video and a strip of it in the run directory. Try:
+"""Plays trained agents: a table of their returns, eval.json, a video and a strip of it in the run directory.
 
-python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
-python evaluate.py runs/MontezumaRevenge-v5__rnd_montezuma__1__1790000000 --episodes 8 --video
-python evaluate.py agents/hnppo_six_doors --video
-python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish
+Each is the newest checkpoint of a run, or what --export has written of one. Try:
+
+    python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
+    python evaluate.py agents/ppo_bigfish agents/hnppo_six_doors --video
+    python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish
 """
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
@@ -25,8 +26,8 @@ from common import agents, files, runs
 
 @dataclass(frozen=True)
 class Args:
-    run_dir: tyro.conf.Positional[str]
-    """the run directory, or that of an exported agent"""
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    """run directories, or those of exported agents"""
     episodes: int = 128
     """episodes to play, the same number in each game"""
     levels: Literal["train", "test"] = "test"
@@ -62,7 +63,7 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
         return f"{value:.3f}" if isinstance(value, float) else str(value)
 
     for lines in (rows, [summary]):
-        if lines:
+        if any(lines):
             table = Table(title=title)
             for column in lines[0]:
                 table.add_column(column.replace("_", " ").replace("-", " "), justify="right")
@@ -80,23 +81,37 @@ def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
     print(f"agent: {folder}, {(folder / agents.FILE).stat().st_size / 1e3:,.0f} kB")
 
 
-def main(args: Args) -> dict:
-    """Evaluates the newest checkpoint of a run; returns what eval.json now says of it."""
+def main(args: Args) -> list[dict]:
+    """Evaluates the newest checkpoints of runs, one after the other; returns what each eval.json now says of it."""
     runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
-    path = Path(args.run_dir)
-    name = runs.read_args(args.run_dir, "RUN_DIR")["script"]
+    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, or the folder of an agent, such as agents/ppo_bigfish")
+    runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
+    summaries = [play(args, run_dir) for run_dir in args.run_dirs]
+    if len(summaries) > 1:
+        rows = [
+            {"run": Path(run_dir).name} | summary for run_dir, summary in zip(args.run_dirs, summaries, strict=True)
+        ]
+        if all(row.keys() == rows[0].keys() for row in rows):
+            show(f"{len(rows)} runs", rows, {})
+    return summaries
+
+
+def play(args: Args, run_dir: str) -> dict:
+    """Evaluates one of them."""
+    path = Path(run_dir)
+    name = runs.read_args(run_dir, "RUN_DIR")["script"]
     here = [path.stem for path in Path(__file__).parent.glob("*_*.py")]
-    runs.check(name in here, f"RUN_DIR {args.run_dir}: it is a run of {name}.py, which is not here")
+    runs.check(name in here, f"RUN_DIR {run_dir}: it is a run of {name}.py, which is not here")
     script = importlib.import_module(name)
-    saved = runs.on_this_machine(runs.saved_args(script.Args, args.run_dir, "RUN_DIR"))
+    saved = runs.on_this_machine(runs.saved_args(script.Args, run_dir, "RUN_DIR"))
     try:
         runs.check_flags(saved)
     except runs.UsageError as error:
-        raise runs.UsageError(f"RUN_DIR {args.run_dir}: of its args.json, {error}") from None
+        raise runs.UsageError(f"RUN_DIR {run_dir}: of its args.json, {error}") from None
     files.make_folder(path, "RUN_DIR")
     if args.export:
         path = Path(args.export)
-        export(script, saved, args.run_dir, path)
+        export(script, saved, run_dir, path)
     answer = script.evaluate(
         saved,
         str(path),

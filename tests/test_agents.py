@@ -24,7 +24,8 @@ def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
     words = [str(run_dir), "--episodes", "4", "--seed", "3"]
     runs.cli(evaluate.Args, evaluate.main, words)
     runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
-    runs.cli(evaluate.Args, evaluate.main, [str(folder), *words[1:]])
+    both = evaluate.main(evaluate.Args((str(folder), str(run_dir)), episodes=4, seed=3))
+    assert both[0] == both[1]
     exported, saved = (json.loads((path / "eval.json").read_text()) for path in (folder, run_dir))
     assert exported == saved
     assert json.loads((folder / "args.json").read_text())["args"]["run_dir"] == "runs"
