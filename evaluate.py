@@ -84,7 +84,7 @@ def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
 def main(args: Args) -> list[dict]:
     """Evaluates the newest checkpoints of runs, one after the other; returns what each eval.json now says of it."""
     runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
-    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, or the folder of an agent, such as agents/ppo_bigfish")
+    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
     summaries = [play(args, run_dir) for run_dir in args.run_dirs]
     if len(summaries) > 1:
