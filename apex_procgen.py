@@ -74,6 +74,11 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     l2: float = 0.0
     """coefficient of the squared norm of the convolutions' kernels in the loss"""
 
+    @property
+    def with_atoms(self) -> bool:
+        """Whether values are distributions on fixed atoms (C51)."""
+        return self.num_atoms > 1 and not self.num_quantiles
+
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
         check(
@@ -82,10 +87,9 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
             f"{self.v_max}",
         )
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
-        with_atoms = self.num_atoms > 1 and not self.num_quantiles
-        runs.check_needs(self, with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
+        runs.check_needs(self, self.with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
         check(
-            not (self.munchausen_alpha and with_atoms),
+            not (self.munchausen_alpha and self.with_atoms),
             f"--munchausen-alpha {self.munchausen_alpha}: moves values off a fixed support; give --num-quantiles 1 or "
             "more, or --num-atoms 1, too",
         )
@@ -143,8 +147,7 @@ class Agent(nn.Module):
 
 def make_agent(args: Args) -> Agent:
     encoder = networks.make_encoder(replace(args, hidden=0))  # the streams have the dense layers
-    with_atoms = args.num_atoms > 1 and not args.num_quantiles
-    support = tuple(np.linspace(args.v_min, args.v_max, args.num_atoms).tolist()) if with_atoms else (0.0,)
+    support = tuple(np.linspace(args.v_min, args.v_max, args.num_atoms).tolist()) if args.with_atoms else (0.0,)
     return Agent(encoder, args.hidden, args.dropout, args.dueling, support, args.num_quantiles)
 
 
@@ -330,11 +333,11 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target:
     if args.num_quantiles:
         taus, next_taus = (jax.vmap(lambda key: jax.random.uniform(key, (args.num_quantiles,)))(k) for k in tau_keys)
     next_target = agent.apply(target, next_frames, taus=next_taus)
-    in_doubt = args.double_q and not args.munchausen_alpha
+    by_other = args.double_q and not args.munchausen_alpha
     outputs = Outputs(
         values=agent.apply(params, frames, dropout_keys, taus),
         next_target=next_target,
-        next_judge=agent.apply(params, next_frames, taus=next_taus) if in_doubt else next_target,
+        next_judge=agent.apply(params, next_frames, taus=next_taus) if by_other else next_target,
         target=agent.apply(target, frames) if args.munchausen_alpha else None,
         taus=taus,
     )

@@ -14,20 +14,22 @@ from common.files import UsageError
 FILE = "agent.safetensors"
 
 
-def load(run_dir: str, initial: Callable[[], Any], load: Callable[[str], dict], part: Callable[[Any], dict]) -> dict:
+def load(
+    run_dir: str, initial: Callable[[], Any], load_run: Callable[[str], dict], part: Callable[[Any], dict]
+) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of a folder that `evaluate.py --export` wrote.
 
     Args:
       run_dir: either of them.
       initial: makes a training state, whose shapes must be those of what is loaded.
-      load: load(run_dir) -> the newest checkpoint, of which "state" is a training state.
+      load_run: load_run(run_dir) -> the newest checkpoint, of which "state" is a training state.
       part: what evaluation needs of such a state: dicts of arrays.
 
     Raises UsageError if there is neither, or it does not fit.
     """
     path = Path(run_dir, FILE)
     if not path.exists():
-        return part(load(run_dir)["state"])
+        return part(load_run(run_dir)["state"])
     template = jax.eval_shape(lambda: part(initial()))
     tree = checkpoints.restore_tree(template, read(path), run_dir)
     return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), tree, template)

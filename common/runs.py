@@ -841,7 +841,10 @@ class Evaluation(NamedTuple):
     scenes: int = 1  # of it, of equal length
 
 
-def film_strip(frames: np.ndarray, scenes: int, moments: int = 8) -> np.ndarray:
+MOMENTS = 8  # in each row of a film strip
+
+
+def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.ndarray:
     """Moments of a film [T, H, W, 3], evenly spaced from the first to the last of each scene: a picture, a row each."""
     rows = []
     for scene in np.array_split(frames, scenes):

@@ -16,8 +16,6 @@ from PIL import Image
 from common import runs
 from common.runs import check
 
-MOMENTS = 8  # in a row, as in `runs.film_strip`
-
 
 @dataclass(frozen=True)
 class Args:
@@ -34,7 +32,7 @@ def rows(text: str, width: int) -> np.ndarray:
     path, _, number = text.partition(":")
     check(Path(path).is_file(), f"STRIPS {text}: there is no such file")
     picture = Image.open(path).convert("RGB")
-    height = picture.width // MOMENTS
+    height = picture.width // runs.MOMENTS
     count = picture.height // height
     if number:
         check(number.isdecimal() and 1 <= int(number) <= count, f"STRIPS {text}: has rows 1 to {count}")

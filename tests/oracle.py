@@ -322,9 +322,13 @@ def apex_loss(args, support, weight, chosen, next_online, next_target, reward, d
     following = next_target[action]
     td = reward + discount * value(following) - value(chosen)
     if len(support) == 1:
-        return weight * (td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5), abs(td)
+        return weight * huber(td), abs(td)
     goal = project(support, reward, discount, softmax(following))
     return -weight * sum(goal * np.log(softmax(chosen))), abs(td)
+
+
+def huber(td):
+    return td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5
 
 
 def quantile_loss(taus, quantiles, goals):
@@ -333,8 +337,7 @@ def quantile_loss(taus, quantiles, goals):
     for tau, quantile in zip(taus, quantiles, strict=True):
         for goal in goals:
             td = goal - quantile
-            huber = td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5
-            total += abs(tau - (1.0 if td < 0 else 0.0)) * huber / len(goals)
+            total += abs(tau - (1.0 if td < 0 else 0.0)) * huber(td) / len(goals)
     return total
 
 

@@ -179,10 +179,7 @@ def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, doubl
         else:
             goals = reward + discount * one.next_target[one.next_judge.mean(axis=1).argmax()]
         td = goals.mean() - one.values[action].mean()
-        if quantiles:
-            loss = oracle.quantile_loss(one.taus, one.values[action], goals)
-        else:
-            loss = td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5
+        loss = oracle.quantile_loss(one.taus, one.values[action], goals) if quantiles else oracle.huber(td)
         np.testing.assert_allclose(got["loss"][i], batch.weight[i] * loss, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(got["td_error"][i], abs(td), rtol=1e-3, atol=1e-4)
 

@@ -63,12 +63,15 @@ def test_vtrace_by_hand():
     rewards, values = rng.normal(size=50).astype(np.float32), rng.normal(size=51).astype(np.float32)
     ratio, discount = np.exp(rng.normal(size=50)).astype(np.float32), 0.97 * (rng.random(50) > 0.1).astype(np.float32)
     got = rnd.gae(rewards, values, discount=discount, decay=0.9 * discount, ratio=ratio)
-    want, after = np.zeros(50), 0.0
+    want, advantages, after = np.zeros(50), np.zeros(50), 0.0
     for t in reversed(range(50)):
         rho = min(float(ratio[t]), 1.0)
         error = rho * (float(rewards[t]) + float(discount[t]) * float(values[t + 1]) - float(values[t]))
+        bootstrap = float(values[t + 1]) + 0.9 * after  # of the policy gradient's advantage
+        advantages[t] = rho * (float(rewards[t]) + float(discount[t]) * bootstrap - float(values[t]))
         want[t] = after = error + 0.9 * float(discount[t]) * rho * after
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, advantages, rtol=1e-4, atol=1e-5)
     same = rnd.gae(rewards, values, discount=discount, decay=0.9 * discount, ratio=np.minimum(ratio, 1))
     np.testing.assert_array_equal(got, same)
 

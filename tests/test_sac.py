@@ -23,7 +23,7 @@ from test_apex_math import GAMES, ROOMS, chain, full_buffer
 
 import evaluate
 import sac_procgen as sac
-from common import checkpoints, devices, envs, offpolicy, replay, runs
+from common import augment, checkpoints, devices, envs, offpolicy, replay, runs
 
 relaxed = settings(deadline=None, max_examples=10)
 # Small enough to compile in seconds; the games are real.
@@ -164,12 +164,18 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
     assert np.abs(values - old_values).max() > 0.1
-    augmented = sac.Args(**vars(args) | {"augment": "flip", "augment_prob": 1.0})
-    both = [batch, batch._replace(next_frames=batch.next_frames[:, ::-1, ::-1])]  # its flips are among the four
-    first, other = (sac.loss(augmented, agent, online, b, target=target, alpha=0.3)["td_error"] for b in both)
-    plain = sac.loss(args, agent, online, batch._replace(frames=batch.frames), target=target, alpha=0.3)["td_error"]
-    assert np.abs(first - plain).max() > 1e-4
-    assert np.abs(first - other).max() > 1e-4
+    grey = sac.Args(**vars(args) | {"augment": "grayscale", "augment_prob": 1.0})  # the same whatever the key
+    frames, next_frames = (
+        augment.augment(("grayscale",), 1.0, batch.keys, x) for x in (batch.frames, batch.next_frames)
+    )
+    by_hand = batch._replace(frames=frames, next_frames=next_frames)
+    got, want = (
+        sac.loss(flags, agent, online, some, target=target, alpha=0.3)["td_error"]
+        for flags, some in ((grey, batch), (args, by_hand))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    without = sac.loss(args, agent, online, by_hand._replace(next_frames=batch.next_frames), target=target, alpha=0.3)
+    assert np.abs(without["td_error"] - want).max() > 1e-4
 
 
 def test_an_update_moves_the_target_the_temperature_and_the_priorities():
