@@ -30,7 +30,10 @@ SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, ActorArgs, runs.RunArgs):
+class Args(
+    envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, ActorArgs,
+    runs.RunArgs,
+):  # fmt: skip
     LIMITS: ClassVar = {
         "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 65536), "max_lag": (0, 64),
         "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
@@ -85,8 +88,6 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.Dra
     """epsilon of Adam, or of RMSProp"""
     l2: float = 0.0
     """coefficient of the squared norm of the convolutions' kernels in the loss"""
-    normalize_rewards: bool = False
-    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 

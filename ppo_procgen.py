@@ -28,7 +28,10 @@ SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs, runs.RunArgs):
+class Args(
+    envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
+    runs.RunArgs,
+):  # fmt: skip
     LIMITS: ClassVar = {
         "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "update_epochs": (1, 1000),
         "gae_lambda": (0, 1), "clip_coef": (0, None), "kl_coef": (0, 1000), "kl_target": (1e-8, None),
@@ -71,8 +74,6 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, augment.Dra
     """Adam's epsilon"""
     l2: float = 0.0
     """coefficient of the squared norm of the convolutions' kernels in the loss"""
-    normalize_rewards: bool = False
-    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
 

@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
+class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "gae_lambda": (0, 1),
         "max_kl": (1e-8, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (1e-8, None),
@@ -65,8 +65,6 @@ class Args(envs.GameArgs, networks.EncoderArgs, runs.RunArgs):
     """passes over a batch to fit the value network (with a penalty, the policy too)"""
     penalty: float = 0.0
     """learn by Adam from the surrogate minus this times the KL divergence, without a trust region; 0 for TRPO"""
-    normalize_rewards: bool = False
-    """divide rewards by the running standard deviation of their return, discounted with gamma; after clipping"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""

@@ -227,7 +227,7 @@ def play(args, policy: Callable, *, episodes: int, seed: int, record: bool = Fal
     num_envs = devices.multiple(args, min(episodes, 32))
     env = make_montezuma(args, num_envs, seed)
     log = _Recorder(env)
-    scores, _ = envs.play_episodes(log, policy, args.offsets, episodes=episodes, seed=seed)
+    scores, *_ = envs.play_episodes(log, policy, args.offsets, episodes=episodes, seed=seed)
     env.close()
     rooms, last = np.stack(log.rooms), np.stack(log.last)
     played = []

@@ -79,7 +79,10 @@ class GameArgs:
         "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
     }  # fmt: skip
     # With another restart_every, games would start anew where the steps before them did not say so.
-    FIXED: ClassVar = ("env_id", "distribution_mode", "num_levels", "start_level", "restart_every")
+    FIXED: ClassVar = (
+        "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
+        "restart_every",
+    )  # fmt: skip
 
     env_id: str = "bigfish"
     """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""
@@ -89,6 +92,10 @@ class GameArgs:
     """how many levels to train on; 0 for all of them"""
     start_level: int = 0
     """the first training level, where num_levels is not 0"""
+    use_backgrounds: bool = True
+    """draw the games' backgrounds, which say nothing of what goes on; without, they are black"""
+    restrict_themes: bool = False
+    """draw each kind of thing in one of its themes only"""
     sticky_actions: float = 0.0
     """probability that the game repeats the action before, whatever the policy chose"""
     frame_stack: int = 4
@@ -165,6 +172,7 @@ def make_procgen(
     distribution_mode: str = "easy",
     num_levels: int = 0,
     start_level: int = 0,
+    **options,
 ):
     """Makes `num_envs` copies of a Procgen game as one EnvPool (Gymnasium API, C++ threads).
 
@@ -173,6 +181,7 @@ def make_procgen(
       seed: 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
       distribution_mode: "easy" or "hard".
       num_levels: how many levels, from `start_level` on; 0 draws from all levels (`start_level` has no effect).
+      options: EnvPool's others, such as use_backgrounds.
 
     Returns an EnvPool: frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
     """
@@ -186,11 +195,12 @@ def make_procgen(
         seed=seed,
         num_levels=num_levels,
         start_level=start_level,
+        **options,
     )
 
 
 def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
-    """Makes a script's game (`args`: env_id, distribution_mode, num_levels, start_level) on "train" or "test" levels.
+    """Makes a script's game (`args`: GameArgs) on "train" or "test" levels.
 
     Test levels are all levels above the training ones; where those are unlimited, test and train are the same.
     """
@@ -204,6 +214,8 @@ def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "t
         distribution_mode=args.distribution_mode,
         num_levels=count,
         start_level=first,
+        use_backgrounds=args.use_backgrounds,
+        restrict_themes=args.restrict_themes,
     )
 
 
@@ -456,14 +468,15 @@ def play_episodes(
       record: keep the frames of the first game's first episode (else its first frame only).
       stop: asked at each step; when it says yes, the answer is None.
 
-    Returns the returns float64 [episodes], raw rewards, game by game, and the frames uint8 [T, H, W, channels].
+    Returns the returns float64 [episodes], raw rewards, game by game, the level of each (`level_seed`; 0 in a game
+    without), int [episodes], and the frames uint8 [T, H, W, channels].
     """
     obs, info = env.reset()
     num_envs = len(obs)
     key = jax.random.PRNGKey(seed)
     memory = None
     quota = -(-episodes // num_envs)
-    totals = np.zeros((quota, num_envs))
+    totals, played = np.zeros((quota, num_envs)), np.zeros((quota, num_envs), np.int64)
     counts = np.zeros(num_envs, np.int64)
     done = np.zeros(num_envs, bool)
     columns = np.arange(num_envs)
@@ -477,6 +490,7 @@ def play_episodes(
         key, now = jax.random.split(key)
         actions, memory = policy(stacked, info["elapsed_step"], now, memory)
         counted = ~done & (counts < quota)
+        played[counts[counted], columns[counted]] = info.get("level_seed", np.zeros(num_envs, np.int64))[counted]
         obs, reward, terminated, truncated, info = env.step(np.asarray(actions))
         totals[counts[counted], columns[counted]] += reward[counted]
         done = terminated | truncated
@@ -484,7 +498,7 @@ def play_episodes(
         if filming:
             film.append(obs[0].copy())
             filming = not done[0]
-    return totals.T.reshape(-1), np.stack(film).transpose(0, 2, 3, 1)
+    return totals.T.reshape(-1), played.T.reshape(-1), np.stack(film).transpose(0, 2, 3, 1)
 
 
 def evaluate(
@@ -492,17 +506,18 @@ def evaluate(
 ):
     """`play_episodes` on a script's "train" or "test" levels, up to 64 games side by side, and a summary of it.
 
-    Returns mean, std, min and max of the raw returns and the mean normalised by RETURN_RANGES, and the frames; or
-    None if `stop` said yes.
+    Returns mean, std, min and max of the raw returns and the mean normalised by RETURN_RANGES; the returns by level;
+    and the frames. Or None if `stop` said yes.
     """
     env = make_levels(args, devices.multiple(args, min(episodes, 64)), seed, levels)
     played = play_episodes(env, policy, args.offsets, episodes=episodes, seed=seed, record=record, stop=stop)
     env.close()
     if played is None:
         return None
-    returns, film = played
+    returns, seeds, film = played
     low, high = RETURN_RANGES[args.distribution_mode][args.env_id]
-    return summarize(returns) | {"normalized": float((returns.mean() - low) / (high - low))}, film
+    by_level = {str(level): returns[seeds == level].tolist() for level in np.unique(seeds)}
+    return summarize(returns) | {"normalized": float((returns.mean() - low) / (high - low))}, by_level, film
 
 
 def summarize(returns: np.ndarray) -> dict[str, float]:
@@ -519,7 +534,7 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
     """
     if not (args.eval_episodes and run.evaluation_due(step)):
         return
-    results, films = {}, {}
+    results, by_level, films = {}, {}, {}
     for i, levels in enumerate(("train", "test") if args.num_levels else ("test",)):
         record = args.capture_video and levels == "test"
         seed = derive_seed(args.seed, step, 1 + i)
@@ -528,10 +543,11 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
         )
         if answer is None:
             return
-        results[levels], films[levels] = answer
+        results[levels], by_level[levels], films[levels] = answer
     if args.capture_video:
         run.save_video(step, films["test"])
-    write_json(run.path / "eval.json", {"global_step": step} | {f"{k}_levels": v for k, v in results.items()})
+    content = {f"{k}_levels": results[k] | {"returns_by_level": by_level[k]} for k in results}
+    write_json(run.path / "eval.json", {"global_step": step} | content)
     run.say(
         f"{step:,} steps: "
         + ", ".join(f"{k} levels {r['mean_return']:.2f} +- {r['std']:.2f}" for k, r in results.items())
@@ -551,8 +567,8 @@ def evaluate_checkpoint(
 ) -> Evaluation:
     """For evaluate.py: plays a policy of environment step `step`, or random actions, on "train" or "test" levels."""
     played = random_policy if random else policy
-    summary, film = evaluate(args, played, levels, episodes=episodes, seed=seed, record=video)
+    summary, by_level, film = evaluate(args, played, levels, episodes=episodes, seed=seed, record=video)
     name = f"{'random_' if random else ''}{levels}_levels"
     title = name.replace("_", " ")
     title += "" if args.num_levels else "; training levels were unlimited: these come from the same distribution"
-    return Evaluation(step, name, title, [], summary, film)
+    return Evaluation(step, name, title, [], summary, film, details={"returns_by_level": by_level})

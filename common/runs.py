@@ -839,6 +839,7 @@ class Evaluation(NamedTuple):
     film: np.ndarray | None  # uint8 [T, H, W, 3]
     fps: float = 15  # frames a second of it
     scenes: int = 1  # of it, of equal length
+    details: dict | None = None  # what eval.json says besides
 
 
 MOMENTS = 8  # in each row of a film strip
@@ -851,6 +852,21 @@ def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.nd
         chosen = scene[np.linspace(0, len(scene) - 1, moments).round().astype(int)]
         rows.append(np.concatenate(chosen, axis=1))
     return np.concatenate(rows)
+
+
+def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> np.ndarray:
+    """Films [T, H, W, 3] beside each other, of `size` pixels and under their names; who ends early stands still."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    length, band, columns = max(map(len, films.values())), 32, []
+    for name, film in films.items():
+        title = Image.new("RGB", (size, band), "white")
+        draw, font = ImageDraw.Draw(title), ImageFont.load_default(18)
+        draw.text((size / 2, band / 2), name, "black", font, anchor="mm")
+        frames = [np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.NEAREST)) for frame in film]
+        frames += frames[-1:] * (length - len(frames))
+        columns.append(np.stack([np.concatenate([np.asarray(title), frame]) for frame in frames]))
+    return np.concatenate(columns, axis=2)
 
 
 def write_picture(path: Path, picture: np.ndarray) -> None:

@@ -1,12 +1,30 @@
 """What becomes of the games' rewards before an algorithm learns from them, and moments of masked arrays."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from common import devices
+from common.runs import check_needs
+
+
+@dataclass(frozen=True)
+class NormalizeArgs:
+    """Whether rewards are scaled by what they add up to."""
+
+    LIMITS: ClassVar = {"normalize_gamma": (0, 1)}
+
+    normalize_rewards: bool = False
+    """divide rewards by the running standard deviation of their discounted return; after clipping"""
+    normalize_gamma: float = 0.0
+    """that return's discount; 0 for gamma (Baselines has .99 here, whatever gamma is)"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        check_needs(self, self.normalize_rewards, "--normalize-rewards", ("normalize_gamma",))
 
 
 def shape_reward(reward: jax.Array) -> jax.Array:
@@ -74,13 +92,14 @@ def shape_and_clip(args, rewards) -> jax.Array:
 
 
 def prepare_rewards(args, state: ReturnFilter, steps, gamma: jax.Array) -> tuple[ReturnFilter, jax.Array]:
-    """The rewards that a script learns from (`args`: reward_shaping, reward_clip, normalize_rewards).
+    """The rewards that a script learns from (`args`: reward_shaping, reward_clip, normalize_rewards,
+    normalize_gamma).
 
     Returns the filter with these `envs.Steps` added, and rewards float32 [T, N].
     """
     rewards = shape_and_clip(args, steps.rewards)
     if args.normalize_rewards:
-        return normalize(state, rewards, steps.last, ~steps.done, gamma)
+        return normalize(state, rewards, steps.last, ~steps.done, args.normalize_gamma or gamma)
     return state, rewards
 
 

@@ -177,11 +177,13 @@ FLAGS = {
     "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "eval_every": 100, "eval_episodes": 2,
     "num_devices": 1, "num_quantiles": 4, "munchausen_alpha": 0.5, "munchausen_tau": 0.3,
 }  # fmt: skip
-# Tested elsewhere: these change files or where things are, or let the clock in, and several hosts are refused.
+# Tested elsewhere: these change files or where things are, let the clock in, or are the same code in PPO, whose tests
+# change them; and several hosts are refused.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
     "wandb_project", "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
     *ENCODER_FLAGS,
+    "use_backgrounds", "restrict_themes",
 }  # fmt: skip
 # These need others, and these are for the host.
 OTHER_NETWORK = {"channels": "", "blocks": 2, "downsample": "auto"}

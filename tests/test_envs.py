@@ -159,7 +159,7 @@ class Scripted:
     def observe(self):
         obs = np.zeros((len(self.age), 3, 64, 64), np.uint8)
         obs[:, 0], obs[:, 1] = self.episode[:, None, None], self.age[:, None, None]
-        return obs, {"elapsed_step": self.age.copy()}
+        return obs, {"elapsed_step": self.age.copy(), "level_seed": 10 * self.length + self.episode}
 
     def reset(self):
         return self.observe()
@@ -181,7 +181,8 @@ def test_each_game_plays_its_quota_of_episodes():
         return np.ones(3, np.int32), len(seen)
 
     offsets = envs.stack_offsets(4, True)
-    returns, film = envs.play_episodes(Scripted(3), policy, offsets, episodes=5, seed=0, record=True)
+    returns, levels, film = envs.play_episodes(Scripted(3), policy, offsets, episodes=5, seed=0, record=True)
     assert returns.tolist() == [2, 2, 3, 3, 4, 4]
     assert seen == [((3, 64, 64, 6), i or None) for i in range(len(seen))]
+    assert levels.tolist() == [20, 21, 30, 31, 40, 41]
     assert film[:, 0, 0, :2].tolist() == [[0, 0], [0, 1], [0, 2]]

@@ -277,10 +277,11 @@ FLAGS = {
     "augment_prob": 1.0, "augment_mode": "drac", "drac_coef": 0.5, "restart_every": 16, "eval_every": 100,
     "eval_episodes": 1, "num_devices": 1,
 }  # fmt: skip
-# Tested elsewhere: these change files, or let the clock in.
+# Tested elsewhere: these change files, let the clock in, or are the same code in PPO, whose tests change them.
 ELSEWHERE = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
     "wandb_project", "wandb_entity", "deterministic", "max_lag", "distributed", "actor_devices", *ENCODER_FLAGS,
+    "normalize_gamma", "use_backgrounds", "restrict_themes",
 }  # fmt: skip
 # These need others, and these are for the host.
 NEEDS = {

@@ -165,6 +165,15 @@ def test_reward_normaliser_filters_over_time(seed):
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-4)
 
 
+def test_the_normaliser_has_a_discount_of_its_own():
+    steps = random_steps(np.random.default_rng(0), 20, 3)
+    for own, discount in ((0.0, 0.9), (0.5, 0.5)):
+        args = ppo.Args(normalize_rewards=True, normalize_gamma=own)
+        _, got = shaping.prepare_rewards(args, shaping.new_filter(3), steps, jnp.float32(0.9))
+        (want,), *_ = oracle.normalize_rewards([(steps.rewards, steps.ended, ~steps.done)], discount)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
 def make_tiny(**flags):
     """Args, agent, state, rollout and steps of made-up frames, with episode ends."""
     args = ppo.Args(

@@ -84,6 +84,7 @@ def test_sigterm_during_an_evaluation(train, monkeypatch):
 FLAGS = {
     "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
     "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "normalize_rewards": True,
+    "normalize_gamma": 0.5, "use_backgrounds": False, "restrict_themes": True,
     "encoder": "impala", "width": 2, "pool": "avg", "hidden": 8, "dtype": "bfloat16", "total_timesteps": 100,
     "num_envs": 8, "num_steps": 16, "num_minibatches": 4, "update_epochs": 1, "learning_rate": "0:0.003,1000:0.001",
     "num_devices": 1, "gamma": "0.5", "gae_lambda": 0.5, "clip_coef": 0.01, "kl_coef": 0.0, "kl_target": 1e-6,
@@ -100,7 +101,7 @@ ELSEWHERE = {
 NEEDS = {
     "start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 1}, "augment_prob": {"augment": "translate"},
     "augment_mode": {"augment": "translate"}, "drac_coef": {"augment": "translate", "augment_mode": "drac"},
-    "rnd_normalize": {"rnd_coef": 1},
+    "rnd_normalize": {"rnd_coef": 1}, "normalize_gamma": {"normalize_rewards": True},
 }  # fmt: skip
 HOST = {"total_timesteps", "restart_every", "eval_every", "eval_episodes"}
 
@@ -191,9 +192,13 @@ def test_four_thousand_frames(tmp_path):
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
 
     before = json.loads((run_dir / "eval.json").read_text())
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train", "--video"])
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train", "--video", "--human"])
     after = json.loads((run_dir / "eval.json").read_text())
     assert after["train_levels"]["episodes"] == 4
+    by_level = after["train_levels"]["returns_by_level"]
+    assert set(by_level) <= {"0", "1", "2"}
+    returns = np.concatenate(list(by_level.values()))
+    assert (len(returns), returns.mean()) == (4, pytest.approx(after["train_levels"]["mean_return"]))
     assert after["test_levels"] == before["test_levels"]
     video = run_dir / "videos" / f"train_levels_{after['global_step']}.mp4"
     import av

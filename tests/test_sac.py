@@ -349,6 +349,7 @@ ELSEWHERE = {
     "wandb_project", "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
     "env_id", "distribution_mode", "num_levels", "start_level", "frame_stack", "gap_stack", "eval_every",
     "eval_episodes", "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
+    "use_backgrounds", "restrict_themes",
 }  # fmt: skip
 NEEDS = {"num_envs": {"num_actors": 1}}
 HOST = {"max_lag", "replay_ratio", "restart_every"}

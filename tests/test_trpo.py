@@ -351,6 +351,7 @@ ELSEWHERE = {
     "wandb_project", "wandb_entity", "distributed", "env_id", "distribution_mode", "num_levels", "start_level",
     "frame_stack", "gap_stack", "reward_clip", "eval_every", "eval_episodes", "encoder", "width", "pool", "dtype",
     "total_timesteps", *ENCODER_FLAGS,
+    "normalize_gamma", "use_backgrounds", "restrict_themes",
 }  # fmt: skip
 HOST = {"restart_every"}
 
