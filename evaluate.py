@@ -4,7 +4,8 @@ Each is the newest checkpoint of a run, or what --export has written of one. Try
 
     python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
     python evaluate.py agents/ppo_bigfish agents/hnppo_six_doors --video
-    python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish
+    python evaluate.py runs/coinrun__ppo_procgen__1__1790000000 --human
+    python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish --push-to-hub me/bigfish
 """
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
@@ -34,12 +35,19 @@ class Args:
     """of Procgen: the levels trained on, or unseen ones (the same distribution where training levels were unlimited)"""
     video: bool = False
     """also write a video and a film strip: of an episode in Procgen, the best one of Montezuma, a door a task"""
+    human: bool = False
+    """also write a video of two episodes of Procgen side by side, on a training level and on an unseen one"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
     seed: int = 0
     """of the games and the policy's draws"""
     export: str = ""
     """write what is played to this folder, as a small agent that evaluate.py plays too, and play that"""
+    push_to_hub: str = ""
+    """upload the exported agent to this repository of Hugging Face's hub, with a card of what it makes"""
+
+
+SIDES = {"training level": "train", "unseen level": "test"}  # of --human
 
 
 def read_results(path: Path) -> dict:
@@ -86,6 +94,11 @@ def main(args: Args) -> list[dict]:
     runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
+    if args.push_to_hub:
+        agent = args.export or "".join(args.run_dirs[:1])
+        alone = len(args.run_dirs) == 1 and (args.export or Path(agent, agents.FILE).exists())
+        runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
+        agents.check_hub(args.push_to_hub)
     summaries = [play(args, run_dir) for run_dir in args.run_dirs]
     if len(summaries) > 1:
         rows = [
@@ -93,6 +106,8 @@ def main(args: Args) -> list[dict]:
         ]
         if all(row.keys() == rows[0].keys() for row in rows):
             show(f"{len(rows)} runs", rows, {})
+    if args.push_to_hub:
+        print(f"uploaded: {agents.push(Path(agent), args.push_to_hub)}")
     return summaries
 
 
@@ -108,6 +123,9 @@ def play(args: Args, run_dir: str) -> dict:
         runs.check_flags(saved)
     except runs.UsageError as error:
         raise runs.UsageError(f"RUN_DIR {run_dir}: of its args.json, {error}") from None
+    if args.human:
+        limited = getattr(saved, "num_levels", 0) > 0
+        runs.check(limited, f"--human: RUN_DIR {run_dir} was not trained on some levels only, give --video")
     files.make_folder(path, "RUN_DIR")
     if args.export:
         path = Path(args.export)
@@ -125,7 +143,8 @@ def play(args: Args, run_dir: str) -> dict:
 
     old = read_results(path / "eval.json")
     same_step = old if old.get("global_step") == answer.step else {}
-    runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: answer.summary})
+    entry = {answer.name: answer.summary | (answer.details or {})}
+    runs.write_json(path / "eval.json", same_step | {"global_step": answer.step} | entry)
     if args.video:
         video = path / "videos" / f"{answer.name}_{answer.step}.mp4"
         runs.write_video(video, answer.film, answer.fps)
@@ -133,6 +152,12 @@ def play(args: Args, run_dir: str) -> dict:
         strip = video.with_suffix(".png")
         runs.write_picture(strip, runs.film_strip(answer.film, answer.scenes))
         print(f"film strip: {strip}")
+    if args.human:
+        how = {"episodes": 1, "seed": args.seed, "random": args.random, "video": True}
+        films = {name: script.evaluate(saved, str(path), levels=levels, **how).film for name, levels in SIDES.items()}
+        both = path / "videos" / f"{'random_' if args.random else ''}side_by_side_{answer.step}.mp4"
+        runs.write_video(both, runs.side_by_side(films), answer.fps)
+        print(f"side by side: {both}")
     return answer.summary
 
 

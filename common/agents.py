@@ -1,5 +1,9 @@
-"""Trained agents as small files: what evaluation needs of a run, in safetensors, which hold numbers and no code."""
+"""Trained agents as small files: what evaluation needs of a run, in safetensors, which hold numbers and no code.
 
+They can be uploaded to Hugging Face's hub (`pip install huggingface_hub`), with a card.
+"""
+
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 
 from common import checkpoints, files
 from common.files import UsageError
@@ -69,3 +74,87 @@ def write(folder: Path, content: dict, tree: dict) -> None:
     with files.full_disk_explained(folder / FILE), files.whole(folder / FILE) as temporary:
         temporary.write_bytes(save(arrays))
     files.write_json(folder / "args.json", content)
+
+
+# THE HUB
+
+
+def check_hub(name: str) -> None:
+    """Raises UsageError if this is no repository's name, or huggingface_hub is not there."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UsageError(f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish")
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        raise UsageError(f"--push-to-hub {name}: needs huggingface_hub, pip install huggingface_hub") from None
+
+
+def results(evaluation: dict) -> list[dict]:
+    """An eval.json's evaluations as rows: of what, metric, value and, of returns, its deviation over episodes."""
+    rows = []
+    for name, entry in evaluation.items():
+        if not isinstance(entry, dict) or name.startswith("random_"):
+            continue
+        what = name.replace("_", " ")
+        if "mean_return" in entry:
+            spread = f"{entry['mean_return']:.2f} +- {entry['std']:.2f}"
+            rows.append({"of": what, "metric": "mean return", "value": entry["mean_return"], "text": spread})
+        else:
+            rates = {key: value for key, value in entry.items() if isinstance(value, float)}
+            rows += [
+                {"of": f"{what}, {key}", "metric": "success rate", "value": x, "text": f"{x:.2f}"}
+                for key, x in rates.items()
+            ]
+    return rows
+
+
+def card(folder: Path, name: str) -> str:
+    """The README.md of an agent on the hub, from its args.json and eval.json."""
+    content = files.read(folder / "args.json", dict, "RUN_DIR", "export the agent anew")
+    evaluation = files.read(folder / "eval.json", dict, "RUN_DIR", "evaluate the agent anew")
+    script, args = content["script"], content["args"]
+    game = args.get("env_id") or "DoorGym"
+    rows = results(evaluation)
+    metrics = [{"type": row["metric"].replace(" ", "_"), "name": f"{row['metric']}, {row['of']}",
+                "value": round(row["value"], 3), "verified": False} for row in rows]  # fmt: skip
+    task = {"type": "reinforcement-learning", "name": "reinforcement-learning"}
+    head = {
+        "library_name": "jax",
+        "pipeline_tag": "reinforcement-learning",
+        "tags": ["reinforcement-learning", "deep-reinforcement-learning", script.replace("_", "-"), game],
+        "model-index": [
+            {"name": script, "results": [{"task": task, "dataset": {"name": game, "type": game}, "metrics": metrics}]}
+        ],
+    }
+    table = "\n".join(f"| {row['of']} | {row['metric']} | {row['text']} |" for row in rows)
+    return f"""---
+{yaml.safe_dump(head, sort_keys=False)}---
+# {script.split("_")[0].upper()} on {game}
+
+A policy that `{script}.py` trained for {evaluation["global_step"]:,} environment steps; `args.json` has its arguments.
+
+| episodes of | | mean +- deviation over episodes |
+| --- | --- | --- |
+{table}
+
+Play it, with that script's repository:
+
+    hf download {name} --local-dir my_agent
+    python evaluate.py my_agent --video
+"""
+
+
+def push(folder: Path, name: str) -> str:
+    """Writes an agent's card and uploads its four files by the user's login; returns where to. Raises UsageError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    with files.whole(folder / "README.md") as temporary:
+        temporary.write_text(card(folder, name))
+    try:
+        api = HfApi()
+        api.create_repo(name, exist_ok=True)
+        kept = [FILE, "args.json", "eval.json", "README.md"]
+        return str(api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=kept))
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        raise UsageError(f"--push-to-hub {name}: {str(error).strip().splitlines()[0]}; hf auth login?") from None

@@ -2,10 +2,14 @@
 
 import importlib
 import json
+import shutil
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
+import yaml
 from conftest import ROOT, assert_refused
 from test_apex_run import TINY
 
@@ -57,6 +61,38 @@ def test_a_damaged_agent_gets_one_sentence(run_dir, tmp_path, capfd, damage):
         (folder / "args.json").write_text(json.dumps(args))
     capfd.readouterr()
     assert_refused(evaluate, [str(folder)], capfd, str(folder), "cannot be read" if damage == "cut" else "does not fit")
+
+
+def test_an_agent_goes_to_the_hub_with_a_card(tmp_path, monkeypatch, capfd):
+    """To a stand-in for the hub, a folder, with the signatures of huggingface_hub's own."""
+
+    def upload(repo_id, folder_path, allow_patterns):
+        shutil.copytree(folder_path, tmp_path / repo_id, ignore=lambda _, names: set(names) - set(allow_patterns))
+        return f"hub/{repo_id}"
+
+    api = create_autospec(huggingface_hub.HfApi)
+    api.return_value.upload_folder.side_effect = upload
+    monkeypatch.setattr(huggingface_hub, "HfApi", api)
+    folder = tmp_path / "bigfish"
+    shutil.copytree(ROOT / "agents" / "ppo_bigfish", folder)
+    (folder / "private.txt").write_text("not to be uploaded")
+    runs.cli(evaluate.Args, evaluate.main, [str(folder), "--episodes", "2", "--push-to-hub", "me/bigfish"])
+    assert "uploaded: hub/me/bigfish" in capfd.readouterr().out
+    api.return_value.create_repo.assert_called_once_with("me/bigfish", exist_ok=True)
+    there = tmp_path / "me" / "bigfish"
+    assert {path.name for path in there.iterdir()} == {agents.FILE, "args.json", "eval.json", "README.md"}
+    _, head, text = (there / "README.md").read_text().split("---\n", 2)
+    (result,) = yaml.safe_load(head)["model-index"][0]["results"]
+    mean = json.loads((there / "eval.json").read_text())["test_levels"]["mean_return"]
+    assert [x["value"] for x in result["metrics"]] == [round(mean, 3)]
+    assert f"| test levels | mean return | {mean:.2f} +- " in text
+    doors = agents.card(ROOT / "agents" / "hnppo_six_doors", "me/doors")
+    assert doors.count("success rate |") == 6
+
+
+@pytest.mark.parametrize("words", [["bigfish"], ["me/bigfish"]])
+def test_what_cannot_go_to_the_hub_is_refused(run_dir, capfd, words):
+    assert_refused(evaluate, [str(run_dir), "--push-to-hub", *words], capfd, f"--push-to-hub {words[0]}")
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "agents").glob("*/args.json")), ids=lambda path: path.parent.name)
