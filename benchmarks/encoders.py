@@ -122,7 +122,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    networks.check_flags(args.spec)
+    runs.check_flags(args.spec)
     named = NAMED if args.spec == EncoderArgs() else {args.spec.encoder: args.spec}
     rows = []
     table = Table(title=f"one frame of 64 x 64 x 6 on {jax.devices()[0].device_kind}", box=box.SIMPLE)

@@ -16,9 +16,10 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired
 
@@ -125,7 +126,9 @@ def read_progress(folder: Path) -> Progress:
     return files.read(path, Progress, "--runs", "delete it, and the run goes on from its checkpoint")
 
 
-def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stopping: threading.Event) -> str:
+def train(
+    row: dict, flags: dict, seed: int, folder: Path, *, origin: dict, stopping: threading.Event, look: Callable
+) -> str:
     """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it."""
     with files.take(folder) or contextlib.nullcontext() as lock:
         before = read_progress(folder)
@@ -135,7 +138,7 @@ def train(row: dict, flags: dict, seed: int, folder: Path, origin: dict, stoppin
         done = False
         why = ""
         try:
-            trials.run(row["script"], flags | {"seed": seed}, folder, lock, stopping=stopping)
+            trials.run(row["script"], flags | {"seed": seed}, folder, lock, stopping=stopping, look=look)
             done = True
         except trials.Stopped:
             pass
@@ -308,12 +311,14 @@ def main(args: Args) -> list[dict]:
     def one(folder: Path) -> None:
         row, _, seed = wanted[folder]
         if not stopping.is_set():
-            said = train(*wanted[folder], folder, origin=origin, stopping=stopping)
+            look = partial(line.look, folder)
+            said = train(*wanted[folder], folder, origin=origin, stopping=stopping, look=look)
             print(f"{row['cell']}, seed {seed}: {said}", flush=True)
             write(args, cells)
 
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    with ThreadPoolExecutor(args.jobs) as pool:
+    count = len({folder for _, _, folders in cells for folder in folders})
+    with trials.ProgressLine(args.table, count, count - len(wanted)) as line, ThreadPoolExecutor(args.jobs) as pool:
         begun = [pool.submit(one, folder) for folder in (() if args.collect else wanted)]
     for signal_number, handler in old.items():
         signal.signal(signal_number, handler)

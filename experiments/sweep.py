@@ -231,7 +231,10 @@ def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
 # TRIALS
 
 
-def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock: TextIO, stopping: Event) -> float:
+def run_trial(
+    trial: optuna.Trial, sweep: dict, flags: dict, *, folder: Path, lock: TextIO, stopping: Event,
+    line: trials.ProgressLine,
+) -> float:  # fmt: skip
     """One trial, or the rest of one that is in its folder already. Returns the last value of the metric.
 
     Raises TrialPruned; Stopped, and the trial stays open; RuntimeError if the script fails or never logs the metric.
@@ -241,6 +244,7 @@ def run_trial(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock:
 
     def look(alive: bool):
         nonlocal reported
+        line.look(folder, alive)
         values = trials.values_of(trials.find_run(folder), metric)
         for step in range(reported, len(values)):
             trial.report(values[step], step + 1)
@@ -427,14 +431,14 @@ def main(args: Args) -> optuna.Study:
         study = open_study(args, sweep, Path(args.sweep).stem, out)
     origin = trials.origin()
 
-    def work() -> None:
+    def work(line: trials.ProgressLine) -> None:
         while not stopping.is_set():
             if begun := begin_trial(study, args, sweep, count, out=out):
                 trial, flags, folder, lock = begun
                 with lock:
                     trial.set_user_attr("origin", origin)
                     trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-                    end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping)
+                    end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
                 with files.take(out, wait=True):
                     write_results(study, out)
             elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
@@ -442,8 +446,9 @@ def main(args: Args) -> optuna.Study:
             else:
                 return
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        workers = [pool.submit(work) for _ in range(args.jobs)]
+    over = sum(trial.state in OVER for trial in study.get_trials(deepcopy=False))
+    with trials.ProgressLine(study.study_name, count, over) as line, ThreadPoolExecutor(args.jobs) as pool:
+        workers = [pool.submit(work, line) for _ in range(args.jobs)]
     for number, handler in old.items():
         signal.signal(number, handler)
     try:

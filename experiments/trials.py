@@ -8,10 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common import checkpoints
 from common.files import FailedError, FullError, check
@@ -99,6 +103,47 @@ def read_metrics(run: Path | None) -> list[dict]:
 def values_of(run: Path | None, metric: str) -> list[float]:
     """What a run has logged of a metric so far."""
     return [line[metric] for line in read_metrics(run) if metric in line]
+
+
+def part_done(run: Path | None) -> float:
+    """How far a run is, from 0 to 1, by the last step that it has logged."""
+    steps = values_of(run, "global_step")
+    if not steps:
+        return 0.0
+    args = json.loads((run / "args.json").read_text())["args"]
+    total = args.get("total_timesteps", args.get("task_timesteps", 0) * len(args.get("tasks", "").split(",")))  # doors
+    return min(1.0, steps[-1] / total) if total else 0.0
+
+
+class ProgressLine:
+    """How far many runs are and how long the rest may take: one line on a terminal, and nothing where there is none."""
+
+    def __init__(self, what: str, count: int, done: int, console: Console | None = None):
+        """`done` of `count` runs are over already."""
+        console = console or Console(stderr=True)
+        columns = "{task.description}", BarColumn(None), "{task.completed:.1f} of {task.total} runs"
+        self._progress = Progress(
+            *(TextColumn(c) if isinstance(c, str) else c for c in columns), TimeElapsedColumn(), TimeRemainingColumn(),
+            speed_estimate_period=24 * 3600, refresh_per_second=1, console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task(what, total=count, completed=done)
+        self._done, self._parts, self._looked = done, {}, {}
+
+    def __enter__(self) -> "ProgressLine":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._progress.stop()
+
+    def look(self, folder: Path, alive: bool) -> None:
+        """Takes note of how far the run in a folder is, every ten seconds; `run` calls it."""
+        now = time.monotonic()
+        if alive and now < self._looked.get(folder, -10) + 10:
+            return
+        self._looked[folder] = now
+        self._parts[folder] = part_done(find_run(folder)) if alive else 1.0
+        self._progress.update(self._task, completed=self._done + sum(self._parts.values()))
 
 
 def report_failures(failed: dict[str, str], count: int, see: Path) -> None:

@@ -2,7 +2,9 @@
 
 import csv
 import importlib
+import io
 import itertools
+import json
 import re
 import signal
 import textwrap
@@ -17,6 +19,7 @@ import yaml
 from conftest import ROOT, TINY, assert_refused, assert_same_run, run_here, start, wait_for
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
 import hnppo_doorgym
@@ -296,7 +299,8 @@ def test_a_trial_is_pruned(tmp_path):
     content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
     with files.take(folder := tmp_path / "0000") as lock:
-        where = {"folder": folder, "lock": lock, "stopping": threading.Event()}
+        line = trials.ProgressLine("study", 1, 0)
+        where = {"folder": folder, "lock": lock, "stopping": threading.Event(), "line": line}
         sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, **where)
     assert study.trials[0].state.name == "PRUNED"
     assert study.trials[0].value == 3
@@ -485,6 +489,29 @@ def test_a_full_disk_is_told_in_one_sentence(quick, monkeypatch, capfd):
         quick({"x": {"values": [1]}})
     assert stopped.value.code == 1
     assert re.search(r"the disk is full.*the same command goes on\n$", capfd.readouterr().err)
+
+
+def test_a_line_says_how_far_the_runs_are(tmp_path):
+    """One of four was done before, of two that run a half and a quarter are, and then the first ends."""
+    for name, args, step in (
+        ("0", {"total_timesteps": 100}, 50),
+        ("1", {"task_timesteps": 30, "tasks": "0,5"}, 15),
+    ):
+        run = tmp_path / name / "run"
+        run.mkdir(parents=True)
+        (run / "args.json").write_text(json.dumps({"args": args}))
+        (run / "metrics.jsonl").write_text('{"global_step": 1}\n' + json.dumps({"global_step": step}) + "\n")
+    text = io.StringIO()
+    with trials.ProgressLine("study", 4, 1, Console(file=text, force_terminal=True, width=100)) as line:
+        line.look(tmp_path / "0", True)
+        line.look(tmp_path / "1", True)
+        assert line._progress.tasks[0].completed == 1.75
+        line.look(tmp_path / "0", False)
+    assert "2.2 of 4 runs" in text.getvalue()
+    quiet = io.StringIO()
+    with trials.ProgressLine("study", 4, 1, Console(file=quiet)) as line:
+        line.look(tmp_path / "0", True)
+    assert not quiet.getvalue().strip()
 
 
 def test_names_are_no_formulas(tmp_path, monkeypatch):
