@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from common import agents, augment, devices, envs, networks, runs, shaping
-from common.actors import ActorArgs, Fleet
+from common import actors, agents, augment, devices, envs, networks, runs, shaping
+from common.actors import Unroll
 from common.devices import GAMES, SAME, STEPS
 from common.runs import check
 
@@ -31,31 +31,22 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(
-    envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, ActorArgs,
-    runs.RunArgs,
+    envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs,
+    actors.ProcgenActorArgs, runs.RunArgs,
 ):  # fmt: skip
     LIMITS: ClassVar = {
-        "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 65536), "max_lag": (0, 64),
-        "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
+        "num_steps": (1, 65536), "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
         "replay_size": (1, 2**20), "rho_bar": (0, None), "c_bar": (0, None), "pg_rho_bar": (0, None),
         "vtrace_lambda": (0, 1), "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
         "l2": (0, None),
     }  # fmt: skip
-    FIXED: ClassVar = ("num_actors",)  # each has games of its own
 
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
-    num_actors: int = 2
-    """actor threads, each with its own games"""
     num_envs: int = 16
     """games played side by side, all actors' together"""
     num_steps: int = 200
     """steps of each game in an unroll; an update learns from one unroll of every game"""
-    max_lag: int = 1
-    """how many updates older than the learner an unroll's policy may be; 0 for none: actors and learner take turns"""
-    deterministic: bool = False
-    """play each unroll with a policy exactly max_lag updates old, so that the same seed gives the same metrics (bit for
-    bit on a CPU); without it the threads' timing decides how old"""
     update_epochs: int = 3
     """passes over a batch"""
     num_minibatches: int = 2
@@ -93,10 +84,6 @@ class Args(
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        check(
-            self.num_envs % self.num_actors == 0,
-            f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}",
-        )
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
         check(
@@ -293,13 +280,6 @@ class Rollout(NamedTuple):
 
 
 ROLLOUT = devices.layout(Rollout, steps="frames actions logits", games="numbers last_action first_core core")
-
-
-class Unroll(NamedTuple):
-    """What an actor hands to the learner."""
-
-    rollout: Rollout
-    steps: envs.Steps
 
 
 @partial(jax.jit, static_argnums=0)
@@ -652,16 +632,8 @@ def load(args: Args, agent: Agent, run_dir: str) -> dict:
     return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
-def make_fleet(args: Args, agent: Agent) -> Fleet:
-    numbers, seed = devices.games_of_host(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
-    return Fleet(
-        partial(collect, args, agent),
-        [envs.Games(partial(envs.make_levels, args), own, seed, args.restart_every) for own in numbers],
-        [initial_carry(args, own) for own in numbers],
-        homes=devices.of_actors(args, args.num_actors),
-        max_lag=args.max_lag,
-        lockstep=args.deterministic,
-    )
+def make_fleet(args: Args, agent: Agent) -> actors.Fleet:
+    return actors.make_fleet(args, partial(collect, args, agent), partial(initial_carry, args))
 
 
 def kept(args: Args, agent: Agent) -> tuple:

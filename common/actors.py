@@ -14,13 +14,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from common import checkpoints, runs
+from common import checkpoints, devices, envs, runs
 from common.envs import Games, Mark
+from common.runs import check
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,29 @@ class ActorArgs:
 
     actor_devices: int = 0
     """devices that only actors use, the last of this machine; 0: they share those that learn"""
+
+
+@dataclass(frozen=True)
+class ProcgenActorArgs(ActorArgs):
+    """Who plays Procgen, and with how old a policy."""
+
+    LIMITS: ClassVar = {"num_actors": (1, 256), "num_envs": (1, 65536), "max_lag": (0, 64)}
+    FIXED: ClassVar = ("num_actors",)  # each has games of its own
+
+    num_actors: int = 2
+    """actor threads, each with its own games"""
+    num_envs: int = 32
+    """games played side by side, all actors' together"""
+    max_lag: int = 1
+    """how many updates old an unroll's policy may be; 0 for none: actors and learner take turns"""
+    deterministic: bool = False
+    """play each unroll with a policy exactly max_lag updates old, so that the same seed gives the same metrics (bit for
+    bit on a CPU); without it the threads' timing decides how old"""
+
+    def check(self) -> None:
+        """Raises UsageError, one sentence, if these flags make no sense."""
+        what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
+        check(self.num_envs % self.num_actors == 0, what)
 
 
 class ActorError(RuntimeError):
@@ -54,6 +79,13 @@ class Item(NamedTuple):
     games: Mark  # where its games were after it
     version: int  # of the parameters it was played with
     shares: dict[str, float]  # of the actor's time
+
+
+class Unroll(NamedTuple):
+    """What an actor hands to the learner."""
+
+    rollout: Any  # what the script keeps of it on a device
+    steps: envs.Steps
 
 
 class Fleet:
@@ -232,3 +264,21 @@ class Fleet:
     def _check_stop(self) -> None:
         if self._stopping:
             raise Stopped
+
+
+def make_fleet(args: Any, collect: Callable, initial_carry: Callable) -> Fleet:
+    """The actors of a Procgen script, each with its part of this host's games (`args`: ProcgenActorArgs, GameArgs).
+
+    Args:
+      collect: as Fleet takes it.
+      initial_carry: initial_carry(numbers int32 [n]) -> what an actor of these games begins with.
+    """
+    numbers, seed = devices.games_of_host(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
+    return Fleet(
+        collect,
+        [Games(partial(envs.make_levels, args), own, seed, args.restart_every) for own in numbers],
+        [initial_carry(own) for own in numbers],
+        homes=devices.of_actors(args, args.num_actors),
+        max_lag=args.max_lag,
+        lockstep=args.deterministic,
+    )

@@ -14,35 +14,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common import checkpoints, devices, envs, networks, replay, runs, shaping
-from common.actors import ActorArgs, Fleet, Item
+from common import actors, checkpoints, devices, envs, networks, replay, runs, shaping
+from common.actors import Item, Unroll
 from common.runs import check
 
 
 @dataclass(frozen=True)
-class OffPolicyArgs(ActorArgs):
+class OffPolicyArgs(actors.ProcgenActorArgs):
     """Who plays, what is kept of it, and how often that is learnt from."""
 
     LIMITS: ClassVar = {
-        "num_actors": (1, 256), "num_envs": (1, 65536), "num_steps": (1, 4096), "max_lag": (0, 64),
-        "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536), "per_alpha": (0, 1),
-        "n_step": (1, 1024), "gamma": (0, 1),
+        "num_steps": (1, 4096), "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536),
+        "per_alpha": (0, 1), "n_step": (1, 1024), "gamma": (0, 1),
     }  # fmt: skip
-    # Each actor has games of its own, and the replay buffer holds what came of these.
-    FIXED: ClassVar = (
-        "num_actors", "num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip",
-    )  # fmt: skip
+    # What is in the replay buffer came of these.
+    FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
 
-    num_actors: int = 2
-    """threads that play, each its own games"""
-    num_envs: int = 32
-    """games played side by side by all actors together"""
     num_steps: int = 16
     """steps of each game in an unroll, after which actors hand over and fetch parameters"""
-    max_lag: int = 1
-    """how many iterations old an unroll's parameters may be; 0 lets actors and learner take turns"""
-    deterministic: bool = False
-    """play each unroll with parameters exactly max_lag iterations old: the same seed then gives the same metrics"""
     buffer_size: int = 200_000
     """transitions in the replay buffer, 12 kB each"""
     replay_device: Literal["device", "host"] = "device"
@@ -68,7 +57,6 @@ class OffPolicyArgs(ActorArgs):
         """Raises UsageError, one sentence, if these flags make no sense."""
         games, unroll = self.num_envs, self.n_step + self.num_steps
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
-        check(games % self.num_actors == 0, f"--num-actors {self.num_actors}: must divide the number of games, {games}")
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
         check(
             buffer_rows(self) * games >= least,
@@ -119,13 +107,6 @@ class Rollout(NamedTuple):
 
 
 ROLLOUT = devices.layout(Rollout, steps="frames actions action_value state_value", games="numbers last_action")
-
-
-class Unroll(NamedTuple):
-    """What an actor hands to the learner."""
-
-    rollout: Rollout
-    steps: envs.Steps
 
 
 @partial(jax.jit, static_argnums=0)
@@ -193,16 +174,8 @@ def collect(
     return Unroll(rollout, steps), Carry(history, rollout.numbers, rollout.last_action)
 
 
-def make_fleet(args: Any, agent: nn.Module, act: Callable) -> Fleet:
-    numbers, seed = devices.games_of_host(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
-    return Fleet(
-        partial(collect, act, args, agent),
-        [envs.Games(partial(envs.make_levels, args), own, seed, args.restart_every) for own in numbers],
-        [initial_carry(args, own) for own in numbers],
-        homes=devices.of_actors(args, args.num_actors),
-        max_lag=args.max_lag,
-        lockstep=args.deterministic,
-    )
+def make_fleet(args: Any, agent: nn.Module, act: Callable) -> actors.Fleet:
+    return actors.make_fleet(args, partial(collect, act, args, agent), partial(initial_carry, args))
 
 
 # THE BUFFER

@@ -200,7 +200,7 @@ def wait_for_full_queues(monkeypatch, then=lambda updates: None):
         then(len(done))
         return update(*args)
 
-    monkeypatch.setattr(impala, "Fleet", make)
+    monkeypatch.setattr(impala.actors, "Fleet", make)
     monkeypatch.setattr(impala, "update", slow)
 
 
