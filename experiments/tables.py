@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results.md from the committed CSV files, each between its two marks:
+"""Writes the docs' tables from the committed CSV files, each between its two marks, wherever these are:
 
 python -m experiments.tables           # after a new result
 python -m experiments.tables --check   # fails if a table is not that of its files
@@ -13,7 +13,7 @@ from benchmarks import records
 from common import files, runs
 from experiments import reproduce
 
-PAGE = records.ROOT / "docs" / "results.md"
+DOCS = records.ROOT / "docs"
 SPEED = records.ROOT / "benchmarks" / "results"
 STUDIES = records.ROOT / "experiments" / "results"
 SETTINGS = {
@@ -28,7 +28,7 @@ SETTINGS = {
 @dataclass(frozen=True)
 class Args:
     check: bool = False
-    """write nothing; exit code 2 if the page is not up to date"""
+    """write nothing; exit code 2 if a page is not up to date"""
 
 
 def read(path: Path) -> list[dict]:
@@ -165,23 +165,32 @@ PARTS = {
 }  # fmt: skip
 
 
-def fill(text: str) -> str:
-    """The page with what is between each pair of marks made anew; raises UsageError if a mark is missing."""
+def marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: by experiments/tables.py -->\n", f"<!-- end of {name} -->"
+
+
+def fill(text: str, where: str) -> str:
+    """A page with what is between each pair of marks made anew; raises UsageError if one of two marks is missing."""
     for name, make in PARTS.items():
-        begin, end = f"<!-- {name}: by experiments/tables.py -->\n", f"<!-- end of {name} -->"
-        runs.check(begin in text and end in text, f"docs/results.md: has no marks {begin.strip()} and {end}")
-        head, rest = text.split(begin, 1)
-        text = head + begin + "\n".join([*make(), ""]) + end + rest.split(end, 1)[1]
+        begin, end = marks(name)
+        runs.check((begin in text) == (end in text), f"{where}: has one of the two marks {begin.strip()} and {end}")
+        if begin in text:
+            head, rest = text.split(begin, 1)
+            text = head + begin + "\n".join([*make(), ""]) + end + rest.split(end, 1)[1]
     return text
 
 
 def main(args: Args) -> None:
-    old = PAGE.read_text()
-    new = fill(old)
-    runs.check(not args.check or new == old, "--check: docs/results.md is old, run python -m experiments.tables")
-    if new != old:
-        with files.whole(PAGE) as temporary:
-            temporary.write_text(new)
+    pages = {page: page.read_text() for page in sorted(DOCS.glob("*.md"))}
+    for name in PARTS:
+        begin, _ = marks(name)
+        runs.check(any(begin in text for text in pages.values()), f"docs: no page has the mark {begin.strip()}")
+    for page, old in pages.items():
+        new = fill(old, f"docs/{page.name}")
+        runs.check(not args.check or new == old, f"--check: docs/{page.name} is old, run python -m experiments.tables")
+        if new != old:
+            with files.whole(page) as temporary:
+                temporary.write_text(new)
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ def test_failures_are_told(table, monkeypatch, capfd):
 # THE TABLES OF RESULTS
 
 
-def test_the_page_has_the_tables_of_the_committed_files():
-    assert tables.fill(tables.PAGE.read_text()) == tables.PAGE.read_text()
+def test_the_docs_have_the_tables_of_the_committed_files():
+    tables.main(tables.Args(check=True))
 
 
 def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
@@ -178,9 +178,15 @@ def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
     changed = (tmp_path / "apex.csv").read_text().replace(",1114,", ",98765,")
     (tmp_path / "apex.csv").write_text(changed)
     monkeypatch.setattr(tables, "SPEED", tmp_path)
-    old = tables.PAGE.read_text()
-    assert "| 1114 |" in old
-    assert tables.fill(old) == old.replace("| 1114 |", "| 98765 |")
+    for page in ("results.md", "apex.md"):
+        old = (tables.DOCS / page).read_text()
+        assert "| 1114 |" in old
+        assert tables.fill(old, page) == old.replace("| 1114 |", "| 98765 |")
+    with pytest.raises(runs.UsageError, match="one of the two marks"):
+        tables.fill("<!-- end of apex -->", "a page")
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    with pytest.raises(runs.UsageError, match="no page has the mark"):
+        tables.main(tables.Args())
 
 
 def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch):
