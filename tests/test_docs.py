@@ -2,13 +2,14 @@
 
 import importlib
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
 
 import pytest
 import tyro
-from conftest import ROOT, documented_flags, read_metrics
+from conftest import ROOT, documented_flags, read_metrics, start
 
 from common import runs
 from experiments import docs
@@ -71,3 +72,15 @@ def test_the_example_of_a_fork_trains(tmp_path):
         last.append(read_metrics(script.main(args).path)[-1])
     assert last[0]["global_step"] == last[1]["global_step"]
     assert last[0]["losses/policy_loss"] != last[1]["losses/policy_loss"]
+
+
+def test_the_tour_runs(tmp_path):
+    """All cells of the notebook, one after the other, each as it shows what its last line says."""
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
+    code = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    process = start("-c", code, TOUR_QUICK=str(tmp_path))
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, output
+    assert "mean return" in output
+    (run,) = tmp_path.iterdir()
+    assert len(list((run / "videos").glob("side_by_side_*.mp4"))) == 1
