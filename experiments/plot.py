@@ -30,8 +30,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import EngFormatter
 
-REFERENCE = Path(__file__).parent / "reference" / "openai_ppo_procgen_easy_curves.csv"
-REFERENCES = "easy-all", "easy-200-train", "easy-200-test"
+REFERENCE = Path(__file__).parent / "reference" / "openai_ppo_procgen_curves.csv"
+REFERENCES = "easy-all", "easy-200-train", "easy-200-test", "hard-all", "hard-500-train", "hard-500-test"
 COLUMNS = {  # of the CSV; what else is drawn is added under its own name
     "global_step": "global_step", "charts/episodic_return": "episodic_return",
     "eval/train_levels/mean_return": "train_levels", "eval/test_levels/mean_return": "test_levels",
@@ -66,7 +66,7 @@ class Args:
     random: float | None = None
     """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
     reference: tuple[str, ...] = ()
-    """OpenAI's PPO, easy-all, easy-200-train or easy-200-test, or a CSV with env_steps, mean_return (game, split)"""
+    """OpenAI's PPO, such as easy-all, easy-200-test or hard-500-train, or a CSV of env_steps, mean_return"""
     hours: bool = False
     """draw the curves over the hours that runs took too, without those between two resumes (older runs: with them)"""
     metrics: tuple[str, ...] = ("charts/episodic_return",)

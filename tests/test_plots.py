@@ -13,8 +13,9 @@ import pytest
 from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
 
+from benchmarks import records
 from common import files
-from experiments import augmentations, levels, plot, trials
+from experiments import augmentations, levels, openai_curves, plot, trials
 
 RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
 EVALUATION = "eval/test_levels/mean_return"
@@ -296,7 +297,8 @@ def test_nan_is_no_point(tmp_path):
 def test_references(tmp_path):
     ((key, points),) = plot.read_reference("easy-200-test", ["bigfish"]).items()
     assert key == ("OpenAI's PPO, easy-200-test", "bigfish")
-    assert points[:, :2].tolist() == [[250_000, 500_000], [0.904, 1.034]]  # the file's first lines
+    assert points[0, :2].tolist() == [100_000, 200_000]
+    assert plot.read_reference("hard-500-train", ["bigfish"])["OpenAI's PPO, hard-500-train", "bigfish"][0, -1] == 2e8
     own = tmp_path / "own.csv"
     own.write_text("mean_return,env_steps\n5,200\n3,100\n")
     (curve,) = plot.read_reference(str(own), ["maze"]).items()
@@ -306,13 +308,31 @@ def test_references(tmp_path):
     assert set(plot.read_reference(str(own), ["maze"])) == {("own, a", "maze"), ("own, b", "maze")}
 
 
+def test_openais_logs_become_a_curve(tmp_path):
+    """Hard games had four workers, and logs have one's steps: a point is the mean of eleven updates and three runs."""
+    for name in openai_curves.WORKERS:
+        for i in range(3):
+            folder = tmp_path / f"{name}-run{i}"
+            for game in openai_curves.GAMES:
+                for part in ("",) if name.endswith("all") else ("-train", "-test"):
+                    rows = [{"misc/total_timesteps": 10_000 * k, "eprewmean": k + i} for k in range(1, 40)]
+                    records.write_rows(folder / f"progress-{game}{part}.csv", rows)
+    openai_curves.main(openai_curves.Args(str(tmp_path), out=str(tmp_path / "curves.csv")))
+    with (tmp_path / "curves.csv").open() as file:
+        rows = {(row["split"], row["game"], row["env_steps"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 16 * (3 * 3 + 3 * 11)  # to 390,000 steps and to 1,560,000
+    assert float(rows["easy-all", "maze", "200000"]["mean_return"]) == 20 + 1
+    assert float(rows["hard-500-test", "maze", "400000"]["mean_return"]) == 10 + 1
+    assert float(rows["hard-all", "maze", "400000"]["std_over_runs"]) == pytest.approx((2 / 3) ** 0.5, abs=1e-3)
+
+
 def test_reference_is_drawn(tmp_path):
     path = write_run(tmp_path / "runs", steps=(100_000, 600_000))
     groups = plot.group_runs([plot.read_run(path)], ())
     references = plot.read_reference("easy-all", ["bigfish"])
     figure = plot.draw_curves(plot.Args((path,)), groups, ["bigfish"], references)
     (line,) = (x for x in figure.axes[0].lines if x.get_label() == "OpenAI's PPO, easy-all")
-    assert line.get_xdata().tolist() == [250_000, 500_000]  # not past 1.3 times the runs' last step
+    assert line.get_xdata().tolist() == [i * 100_000 for i in range(1, 8)]  # not past 1.3 times the runs' last step
     plot.plt.close(figure)
 
 

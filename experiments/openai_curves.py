@@ -1,0 +1,74 @@
+"""OpenAI's PPO on Procgen, as train-procgen published its runs, at the same steps: what `plot --reference` draws.
+
+    git clone https://github.com/openai/train-procgen
+    python -m experiments.openai_curves train-procgen/train_procgen/results
+
+Means over three runs of their `eprewmean`, the mean return of the last 100 training episodes, over the eleven updates
+around each point: their noise is less, and nothing lags, as it would with the exponential average of their plots.
+"""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from benchmarks import records
+from common import runs
+from common.envs import GAMES
+from experiments import plot
+
+# Workers whose steps add up to a run's; those that only test play on levels of their own.
+WORKERS = {"easy-all": 1, "easy-200": 1, "hard-all": 4, "hard-500": 4}
+NEAR = 5  # updates before and after a point
+POINTS = [
+    *range(100_000, 1_000_000, 100_000), *range(1_000_000, 5_000_000, 500_000),
+    *range(5_000_000, 10_000_000, 1_000_000), *range(10_000_000, 50_000_000, 2_500_000),
+    *range(50_000_000, 200_000_001, 10_000_000),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Args:
+    results: tyro.conf.Positional[str]
+    """the folder with easy-all-run0 and the others"""
+    out: str = str(plot.REFERENCE)
+    """the CSV to write"""
+
+
+def around(steps: np.ndarray, returns: np.ndarray) -> list[float]:
+    """Mean return [points] of the updates around each of POINTS that a run [updates] has come to."""
+    found = np.searchsorted(steps, [point for point in POINTS if point <= steps[-1] * 1.001])
+    return [float(returns[max(i - NEAR, 0) : i + NEAR + 1].mean()) for i in found]
+
+
+def read(path: Path, workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Steps of all workers and returns, a number for each update."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return tuple(np.array([float(row[name]) for row in rows]) * scale
+                 for name, scale in (("misc/total_timesteps", workers), ("eprewmean", 1)))  # fmt: skip
+
+
+def main(args: Args) -> list[dict]:
+    folder = Path(args.results)
+    runs.check((folder / "easy-all-run0").is_dir(), f"RESULTS {folder}: has no easy-all-run0, give train-procgen's")
+    rows = []
+    for name, workers in WORKERS.items():
+        for part in ("",) if name.endswith("all") else ("-train", "-test"):
+            for game in GAMES:
+                curves = [
+                    around(*read(folder / f"{name}-run{i}" / f"progress-{game}{part}.csv", workers)) for i in range(3)
+                ]
+                shortest = min(map(len, curves))
+                values = np.array([curve[:shortest] for curve in curves])
+                for point, mean, std in zip(POINTS, values.mean(axis=0), values.std(axis=0), strict=False):
+                    row = {"split": name + part, "game": game, "env_steps": point, "mean_return": f"{mean:.3f}"}
+                    rows.append(row | {"std_over_runs": f"{std:.3f}", "runs": len(curves)})
+    records.write_rows(Path(args.out), rows)
+    return rows
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
