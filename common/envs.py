@@ -199,14 +199,20 @@ def make_procgen(
     )
 
 
-def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
-    """Makes a script's game (`args`: GameArgs) on "train" or "test" levels.
+def range_of_levels(args, levels: str) -> tuple[int, int]:
+    """The first of a script's "train" or "test" levels and how many there are, 0 for all (`args`: GameArgs).
 
     Test levels are all levels above the training ones; where those are unlimited, test and train are the same.
     """
     first, count = args.start_level, args.num_levels
     if levels == "test" and count:
-        first, count = first + count, MAX_SEED - first - count
+        return first + count, MAX_SEED - first - count
+    return first, count
+
+
+def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
+    """Makes a script's game (`args`: GameArgs) on "train" or "test" levels, as an EnvPool."""
+    first, count = range_of_levels(args, levels)
     return make_procgen(
         args.env_id,
         num_envs,
@@ -448,8 +454,9 @@ class EpisodeStatistics:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _slide(frames: Frames, obs, age):
-    """Makes room for one more frame of each game: Frames of one step."""
+def slide(frames: Frames, obs: jax.Array, age: jax.Array) -> tuple[Frames, jax.Array]:
+    """Frames of one step, moved on to the next ones, uint8 [N, C, H, W] of ages int32 [N]; and what is seen then, uint8
+    [N, H, W, C * len(offsets)]."""
     frames = frames.replace(images=jnp.roll(frames.images, -1, axis=0)).put(0, obs, age)
     return frames, frames.stack(0)
 
@@ -486,7 +493,7 @@ def play_episodes(
     while counts.min() < quota:
         if stop():
             return None
-        frames, stacked = _slide(frames, obs, info["elapsed_step"])
+        frames, stacked = slide(frames, obs, info["elapsed_step"])
         key, now = jax.random.split(key)
         actions, memory = policy(stacked, info["elapsed_step"], now, memory)
         counted = ~done & (counts < quota)

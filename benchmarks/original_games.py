@@ -1,0 +1,206 @@
+"""A policy in EnvPool's Procgen and in OpenAI's own: both scores, with their standard errors, and whether the same seed
+and actions show the same frames.
+
+OpenAI's package needs NumPy below 2 and Python 3.10 at most, so it runs in an interpreter of its own, which sends its
+frames through a pipe:
+
+    python3.10 -m venv original && original/bin/pip install procgen "numpy<2"
+    python -m benchmarks.original_games agents/ppo_bigfish agents/ppo_starpilot --python original/bin/python
+    python -m benchmarks.original_games --random coinrun maze --python original/bin/python
+"""
+
+import importlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import ppo_procgen
+from benchmarks import records
+from common import devices, envs, runs
+from common.devices import SAME
+
+# What the other interpreter runs. It writes rewards, whether frames are an episode's first, and frames, and reads
+# actions.
+PLAYER = """
+import json, sys
+out, sys.stdout = sys.stdout.buffer, sys.stderr  # what libraries print must not come between
+import numpy as np
+from procgen import ProcgenGym3Env
+settings = json.loads(sys.argv[1])
+env = ProcgenGym3Env(**settings)
+while True:
+    rewards, obs, first = env.observe()
+    for array, kind in ((rewards, np.float32), (first, np.uint8), (obs["rgb"], np.uint8)):
+        out.write(np.ascontiguousarray(array, kind).tobytes())
+    out.flush()
+    actions = sys.stdin.buffer.read(4 * settings["num"])
+    if len(actions) < 4 * settings["num"]:
+        break
+    env.act(np.frombuffer(actions, np.int32))
+"""
+
+
+@dataclass(frozen=True)
+class Args:
+    run_dirs: tyro.conf.Positional[tuple[str, ...]] = ()
+    """runs of Procgen scripts, or exported agents"""
+    python: str = "python3.10"
+    """the interpreter that has OpenAI's procgen"""
+    random: tuple[str, ...] = ()
+    """games in which random actions are played too"""
+    episodes: int = 256
+    """episodes in each of the two, the same number in each game"""
+    seed: int = 0
+    """of the games and the policy's draws"""
+    csv: str = ""
+    """also write the table to this file"""
+
+
+class Original:
+    """OpenAI's games in a process of another interpreter. `with` ends it."""
+
+    def __init__(self, python: str, settings: dict):
+        """Raises UsageError if there is no such interpreter, or it does not play."""
+        self._num, self._said = settings["num"], tempfile.TemporaryFile()  # noqa: SIM115 - until the end
+        command = [python, "-c", PLAYER, json.dumps(settings)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
+        except OSError as error:
+            raise runs.UsageError(f"--python {python}: {error.strerror}, give an interpreter with procgen") from None
+        self._python = python
+
+    def __enter__(self) -> "Original":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._said.close()
+
+    def observe(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rewards float32 [N] of the last actions, whether a frame is its episode's first bool [N], and frames uint8
+        [N, 3, 64, 64]."""
+        sizes = 4 * self._num, self._num, self._num * 64 * 64 * 3
+        parts = [self._process.stdout.read(size) for size in sizes]
+        if len(parts[-1]) < sizes[-1]:
+            self._process.wait()
+            self._said.seek(0)
+            why = self._said.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise runs.UsageError(f"--python {self._python}: its procgen does not play ({''.join(why)})")
+        rewards, first = np.frombuffer(parts[0], np.float32), np.frombuffer(parts[1], np.uint8) > 0
+        return rewards, first, np.frombuffer(parts[2], np.uint8).reshape(self._num, 64, 64, 3).transpose(0, 3, 1, 2)
+
+    def act(self, actions: np.ndarray) -> None:
+        """Plays int [N] actions."""
+        self._process.stdin.write(np.ascontiguousarray(actions, np.int32).tobytes())
+        self._process.stdin.flush()
+
+
+def play(games: Original, policy: Callable, offsets: tuple[int, ...], *, num_envs: int, episodes: int, seed: int):
+    """As `envs.play_episodes`, but where the frame after an episode's last action is the next one's first: the returns
+    float64 [episodes]."""
+    quota = -(-episodes // num_envs)
+    returns: list[list[float]] = [[] for _ in range(num_envs)]
+    totals, age = np.zeros(num_envs), np.zeros(num_envs, np.int32)
+    frames = envs.Frames.after(envs.empty_history(num_envs, offsets), 1, offsets)
+    key, memory = jax.random.PRNGKey(seed), None
+    _, _, obs = games.observe()
+    while min(map(len, returns)) < quota:
+        frames, stacked = envs.slide(frames, obs, age)
+        key, now = jax.random.split(key)
+        actions, memory = policy(stacked, age, now, memory)
+        games.act(np.asarray(actions))
+        rewards, first, obs = games.observe()
+        totals += rewards
+        for game in np.flatnonzero(first):
+            returns[game].append(float(totals[game]))
+        totals[first] = 0
+        age = np.where(first, 0, age + 1).astype(np.int32)
+    return np.array([some[:quota] for some in returns]).reshape(-1)
+
+
+def original(args: Args, saved, num_envs: int) -> Original:
+    """OpenAI's games as a Procgen script has them (`saved`: GameArgs), on its unseen levels."""
+    first, count = envs.range_of_levels(saved, "test")
+    settings = {"num": num_envs, "env_name": saved.env_id, "distribution_mode": saved.distribution_mode,
+                "start_level": first, "num_levels": count, "rand_seed": args.seed,
+                "use_backgrounds": saved.use_backgrounds, "restrict_themes": saved.restrict_themes}  # fmt: skip
+    return Original(args.python, settings)
+
+
+def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple[int, int]:
+    """How many frames of both show the same levels, each game's until its first episode ends in either or for so many
+    steps of random actions, and by how much a pixel, or a reward, differs at most."""
+    rng, frames, most = np.random.default_rng(args.seed), 0, 0
+    env = envs.make_levels(saved, num_envs, args.seed, "test")
+    obs, _ = env.reset()
+    with original(args, saved, num_envs) as games:
+        _, _, other = games.observe()
+        alive = np.ones(num_envs, bool)
+        for _ in range(steps):
+            frames += int(alive.sum())
+            most = max(most, int(np.abs(obs[alive].astype(int) - other[alive]).max(initial=0)))
+            actions = rng.integers(0, envs.NUM_ACTIONS, num_envs)
+            obs, rewards, terminated, truncated, _ = env.step(actions)
+            games.act(actions)
+            other_rewards, first, other = games.observe()
+            most = max(most, int(np.ceil(np.abs(rewards - other_rewards)[alive].max(initial=0))))
+            alive &= ~(terminated | truncated | first)
+    env.close()
+    return frames, most
+
+
+def compare(args: Args, name: str, saved, policy: Callable) -> dict:
+    """A row: the policy's mean return and its standard error in both, on unseen levels."""
+    ours, *_ = envs.evaluate(saved, policy, "test", episodes=args.episodes, seed=args.seed)
+    num_envs = devices.multiple(saved, min(args.episodes, 64))
+    frames, most = difference(args, saved)
+    with original(args, saved, num_envs) as games:
+        theirs = play(games, policy, saved.offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
+    errors = ours["std"] / ours["episodes"] ** 0.5, theirs.std() / len(theirs) ** 0.5
+    return {
+        "policy": name, "game": saved.env_id, "episodes": len(theirs),
+        "EnvPool": f"{ours['mean_return']:.2f}", "error": f"{errors[0]:.2f}",
+        "OpenAI": f"{theirs.mean():.2f}", "OpenAI error": f"{errors[1]:.2f}",
+        "frames compared": frames, "largest difference": most,
+    }  # fmt: skip
+
+
+def main(args: Args) -> list[dict]:
+    """Compares each policy; returns the table's rows."""
+    runs.check_limits(args, {"episodes": (2, 10**6), "seed": (0, runs.MAX_SEED)})
+    runs.check(len(args.run_dirs + args.random) > 0, "RUN_DIRS: give at least one, or --random GAME")
+    for game in args.random:
+        envs.check_game(game)
+    chosen = []
+    for run_dir in args.run_dirs:
+        name = runs.read_args(run_dir, "RUN_DIR")["script"]
+        runs.check(name.endswith("_procgen"), f"RUN_DIR {run_dir}: is of {name}.py, give a run of Procgen")
+        script = importlib.import_module(name)
+        saved = runs.on_this_machine(runs.saved_args(script.Args, run_dir, "RUN_DIR"))
+        agent = script.make_agent(saved)
+        params = devices.put(saved, script.trained(saved, agent, run_dir), SAME)["params"]
+        chosen.append((Path(run_dir).name, saved, script.make_policy(saved, agent, params)))
+    chosen += [("random", ppo_procgen.Args(env_id=game), envs.random_policy) for game in args.random]
+    rows = [compare(args, *one) for one in chosen]
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    if args.csv:
+        records.write_rows(Path(args.csv), [row | records.origin() for row in rows])
+    return rows
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

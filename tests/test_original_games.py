@@ -1,0 +1,72 @@
+"""benchmarks/original_games.py with a stand-in for OpenAI's package: what goes through the pipe, what is counted."""
+
+import sys
+
+import numpy as np
+import pytest
+from conftest import assert_refused
+
+from benchmarks import original_games
+from common import envs
+
+# Episodes of 2, 3, 4, ... steps, whose frames show the game's number and the age; each action is its own reward.
+PROCGEN = """
+import numpy as np
+print("said by the package")
+class ProcgenGym3Env:
+    def __init__(self, num, env_name, start_level, num_levels, **others):
+        assert (env_name, start_level, num_levels) == ("maze", 50, 2**31 - 1 - 50), (start_level, num_levels)
+        self.age, self.rewards = np.zeros(num, int), np.zeros(num)
+        self.length = np.arange(num) + 2
+    def observe(self):
+        frames = np.zeros((len(self.age), 64, 64, 3), np.uint8)
+        frames[..., 0], frames[..., 1] = self.length[:, None, None], self.age[:, None, None]
+        return self.rewards, {"rgb": frames}, self.age == 0
+    def act(self, actions):
+        self.rewards = actions.astype(float)
+        self.age = (self.age + 1) % self.length
+"""
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    (tmp_path / "procgen.py").write_text(PROCGEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return original_games.Args(python=sys.executable)
+
+
+def test_each_game_plays_its_quota(args):
+    """Five episodes of three games are two each; a return is of one episode, and frames of another are in no stack."""
+    saved = original_games.ppo_procgen.Args(env_id="maze", num_levels=50)
+    seen = []
+
+    def policy(frames, age, key, memory):
+        seen.append((np.asarray(frames[:, 0, 0]), age, memory))
+        return np.arange(3) + 1, len(seen)
+
+    with original_games.original(args, saved, 3) as games:
+        returns = original_games.play(games, policy, saved.offsets, num_envs=3, episodes=5, seed=0)
+    assert returns.tolist() == [2, 2, 6, 6, 12, 12]
+    assert [memory for *_, memory in seen] == [None, *range(1, 8)]
+    for pixels, age, _ in seen:
+        assert pixels[:, 3].tolist() == [2, 3, 4]  # the newest frame's
+        assert pixels[:, 4].tolist() == age.tolist()
+        assert pixels[:, 1].tolist() == np.maximum(age - 3, 0).tolist()
+
+
+def test_another_frame_is_noticed(args):
+    saved = original_games.ppo_procgen.Args(env_id="maze", num_levels=50)
+    frames, most = original_games.difference(args, saved, num_envs=3, steps=10)
+    assert frames == 2 + 3 + 4
+    assert most > 100
+
+
+def test_bad_input_gets_one_sentence(args, tmp_path, capfd):
+    none = str(tmp_path / "python")
+    assert_refused(original_games, ["--random", "maze", "--episodes", 2, "--python", none], capfd, f"--python {none}")
+    (tmp_path / "procgen.py").write_text("raise ImportError")
+    words = ["--random", "maze", "--episodes", 2, "--python", sys.executable]
+    assert_refused(original_games, words, capfd, f"--python {sys.executable}", "does not play")
+    assert_refused(original_games, ["--random", "golf"], capfd, "golf", envs.GAMES[0])
+    assert_refused(original_games, [], capfd, "RUN_DIRS")
+    assert_refused(original_games, ["agents/hnppo_six_doors"], capfd, "agents/hnppo_six_doors", "Procgen")
