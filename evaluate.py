@@ -94,6 +94,15 @@ def main(args: Args) -> list[dict]:
     runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
+    runs.check(not (args.push_to_hub and args.random), "--push-to-hub: is for what has learnt, not for --random")
+    if args.human:
+        for run_dir in args.run_dirs:
+            saved = runs.read_args(run_dir, "RUN_DIR")["args"]
+            runs.check("num_levels" in saved, f"--human: RUN_DIR {run_dir} is of a game without levels, give --video")
+            runs.check(saved["num_levels"] > 0, f"--human: RUN_DIR {run_dir} was trained on all levels, give --video")
+    if args.export:
+        busy = (Path(args.export) / "checkpoints").exists()
+        runs.check(not busy, f"--export {args.export}: is a run directory, give another folder")
     if args.push_to_hub:
         agent = args.export or "".join(args.run_dirs[:1])
         alone = len(args.run_dirs) == 1 and (args.export or Path(agent, agents.FILE).exists())
@@ -123,9 +132,6 @@ def play(args: Args, run_dir: str) -> dict:
         runs.check_flags(saved)
     except runs.UsageError as error:
         raise runs.UsageError(f"RUN_DIR {run_dir}: of its args.json, {error}") from None
-    if args.human:
-        limited = getattr(saved, "num_levels", 0) > 0
-        runs.check(limited, f"--human: RUN_DIR {run_dir} was not trained on some levels only, give --video")
     files.make_folder(path, "RUN_DIR")
     if args.export:
         path = Path(args.export)

@@ -32,7 +32,7 @@ SCRIPT = Path(__file__).stem
 @dataclass(frozen=True)
 class Args(
     envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs,
-    actors.ProcgenActorArgs, runs.RunArgs,
+    actors.FleetArgs, runs.RunArgs,
 ):  # fmt: skip
     LIMITS: ClassVar = {
         "num_steps": (1, 65536), "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
@@ -44,7 +44,6 @@ class Args(
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
     num_envs: int = 16
-    """games played side by side, all actors' together"""
     num_steps: int = 200
     """steps of each game in an unroll; an update learns from one unroll of every game"""
     update_epochs: int = 3

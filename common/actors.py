@@ -36,7 +36,7 @@ class ActorArgs:
 
 
 @dataclass(frozen=True)
-class ProcgenActorArgs(ActorArgs):
+class FleetArgs(ActorArgs):
     """Who plays Procgen, and with how old a policy."""
 
     LIMITS: ClassVar = {"num_actors": (1, 256), "num_envs": (1, 65536), "max_lag": (0, 64)}
@@ -47,10 +47,10 @@ class ProcgenActorArgs(ActorArgs):
     num_envs: int = 32
     """games played side by side, all actors' together"""
     max_lag: int = 1
-    """how many updates old an unroll's policy may be; 0 for none: actors and learner take turns"""
+    """how many of the learner's iterations old an unroll's policy may be; 0 for none: actors and learner take turns"""
     deterministic: bool = False
-    """play each unroll with a policy exactly max_lag updates old, so that the same seed gives the same metrics (bit for
-    bit on a CPU); without it the threads' timing decides how old"""
+    """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
+    for bit on a CPU); without it the threads' timing decides how old"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
@@ -267,7 +267,7 @@ class Fleet:
 
 
 def make_fleet(args: Any, collect: Callable, initial_carry: Callable) -> Fleet:
-    """The actors of a Procgen script, each with its part of this host's games (`args`: ProcgenActorArgs, GameArgs).
+    """The actors of a Procgen script, each with its part of this host's games (`args`: FleetArgs, GameArgs).
 
     Args:
       collect: as Fleet takes it.

@@ -3,7 +3,6 @@
 They can be uploaded to Hugging Face's hub (`pip install huggingface_hub`), with a card.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,30 +80,32 @@ def write(folder: Path, content: dict, tree: dict) -> None:
 
 def check_hub(name: str) -> None:
     """Raises UsageError if this is no repository's name, or huggingface_hub is not there."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UsageError(f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish")
     try:
-        import huggingface_hub  # noqa: F401
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
     except ImportError:
         raise UsageError(f"--push-to-hub {name}: needs huggingface_hub, pip install huggingface_hub") from None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        name = name or "''"
+        raise UsageError(f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish") from None
+    if name.count("/") != 1:
+        raise UsageError(f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish")
 
 
 def results(evaluation: dict) -> list[dict]:
-    """An eval.json's evaluations as rows: of what, metric, value and, of returns, its deviation over episodes."""
+    """An eval.json's evaluations as rows: of what, metric, value, its deviation over episodes, how many these are."""
     rows = []
     for name, entry in evaluation.items():
         if not isinstance(entry, dict) or name.startswith("random_"):
             continue
         what = name.replace("_", " ")
         if "mean_return" in entry:
-            spread = f"{entry['mean_return']:.2f} +- {entry['std']:.2f}"
-            rows.append({"of": what, "metric": "mean return", "value": entry["mean_return"], "text": spread})
+            rows.append({"of": what, "metric": "mean return", "value": entry["mean_return"], "std": entry["std"]})
+            rows[-1]["episodes"] = entry["episodes"]
         else:
             rates = {key: value for key, value in entry.items() if isinstance(value, float)}
-            rows += [
-                {"of": f"{what}, {key}", "metric": "success rate", "value": x, "text": f"{x:.2f}"}
-                for key, x in rates.items()
-            ]
+            rows += [{"of": task, "metric": "success rate", "value": rate} for task, rate in rates.items()]
     return rows
 
 
@@ -126,18 +127,29 @@ def card(folder: Path, name: str) -> str:
             {"name": script, "results": [{"task": task, "dataset": {"name": game, "type": game}, "metrics": metrics}]}
         ],
     }
-    table = "\n".join(f"| {row['of']} | {row['metric']} | {row['text']} |" for row in rows)
+    lines = []
+    for row in rows:
+        deviation = f"{row['std']:.2f}" if "std" in row else ""
+        lines.append(
+            f"| {row['of']} | {row['metric']} | {row['value']:.2f} | {deviation} | {row.get('episodes', '')} |"
+        )
+    table = "\n".join(lines)
+    levels = ""
+    if "num_levels" in args:
+        count = f"{args['num_levels']:,} levels" if args["num_levels"] else "all levels"
+        levels = f", on {count} of the {args['distribution_mode']} game"
     return f"""---
 {yaml.safe_dump(head, sort_keys=False)}---
 # {script.split("_")[0].upper()} on {game}
 
-A policy that `{script}.py` trained for {evaluation["global_step"]:,} environment steps; `args.json` has its arguments.
+A policy that `{script}.py` trained for {evaluation["global_step"]:,} environment steps{levels}; `args.json` has its
+arguments.
 
-| episodes of | | mean +- deviation over episodes |
-| --- | --- | --- |
+| of | | mean | deviation over episodes | episodes |
+| --- | --- | --- | --- | --- |
 {table}
 
-Play it, with that script's repository:
+Play it, in a copy of the repository that has {script}.py:
 
     hf download {name} --local-dir my_agent
     python evaluate.py my_agent --video
@@ -145,16 +157,16 @@ Play it, with that script's repository:
 
 
 def push(folder: Path, name: str) -> str:
-    """Writes an agent's card and uploads its four files by the user's login; returns where to. Raises UsageError."""
+    """Uploads an agent and a card of it by the user's login; returns where to. The folder stays as it is. Raises
+    UsageError."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    with files.whole(folder / "README.md") as temporary:
-        temporary.write_text(card(folder, name))
+    text = card(folder, name)
     try:
         api = HfApi()
         api.create_repo(name, exist_ok=True)
-        kept = [FILE, "args.json", "eval.json", "README.md"]
-        return str(api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=kept))
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-        raise UsageError(f"--push-to-hub {name}: {str(error).strip().splitlines()[0]}; hf auth login?") from None
+        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=[FILE, "args.json", "eval.json"])
+        return str(api.upload_file(repo_id=name, path_in_repo="README.md", path_or_fileobj=text.encode()))
+    except Exception as error:  # its own, those of what it speaks HTTP with, the system's
+        why = str(error).strip().splitlines() or [repr(error)]
+        raise UsageError(f"--push-to-hub {name}: {why[0]} (hf auth login says who you are)") from None

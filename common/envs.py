@@ -523,7 +523,9 @@ def evaluate(
         return None
     returns, seeds, film = played
     low, high = RETURN_RANGES[args.distribution_mode][args.env_id]
-    by_level = {str(level): returns[seeds == level].tolist() for level in np.unique(seeds)}
+    by_level = {}
+    for level, value in sorted(zip(seeds.tolist(), returns.tolist(), strict=True)):
+        by_level.setdefault(str(level), []).append(value)
     return summarize(returns) | {"normalized": float((returns.mean() - low) / (high - low))}, by_level, film
 
 

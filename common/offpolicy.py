@@ -20,7 +20,7 @@ from common.runs import check
 
 
 @dataclass(frozen=True)
-class OffPolicyArgs(actors.ProcgenActorArgs):
+class OffPolicyArgs(actors.FleetArgs):
     """Who plays, what is kept of it, and how often that is learnt from."""
 
     LIMITS: ClassVar = {

@@ -25,7 +25,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -854,19 +854,20 @@ def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.nd
     return np.concatenate(rows)
 
 
-def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> np.ndarray:
-    """Films [T, H, W, 3] beside each other, of `size` pixels and under their names; who ends early stands still."""
+def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> Iterator[np.ndarray]:
+    """Films [T, H, W, 3] beside each other, of `size` pixels and under their names, frame after frame; who ends early
+    stands still."""
     from PIL import Image, ImageDraw, ImageFont
 
-    length, band, columns = max(map(len, films.values())), 32, []
-    for name, film in films.items():
-        title = Image.new("RGB", (size, band), "white")
-        draw, font = ImageDraw.Draw(title), ImageFont.load_default(18)
-        draw.text((size / 2, band / 2), name, "black", font, anchor="mm")
-        frames = [np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.NEAREST)) for frame in film]
-        frames += frames[-1:] * (length - len(frames))
-        columns.append(np.stack([np.concatenate([np.asarray(title), frame]) for frame in frames]))
-    return np.concatenate(columns, axis=2)
+    band = 32
+    title = Image.new("RGB", (size * len(films), band), "white")
+    for i, name in enumerate(films):
+        middle = size * (i + 0.5), band / 2
+        ImageDraw.Draw(title).text(middle, name, "black", ImageFont.load_default(18), anchor="mm")
+    for t in range(max(map(len, films.values()))):
+        frames = [Image.fromarray(film[min(t, len(film) - 1)]) for film in films.values()]
+        row = np.concatenate([frame.resize((size, size), Image.Resampling.NEAREST) for frame in frames], axis=1)
+        yield np.concatenate([np.asarray(title), row])
 
 
 def write_picture(path: Path, picture: np.ndarray) -> None:
@@ -877,17 +878,19 @@ def write_picture(path: Path, picture: np.ndarray) -> None:
         Image.fromarray(picture).save(temporary, format="png")
 
 
-def write_video(path: Path, frames: np.ndarray, fps: float = 15) -> None:
-    """Writes uint8 frames [T, H, W, 3] as mp4, enlarged to some 400 pixels, under a temporary name first."""
+def write_video(path: Path, frames: Iterable[np.ndarray], fps: float = 15) -> None:
+    """Writes uint8 frames [H, W, 3] as mp4, enlarged to some 400 pixels, under a temporary name first."""
     import av
 
-    scale = round(400 / frames.shape[1])
+    frames = iter(frames)
+    first = next(frames)
+    scale = round(400 / len(first))
 
     with files.whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "18"})
-        stream.height, stream.width = (scale * size for size in frames.shape[1:3])
+        stream.height, stream.width = (scale * size for size in first.shape[:2])
         stream.pix_fmt = "yuv420p"
-        for frame in frames:
+        for frame in itertools.chain([first], frames):
             picture = np.ascontiguousarray(frame.repeat(scale, axis=0).repeat(scale, axis=1))
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())

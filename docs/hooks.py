@@ -20,6 +20,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
+    markdown = re.sub(r"\(([\w/]+\.ipynb)\)", r"(../docs/\1)", markdown)  # a notebook is read in the repository
     base = (config["repo_url"] or "").rstrip("/")
     markdown = PICTURE.sub(r"![\1](\2)", markdown)
     return LINK.sub(rf"[\1]({base}/blob/main/\2)" if base else r"\1", markdown)

@@ -4,10 +4,10 @@
     python -m experiments.openai_curves train-procgen/train_procgen/results
 
 Means over three runs of their `eprewmean`, the mean return of the last 100 training episodes, over the eleven updates
-around each point: their noise is less, and nothing lags, as it would with the exponential average of their plots.
+around each point (at the beginning of a run those that there are): their noise is less, and nothing lags, as it would
+with the exponential average of their plots.
 """
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from benchmarks import records
-from common import runs
+from common import files, runs
 from common.envs import GAMES
 from experiments import plot
 
@@ -38,22 +38,21 @@ class Args:
 
 
 def around(steps: np.ndarray, returns: np.ndarray) -> list[float]:
-    """Mean return [points] of the updates around each of POINTS that a run [updates] has come to."""
+    """Mean return [points] of the updates around each of POINTS that a run [updates] has come to, NaN where no episode
+    had ended yet."""
     found = np.searchsorted(steps, [point for point in POINTS if point <= steps[-1] * 1.001])
     return [float(returns[max(i - NEAR, 0) : i + NEAR + 1].mean()) for i in found]
 
 
 def read(path: Path, workers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of all workers and returns, a number for each update."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    """Steps of all workers and returns, a number for each update. Raises UsageError."""
+    rows = files.read(path, list[dict[str, str]], "RESULTS", "give train-procgen's results")
     return tuple(np.array([float(row[name]) for row in rows]) * scale
                  for name, scale in (("misc/total_timesteps", workers), ("eprewmean", 1)))  # fmt: skip
 
 
 def main(args: Args) -> list[dict]:
     folder = Path(args.results)
-    runs.check((folder / "easy-all-run0").is_dir(), f"RESULTS {folder}: has no easy-all-run0, give train-procgen's")
     rows = []
     for name, workers in WORKERS.items():
         for part in ("",) if name.endswith("all") else ("-train", "-test"):
@@ -65,7 +64,8 @@ def main(args: Args) -> list[dict]:
                 values = np.array([curve[:shortest] for curve in curves])
                 for point, mean, std in zip(POINTS, values.mean(axis=0), values.std(axis=0), strict=False):
                     row = {"split": name + part, "game": game, "env_steps": point, "mean_return": f"{mean:.3f}"}
-                    rows.append(row | {"std_over_runs": f"{std:.3f}", "runs": len(curves)})
+                    if np.isfinite(mean):
+                        rows.append(row | {"std_over_runs": f"{std:.3f}", "runs": len(curves)})
     records.write_rows(Path(args.out), rows)
     return rows
 

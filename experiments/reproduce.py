@@ -134,6 +134,8 @@ def train(
         before = read_progress(folder)
         begun = time.monotonic()
         if before["done"] or lock is None:
+            if before["done"]:
+                look(False)
             return "done elsewhere" if before["done"] else "another process is at it"
         done = False
         why = ""
@@ -144,6 +146,7 @@ def train(
             pass
         except RuntimeError as error:
             why = str(error)
+            look(False)
         seconds = before["seconds"] + time.monotonic() - begun
         both = {name: " ".join(dict.fromkeys(filter(None, (before.get(name), x)))) for name, x in origin.items()}
         runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **both})

@@ -304,6 +304,7 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
     trial.set_user_attr("seconds", trial.user_attrs.get("seconds", 0) + time.monotonic() - began)
     if state:
         study.tell(trial, value, state=state)
+        where["line"].look(where["folder"], False)
 
 
 # RESULTS

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common import checkpoints
-from common.files import FailedError, FullError, check
+from common import checkpoints, runs
+from common.files import FailedError, FullError, UsageError, check
 from common.runs import flag_of
 
 ROOT = Path(__file__).parent.parent
@@ -110,9 +110,12 @@ def part_done(run: Path | None) -> float:
     steps = values_of(run, "global_step")
     if not steps:
         return 0.0
-    args = json.loads((run / "args.json").read_text())["args"]
-    total = args.get("total_timesteps", args.get("task_timesteps", 0) * len(args.get("tasks", "").split(",")))  # doors
-    return min(1.0, steps[-1] / total) if total else 0.0
+    try:
+        args = runs.read_args(str(run), "RUN_DIR")["args"]
+        total = int(args.get("total_timesteps") or args["task_timesteps"] * len(args["tasks"].split(",")))  # or: doors
+        return min(1.0, steps[-1] / total)
+    except (UsageError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        return 0.0  # the script itself will say what is wrong
 
 
 class ProgressLine:
@@ -123,9 +126,15 @@ class ProgressLine:
         console = console or Console(stderr=True)
         columns = "{task.description}", BarColumn(None), "{task.completed:.1f} of {task.total} runs"
         self._progress = Progress(
-            *(TextColumn(c) if isinstance(c, str) else c for c in columns), TimeElapsedColumn(), TimeRemainingColumn(),
-            speed_estimate_period=24 * 3600, refresh_per_second=1, console=console, disable=not console.is_terminal,
-        )  # fmt: skip
+            *(TextColumn(c, markup=False) if isinstance(c, str) else c for c in columns),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            speed_estimate_period=24 * 3600,
+            refresh_per_second=1,
+            console=console,
+            disable=not console.is_terminal,
+            redirect_stdout=sys.stdout.isatty(),  # what is printed into a file stays in it
+        )
         self._task = self._progress.add_task(what, total=count, completed=done)
         self._done, self._parts, self._looked = done, {}, {}
 
@@ -137,9 +146,9 @@ class ProgressLine:
         self._progress.stop()
 
     def look(self, folder: Path, alive: bool) -> None:
-        """Takes note of how far the run in a folder is, every ten seconds; `run` calls it."""
+        """Takes note of how far the run in a folder is, every ten seconds, or that it is over."""
         now = time.monotonic()
-        if alive and now < self._looked.get(folder, -10) + 10:
+        if self._progress.disable or (alive and now < self._looked.get(folder, -10) + 10):
             return
         self._looked[folder] = now
         self._parts[folder] = part_done(find_run(folder)) if alive else 1.0

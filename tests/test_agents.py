@@ -63,36 +63,75 @@ def test_a_damaged_agent_gets_one_sentence(run_dir, tmp_path, capfd, damage):
     assert_refused(evaluate, [str(folder)], capfd, str(folder), "cannot be read" if damage == "cut" else "does not fit")
 
 
-def test_an_agent_goes_to_the_hub_with_a_card(tmp_path, monkeypatch, capfd):
-    """To a stand-in for the hub, a folder, with the signatures of huggingface_hub's own."""
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stand-in for the hub, a folder, with the signatures of huggingface_hub's own."""
 
-    def upload(repo_id, folder_path, allow_patterns):
+    def upload_folder(repo_id, folder_path, allow_patterns):
         shutil.copytree(folder_path, tmp_path / repo_id, ignore=lambda _, names: set(names) - set(allow_patterns))
+
+    def upload_file(repo_id, path_in_repo, path_or_fileobj):
+        (tmp_path / repo_id / path_in_repo).write_bytes(path_or_fileobj)
         return f"hub/{repo_id}"
 
     api = create_autospec(huggingface_hub.HfApi)
-    api.return_value.upload_folder.side_effect = upload
+    api.return_value.upload_folder.side_effect = upload_folder
+    api.return_value.upload_file.side_effect = upload_file
     monkeypatch.setattr(huggingface_hub, "HfApi", api)
+    return api.return_value
+
+
+@pytest.fixture
+def bigfish(tmp_path):
     folder = tmp_path / "bigfish"
     shutil.copytree(ROOT / "agents" / "ppo_bigfish", folder)
-    (folder / "private.txt").write_text("not to be uploaded")
-    runs.cli(evaluate.Args, evaluate.main, [str(folder), "--episodes", "2", "--push-to-hub", "me/bigfish"])
+    return folder
+
+
+def test_an_agent_goes_to_the_hub_with_a_card(bigfish, tmp_path, hub, capfd):
+    (bigfish / "README.md").write_text("mine")
+    runs.cli(evaluate.Args, evaluate.main, [str(bigfish), "--episodes", "2", "--push-to-hub", "me/bigfish"])
     assert "uploaded: hub/me/bigfish" in capfd.readouterr().out
-    api.return_value.create_repo.assert_called_once_with("me/bigfish", exist_ok=True)
+    hub.create_repo.assert_called_once_with("me/bigfish", exist_ok=True)
     there = tmp_path / "me" / "bigfish"
     assert {path.name for path in there.iterdir()} == {agents.FILE, "args.json", "eval.json", "README.md"}
+    assert (bigfish / "README.md").read_text() == "mine"
     _, head, text = (there / "README.md").read_text().split("---\n", 2)
     (result,) = yaml.safe_load(head)["model-index"][0]["results"]
-    mean = json.loads((there / "eval.json").read_text())["test_levels"]["mean_return"]
-    assert [x["value"] for x in result["metrics"]] == [round(mean, 3)]
-    assert f"| test levels | mean return | {mean:.2f} +- " in text
+    entry = json.loads((there / "eval.json").read_text())["test_levels"]
+    assert [x["value"] for x in result["metrics"]] == [round(entry["mean_return"], 3)]
+    row = f"| test levels | mean return | {entry['mean_return']:.2f} | {entry['std']:.2f} | {entry['episodes']} |"
+    assert row in text
     doors = agents.card(ROOT / "agents" / "hnppo_six_doors", "me/doors")
-    assert doors.count("success rate |") == 6
+    assert doors.count("| success rate |") == 6
 
 
-@pytest.mark.parametrize("words", [["bigfish"], ["me/bigfish"]])
-def test_what_cannot_go_to_the_hub_is_refused(run_dir, capfd, words):
-    assert_refused(evaluate, [str(run_dir), "--push-to-hub", *words], capfd, f"--push-to-hub {words[0]}")
+@pytest.mark.parametrize(
+    ("words", "names", "valid"),
+    [
+        (["--push-to-hub", "bigfish"], "--push-to-hub bigfish", "OWNER/NAME"),
+        (["--push-to-hub", "me/a--b"], "--push-to-hub me/a--b", "OWNER/NAME"),
+        (["--push-to-hub", "me/bigfish", "--random"], "--push-to-hub", "--random"),
+        (["--human"], "--human", "trained on all levels"),
+    ],
+)
+def test_what_cannot_be_done_with_an_agent_is_refused(bigfish, hub, capfd, words, names, valid):
+    assert_refused(evaluate, [str(bigfish), *words], capfd, names, valid)
+    assert not hub.create_repo.called
+
+
+def test_a_run_is_not_pushed_and_not_exported_over(run_dir, hub, capfd):
+    assert_refused(evaluate, [str(run_dir), "--push-to-hub", "me/x"], capfd, "--push-to-hub me/x", "--export")
+    assert_refused(evaluate, [str(run_dir), "--export", str(run_dir)], capfd, f"--export {run_dir}", "run directory")
+    doors = str(ROOT / "agents" / "hnppo_six_doors")
+    assert_refused(evaluate, [doors, "--human"], capfd, "--human", "without levels")
+
+
+def test_a_hub_that_cannot_be_reached_gets_one_sentence(bigfish, hub):
+    hub.create_repo.side_effect = ConnectionError("no route\nto it")
+    (bigfish / "eval.json").write_text('{"global_step": 1}')
+    with pytest.raises(runs.UsageError, match=r"--push-to-hub me/x: no route \("):
+        agents.push(bigfish, "me/x")
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "agents").glob("*/args.json")), ids=lambda path: path.parent.name)

@@ -14,7 +14,8 @@ from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
 
 from benchmarks import records
-from common import files
+from common import files, runs
+from common.envs import GAMES
 from experiments import augmentations, levels, openai_curves, plot, trials
 
 RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
@@ -291,6 +292,17 @@ def test_nan_is_no_point(tmp_path):
     assert plot.curve(run.lines, "global_step", "charts/episodic_return").tolist() == [[1000, 2000, 3000], [1, 2, 3]]
 
 
+def test_films_side_by_side():
+    """Each on its side, under its name; the shorter one stands still."""
+    films = {"a": np.full((3, 8, 8, 3), 50, np.uint8), "b": np.full((5, 8, 8, 3), 200, np.uint8)}
+    films["a"][-1] = 90
+    pictures = np.stack(list(runs.side_by_side(films, size=64)))
+    assert pictures.shape == (5, 64 + 32, 128, 3)
+    assert pictures[:, 40, 5, 0].tolist() == [50, 50, 90, 90, 90]
+    assert (pictures[:, 32:, 64:] == 200).all()
+    assert pictures[0, :32].min() < 100 < pictures[0, :32].max()  # a name is written there
+
+
 # REFERENCES
 
 
@@ -299,6 +311,8 @@ def test_references(tmp_path):
     assert key == ("OpenAI's PPO, easy-200-test", "bigfish")
     assert points[0, :2].tolist() == [100_000, 200_000]
     assert plot.read_reference("hard-500-train", ["bigfish"])["OpenAI's PPO, hard-500-train", "bigfish"][0, -1] == 2e8
+    for name in plot.REFERENCES:
+        assert {game for _, game in plot.read_reference(name, list(GAMES))} == set(GAMES)
     own = tmp_path / "own.csv"
     own.write_text("mean_return,env_steps\n5,200\n3,100\n")
     (curve,) = plot.read_reference(str(own), ["maze"]).items()
@@ -321,6 +335,9 @@ def test_openais_logs_become_a_curve(tmp_path):
     with (tmp_path / "curves.csv").open() as file:
         rows = {(row["split"], row["game"], row["env_steps"]): row for row in csv.DictReader(file)}
     assert len(rows) == 16 * (3 * 3 + 3 * 11)  # to 390,000 steps and to 1,560,000
+    (tmp_path / "hard-all-run2" / "progress-maze.csv").unlink()
+    with pytest.raises(files.UsageError, match=r"RESULTS .*progress-maze\.csv"):
+        openai_curves.main(openai_curves.Args(str(tmp_path), out=str(tmp_path / "none.csv")))
     assert float(rows["easy-all", "maze", "200000"]["mean_return"]) == 20 + 1
     assert float(rows["hard-500-test", "maze", "400000"]["mean_return"]) == 10 + 1
     assert float(rows["hard-all", "maze", "400000"]["std_over_runs"]) == pytest.approx((2 / 3) ** 0.5, abs=1e-3)

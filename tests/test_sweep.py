@@ -299,12 +299,14 @@ def test_a_trial_is_pruned(tmp_path):
     content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
     with files.take(folder := tmp_path / "0000") as lock:
-        line = trials.ProgressLine("study", 1, 0)
-        where = {"folder": folder, "lock": lock, "stopping": threading.Event(), "line": line}
-        sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, **where)
+        text = io.StringIO()
+        with trials.ProgressLine("study", 1, 0, Console(file=text, force_terminal=True, width=100)) as line:
+            where = {"folder": folder, "lock": lock, "stopping": threading.Event(), "line": line}
+            sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, **where)
     assert study.trials[0].state.name == "PRUNED"
     assert study.trials[0].value == 3
     assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
+    assert "1.0 of 1 runs" in text.getvalue()
 
 
 def test_hyperband_is_that_of_wandb():
