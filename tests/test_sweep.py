@@ -501,7 +501,7 @@ def test_a_line_says_how_far_the_runs_are(tmp_path):
     ):
         run = tmp_path / name / "run"
         run.mkdir(parents=True)
-        (run / "args.json").write_text(json.dumps({"args": args}))
+        (run / "args.json").write_text(json.dumps({"script": "x", "wandb_id": "x", "args": args}))
         (run / "metrics.jsonl").write_text('{"global_step": 1}\n' + json.dumps({"global_step": step}) + "\n")
     text = io.StringIO()
     with trials.ProgressLine("study", 4, 1, Console(file=text, force_terminal=True, width=100)) as line:
