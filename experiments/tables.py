@@ -113,6 +113,15 @@ def encoders() -> list[str]:
     return table(read(SPEED / "encoders.csv"), columns)
 
 
+def original_games() -> list[str]:
+    columns = {"policy": lambda row: row["policy"].replace("_", " "), "game": lambda row: row["game"]}
+    columns |= {"EnvPool": lambda row: f"{row['EnvPool']} ({row['error']})"}
+    columns |= {"OpenAI's": lambda row: f"{row['OpenAI']} ({row['OpenAI error']})"}
+    columns |= {"frames compared": number("frames compared"), "pixels that differ": percent("pixels that differ %", "g")}
+    columns["rewards that differ"] = number("rewards that differ")
+    return table(read(SPEED / "original_games.csv"), columns)
+
+
 def tables() -> list[str]:
     """Each table of the studies that was reproduced, published beside ours."""
     lines = []
@@ -161,7 +170,7 @@ def short(text: str) -> str:
 
 PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
-    "encoders": encoders, "tables": tables, "sweeps": sweeps,
+    "encoders": encoders, "original_games": original_games, "tables": tables, "sweeps": sweeps,
 }  # fmt: skip
 
 
