@@ -214,8 +214,9 @@ def member(config: dict) -> None:
         owner, generation = read_owner(path)
         shutil.copytree(path, folder, dirs_exist_ok=True)
         donor = "" if owner == me else owner
-    if 0 < study["gpus"] < 1:  # JAX would take three quarters of the GPU's memory
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 * study['gpus']:.3f}")
+    given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys()  # jaxlib refuses both
+    if 0 < study["gpus"] < 1 and not given:  # JAX would take three quarters of the GPU's memory
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{0.9 * study['gpus']:.3f}"
     while generation < study["generations"]:
         generation += 1
         began = time.time()
