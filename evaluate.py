@@ -120,9 +120,8 @@ def main(args: Args) -> list[dict]:
     return summaries
 
 
-def play(args: Args, run_dir: str) -> dict:
-    """Evaluates one of them."""
-    path = Path(run_dir)
+def script_of(run_dir: str) -> tuple[ModuleType, Any]:
+    """The script of a run or an exported agent, and its arguments on this machine; raises UsageError."""
     name = runs.read_args(run_dir, "RUN_DIR")["script"]
     here = [path.stem for path in Path(__file__).parent.glob("*_*.py")]
     runs.check(name in here, f"RUN_DIR {run_dir}: it is a run of {name}.py, which is not here")
@@ -132,6 +131,13 @@ def play(args: Args, run_dir: str) -> dict:
         runs.check_flags(saved)
     except runs.UsageError as error:
         raise runs.UsageError(f"RUN_DIR {run_dir}: of its args.json, {error}") from None
+    return script, saved
+
+
+def play(args: Args, run_dir: str) -> dict:
+    """Evaluates one of them."""
+    path = Path(run_dir)
+    script, saved = script_of(run_dir)
     files.make_folder(path, "RUN_DIR")
     if args.export:
         path = Path(args.export)

@@ -9,7 +9,6 @@ frames through a pipe:
     python -m benchmarks.original_games --random coinrun maze --python original/bin/python
 """
 
-import importlib
 import json
 import subprocess
 import tempfile
@@ -20,9 +19,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+import evaluate
 import ppo_procgen
 from benchmarks import records
 from common import devices, envs, runs
@@ -184,19 +182,15 @@ def main(args: Args) -> list[dict]:
         envs.check_game(game)
     chosen = []
     for run_dir in args.run_dirs:
-        name = runs.read_args(run_dir, "RUN_DIR")["script"]
-        runs.check(name.endswith("_procgen"), f"RUN_DIR {run_dir}: is of {name}.py, give a run of Procgen")
-        script = importlib.import_module(name)
-        saved = runs.on_this_machine(runs.saved_args(script.Args, run_dir, "RUN_DIR"))
+        script, saved = evaluate.script_of(run_dir)
+        has_levels = isinstance(saved, envs.GameArgs)
+        runs.check(has_levels, f"RUN_DIR {run_dir}: is of {script.SCRIPT}.py, give a run of Procgen")
         agent = script.make_agent(saved)
         params = devices.put(saved, script.trained(saved, agent, run_dir), SAME)["params"]
         chosen.append((Path(run_dir).name, saved, script.make_policy(saved, agent, params)))
     chosen += [("random", ppo_procgen.Args(env_id=game), envs.random_policy) for game in args.random]
     rows = [compare(args, *one) for one in chosen]
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
+    evaluate.show("EnvPool's Procgen and OpenAI's", rows, {})
     if args.csv:
         records.write_rows(Path(args.csv), [row | records.origin() for row in rows])
     return rows

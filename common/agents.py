@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from common import checkpoints, files
-from common.files import UsageError
+from common.files import UsageError, check
 
 FILE = "agent.safetensors"
 
@@ -86,11 +86,10 @@ def check_hub(name: str) -> None:
         raise UsageError(f"--push-to-hub {name}: needs huggingface_hub, pip install huggingface_hub") from None
     try:
         validate_repo_id(name)
+        valid = "/" in name
     except HFValidationError:
-        name = name or "''"
-        raise UsageError(f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish") from None
-    if name.count("/") != 1:
-        raise UsageError(f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish")
+        valid = False
+    check(valid, f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish")
 
 
 def results(evaluation: dict) -> list[dict]:

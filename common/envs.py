@@ -543,7 +543,7 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
     """
     if not (args.eval_episodes and run.evaluation_due(step)):
         return
-    results, by_level, films = {}, {}, {}
+    results, films, content = {}, {}, {"global_step": step}
     for i, levels in enumerate(("train", "test") if args.num_levels else ("test",)):
         record = args.capture_video and levels == "test"
         seed = derive_seed(args.seed, step, 1 + i)
@@ -552,11 +552,11 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
         )
         if answer is None:
             return
-        results[levels], by_level[levels], films[levels] = answer
+        results[levels], by_level, films[levels] = answer
+        content[f"{levels}_levels"] = results[levels] | {"returns_by_level": by_level}
     if args.capture_video:
         run.save_video(step, films["test"])
-    content = {f"{k}_levels": results[k] | {"returns_by_level": by_level[k]} for k in results}
-    write_json(run.path / "eval.json", {"global_step": step} | content)
+    write_json(run.path / "eval.json", content)
     run.say(
         f"{step:,} steps: "
         + ", ".join(f"{k} levels {r['mean_return']:.2f} +- {r['std']:.2f}" for k, r in results.items())

@@ -447,8 +447,8 @@ def main(args: Args) -> optuna.Study:
             else:
                 return
 
-    over = sum(trial.state in OVER for trial in study.get_trials(deepcopy=False))
-    with trials.ProgressLine(study.study_name, count, over) as line, ThreadPoolExecutor(args.jobs) as pool:
+    done = sum(trial.state in OVER for trial in study.get_trials(deepcopy=False))
+    with trials.ProgressLine(study.study_name, count, done) as line, ThreadPoolExecutor(args.jobs) as pool:
         workers = [pool.submit(work, line) for _ in range(args.jobs)]
     for number, handler in old.items():
         signal.signal(number, handler)

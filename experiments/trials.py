@@ -124,9 +124,10 @@ class ProgressLine:
     def __init__(self, what: str, count: int, done: int, console: Console | None = None):
         """`done` of `count` runs are over already."""
         console = console or Console(stderr=True)
-        columns = "{task.description}", BarColumn(None), "{task.completed:.1f} of {task.total} runs"
         self._progress = Progress(
-            *(TextColumn(c, markup=False) if isinstance(c, str) else c for c in columns),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(None),
+            TextColumn("{task.completed:.1f} of {task.total} runs"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             speed_estimate_period=24 * 3600,

@@ -186,7 +186,7 @@ def test_four_thousand_frames(tmp_path):
     names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
     assert names <= set(lines[-2]) | set(lines[-1])
     assert all(np.isfinite(list(line.values())).all() for line in lines)
-    assert 0 < sum(lines[1][f"time/{x}"] for x in ("game", "inference", "update")) < 1.001  # checkpoints take the rest
+    assert abs(sum(lines[1][f"time/{x}"] for x in ("game", "inference", "update")) - 1) < 0.1
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
