@@ -11,6 +11,7 @@ Each is the newest checkpoint of a run, or what --export has written of one. Try
 import common  # noqa: F401, I001 - first: from here on signals are answered
 import dataclasses
 import importlib
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,14 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
 
 
 def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
-    """Writes a run's agent to a folder, and says how large it is."""
-    tree = script.trained(saved, script.make_agent(saved), run_dir)
+    """Writes a run's agent to a folder, and says how large it is. Raises UsageError if that has another run's."""
     anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
     content = {"script": script.SCRIPT, "args": dataclasses.asdict(dataclasses.replace(saved, **anywhere))}
+    content = json.loads(json.dumps(content))
+    if (folder / "args.json").exists():
+        same = runs.read_args(str(folder), "--export") == content
+        runs.check(same, f"--export {folder}: has an agent of another run, give another folder")
+    tree = script.trained(saved, script.make_agent(saved), run_dir)
     agents.write(folder, content, jax.device_get(tree))
     print(f"agent: {folder}, {(folder / agents.FILE).stat().st_size / 1e3:,.0f} kB")
 

@@ -27,7 +27,8 @@ def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
     folder = tmp_path / "agent"
     words = [str(run_dir), "--episodes", "4", "--seed", "3"]
     runs.cli(evaluate.Args, evaluate.main, words)
-    runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
+    for _ in range(2):  # the second time over the first, as one does later in a run
+        runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
     both = evaluate.main(evaluate.Args((str(folder), str(run_dir)), episodes=4, seed=3))
     assert both[0] == both[1]
     exported, saved = (json.loads((path / "eval.json").read_text()) for path in (folder, run_dir))
@@ -120,9 +121,10 @@ def test_what_cannot_be_done_with_an_agent_is_refused(bigfish, hub, capfd, words
     assert not hub.create_repo.called
 
 
-def test_a_run_is_not_pushed_and_not_exported_over(run_dir, hub, capfd):
+def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, capfd):
     assert_refused(evaluate, [str(run_dir), "--push-to-hub", "me/x"], capfd, "--push-to-hub me/x", "--export")
     assert_refused(evaluate, [str(run_dir), "--export", str(run_dir)], capfd, f"--export {run_dir}", "run directory")
+    assert_refused(evaluate, [str(run_dir), "--export", str(bigfish)], capfd, f"--export {bigfish}", "of another run")
     doors = str(ROOT / "agents" / "hnppo_six_doors")
     assert_refused(evaluate, [doors, "--human"], capfd, "--human", "without levels")
 
