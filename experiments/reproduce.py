@@ -50,6 +50,8 @@ class Args:
     """part of the table's environment steps to train for"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """a run of each cell for each of them"""
+    cells: tuple[str, ...] = ()
+    """run only the cells whose name has one of these in it, such as coinrun; none for all"""
     jobs: int = 1
     """runs at a time"""
     set: tuple[str, ...] = ()
@@ -190,7 +192,8 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
 def command_of(args: Args) -> str:
     words = ["python", "-m", "experiments.reproduce", args.table]
     words += ["--scale", f"{args.scale:g}"] if args.scale != 1 else []
-    words += ["--seeds", *map(str, args.seeds), *(["--set", *args.set] if args.set else [])]
+    words += ["--seeds", *map(str, args.seeds), *(["--cells", *args.cells] if args.cells else [])]
+    words += ["--set", *args.set] if args.set else []
     return shlex.join(words)
 
 
@@ -293,6 +296,9 @@ def main(args: Args) -> list[dict]:
     valid = min(args.seeds) >= 0 and max(args.seeds) <= runs.MAX_SEED
     check(valid, f"--seeds {given}: must be from 0 to {runs.MAX_SEED}")
     rows = read_table(args.table)
+    for part in args.cells:
+        named = any(part in row["cell"] for row in rows)
+        check(named, f"--cells {part}: is in no cell's name, such as {rows[0]['cell']!r}")
     check_overrides(args, rows)
     root, out = Path(args.runs).absolute(), Path(args.out) / args.table
     cells = []
@@ -302,12 +308,13 @@ def main(args: Args) -> list[dict]:
     for flag, folder in (("--runs", root), ("--out", out.parent)):
         files.make_folder(folder, flag)
     steps_of(out.with_suffix(".csv"))  # before anything is run
-    wanted = {
+    asked = {
         folder: (row, flags, seed)
         for row, flags, folders in cells
         for folder, seed in zip(folders, args.seeds, strict=bool(folders))
-        if not read_progress(folder)["done"]
+        if any(part in row["cell"] for part in args.cells or [""])
     }  # cells that differ in their metric only share their runs
+    wanted = {folder: run for folder, run in asked.items() if not read_progress(folder)["done"]}
     stopping = threading.Event()
     origin = trials.origin()
 
@@ -320,8 +327,8 @@ def main(args: Args) -> list[dict]:
             write(args, cells)
 
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    count = len({folder for _, _, folders in cells for folder in folders})
-    with trials.ProgressLine(args.table, count, count - len(wanted)) as line, ThreadPoolExecutor(args.jobs) as pool:
+    done = len(asked) - len(wanted)
+    with trials.ProgressLine(args.table, len(asked), done) as line, ThreadPoolExecutor(args.jobs) as pool:
         begun = [pool.submit(one, folder) for folder in (() if args.collect else wanted)]
     for signal_number, handler in old.items():
         signal.signal(signal_number, handler)

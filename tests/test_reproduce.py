@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +76,9 @@ def test_a_table_is_made_and_not_made_twice(table, monkeypatch):
     monkeypatch.setattr(trials, "run", run)
     words = {"seeds": (1, 3), "scale": 0.1, "jobs": 2, "runs": str(table / "runs"), "out": str(table / "out")}
     args = reproduce.Args(table="small", **words)
+    chosen = reproduce.main(replace(args, cells=("run",)))
+    assert [row["seeds"] for row in chosen] == [2, 0, 0]
+    assert chosen[1]["note"] == ""  # that cell was not begun
     first, failed, absent = reproduce.main(args)
     values = [read_metrics(run.parent)[-1]["charts/episodic_return"] for run in table.glob("runs/*/*/*/metrics.jsonl")]
     assert (first["seeds"], first["steps"], first["published"]) == (2, 384, "2.5")
@@ -112,6 +115,7 @@ BAD = {
     "another run": (["gamma", "--set", "run_dir=/x"], "--set run_dir=/x", "each run is given its own"),
     "what the cells differ in": (["gamma", "--set", "gamma=0.9"], "--set gamma", "differ"),
     "steps": (["gamma", "--set", "total_timesteps=9"], "--set total_timesteps", "--scale"),
+    "no such cell": (["gamma", "--cells", "0.99", "width"], "--cells width", "0.99, bigfish"),
     "an unknown flag": (["gamma", "--set", "lr=9"], "lr", "no flag"),
 }
 
