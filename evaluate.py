@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from common import agents, files, runs
+from common import agents, devices, envs, files, runs
+from common.devices import SAME
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,16 @@ def script_of(run_dir: str) -> tuple[ModuleType, Any]:
     except runs.UsageError as error:
         raise runs.UsageError(f"RUN_DIR {run_dir}: of its args.json, {error}") from None
     return script, saved
+
+
+def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, int, Callable]:
+    """The script of a run or an exported agent, its arguments, its step, and its policy as `envs.play_episodes` calls
+    it. Raises UsageError, also if it is not of Procgen."""
+    script, saved = script_of(run_dir)
+    runs.check(isinstance(saved, envs.GameArgs), f"RUN_DIR {run_dir}: is of {script.SCRIPT}.py, give a run of Procgen")
+    agent = script.make_agent(saved)
+    state = devices.put(saved, script.trained(saved, agent, run_dir), SAME)
+    return script, saved, int(state["global_step"]), script.make_policy(saved, agent, state["params"])
 
 
 def play(args: Args, run_dir: str) -> dict:

@@ -24,7 +24,6 @@ import evaluate
 import ppo_procgen
 from benchmarks import records
 from common import devices, envs, runs
-from common.devices import SAME
 
 # What the other interpreter runs. It writes rewards, whether frames are an episode's first, and frames, and reads
 # actions.
@@ -182,12 +181,8 @@ def main(args: Args) -> list[dict]:
         envs.check_game(game)
     chosen = []
     for run_dir in args.run_dirs:
-        script, saved = evaluate.script_of(run_dir)
-        has_levels = isinstance(saved, envs.GameArgs)
-        runs.check(has_levels, f"RUN_DIR {run_dir}: is of {script.SCRIPT}.py, give a run of Procgen")
-        agent = script.make_agent(saved)
-        params = devices.put(saved, script.trained(saved, agent, run_dir), SAME)["params"]
-        chosen.append((Path(run_dir).name, saved, script.make_policy(saved, agent, params)))
+        _, saved, _, policy = evaluate.procgen_policy(run_dir)
+        chosen.append((Path(run_dir).name, saved, policy))
     chosen += [("random", ppo_procgen.Args(env_id=game), envs.random_policy) for game in args.random]
     rows = [compare(args, *one) for one in chosen]
     evaluate.show("EnvPool's Procgen and OpenAI's", rows, {})

@@ -1,0 +1,68 @@
+"""The StarPilot study's units: rewards over the running deviation of discounted returns, as Baselines computes it."""
+
+import csv
+
+import numpy as np
+from conftest import ROOT, assert_refused
+
+import ppo_procgen
+from common import envs
+from experiments import study_units
+
+
+class Played:
+    """An env that replays rewards float64 [T, N] and ends of episodes bool [T, N]."""
+
+    def __init__(self, rewards, done):
+        self._steps = zip(rewards, done, strict=True)
+
+    def step(self, _):
+        rewards, done = next(self._steps)
+        return None, rewards, done, np.zeros_like(done), {}
+
+
+def test_rewards_are_divided_as_baselines_does():
+    """A reference that keeps all discounted returns, after a prior of weight 1e-4 with mean 0 and variance 1."""
+    rng = np.random.default_rng(0)
+    rewards, done = rng.exponential(size=(60, 5)) * (rng.random((60, 5)) < 0.3), rng.random((60, 5)) < 0.1
+    rewards[1:][done[:-1]] = 0  # EnvPool's junk step
+    env = study_units.Normalized(Played(rewards, done), 5)
+    returns, seen, first, raw = np.zeros(5), [], np.ones(5, bool), np.zeros(5)
+    for t in range(60):
+        _, scaled, *_ = env.step(None)
+        returns = 0.99 * returns + rewards[t]
+        junk = done[t - 1] if t else np.zeros(5, bool)
+        seen += list(returns[~junk])
+        weights = np.array([1e-4] + [1] * len(seen))
+        mean = weights @ [0, *seen] / weights.sum()
+        variance = (1e-4 * (1 + mean**2) + ((np.array(seen) - mean) ** 2).sum()) / weights.sum()
+        np.testing.assert_allclose(scaled, np.minimum(rewards[t] / np.sqrt(variance + 1e-8), 10), rtol=1e-9)
+        returns[done[t]] = 0
+        raw += np.where(first, rewards[t], 0)
+        first &= ~done[t]
+    np.testing.assert_allclose(env.raw, raw)
+
+
+def test_raw_returns_are_those_of_an_evaluation():
+    args = ppo_procgen.Args(env_id="starpilot")
+    normalized, raw = study_units.play(args, envs.random_policy, "test", batches=1, seed=3)
+    seed = envs.derive_seed(3, 0)
+    plain, *_ = envs.play_episodes(
+        envs.make_levels(args, 32, seed, "test"), envs.random_policy, args.offsets, episodes=32, seed=seed
+    )
+    np.testing.assert_array_equal(raw, plain)
+    assert ((normalized > 0) == (raw > 0)).all()
+
+
+def test_an_agent_gets_a_row(tmp_path, capfd):
+    path = tmp_path / "units.csv"
+    study_units.main(study_units.Args((str(ROOT / "agents" / "ppo_coinrun"),), batches=1, csv=str(path)))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["on"], row["training levels"]) for row in rows] == [
+        ("ppo_coinrun", "train", "0"),
+        ("ppo_coinrun", "test", "0"),
+    ]
+    assert min(float(row["raw"]) for row in rows) > 3
+    capfd.readouterr()
+    assert_refused(study_units, [str(ROOT / "agents" / "hnppo_six_doors")], capfd, "RUN_DIR", "give a run of Procgen")
