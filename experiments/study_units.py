@@ -15,6 +15,7 @@ import tyro
 import evaluate
 from benchmarks import records
 from common import envs, runs
+from experiments import tables
 
 GAMES = 32
 
@@ -28,7 +29,7 @@ class Args:
     seed: int = 0
     """of the games and the policy's draws"""
     csv: str = ""
-    """also write the table to this file"""
+    """also write the table to this file, among the rows of other runs that it has"""
 
 
 class Normalized:
@@ -80,6 +81,12 @@ def play(saved, policy, levels: str, *, batches: int, seed: int) -> tuple[np.nda
     return np.concatenate(normalized), np.concatenate(raw)
 
 
+def method_of(script: str, saved) -> str:
+    """An algorithm's name, as in experiments/reference/starpilot_study.csv."""
+    penalty = getattr(saved, "penalty", 0)
+    return f"penalty {penalty:g}" if penalty else script.split("_")[0].upper()
+
+
 def main(args: Args) -> list[dict]:
     """Evaluates each run; returns the table's rows."""
     runs.check_limits(args, {"batches": (1, 10**4), "seed": (0, runs.MAX_SEED)})
@@ -87,8 +94,8 @@ def main(args: Args) -> list[dict]:
     rows, shown = [], []
     for run_dir in args.run_dirs:
         script, saved, step, policy = evaluate.procgen_policy(run_dir)
-        about = {"script": script.SCRIPT, "game": saved.env_id, "training levels": saved.num_levels}
-        about |= {"penalty": getattr(saved, "penalty", ""), "step": step}
+        about = {"method": method_of(script.SCRIPT, saved), "game": saved.env_id, "encoder": saved.encoder}
+        about |= {"hidden": saved.hidden, "training levels": saved.num_levels, "step": step}
         for levels in ("train", "test"):
             row = {"run": Path(run_dir).name, "on": levels}
             both = play(saved, policy, levels, batches=args.batches, seed=args.seed)
@@ -98,7 +105,9 @@ def main(args: Args) -> list[dict]:
             rows.append(row | about)
     evaluate.show("the StarPilot study's units and raw returns", shown, {})
     if args.csv:
-        records.write_rows(Path(args.csv), [row | records.origin() for row in rows])
+        path, names = Path(args.csv), {row["run"] for row in rows}
+        others = [row for row in tables.read(path) if row["run"] not in names]
+        records.write_rows(path, [*others, *(row | records.origin() for row in rows)])
     return rows
 
 

@@ -133,6 +133,8 @@ def tables() -> list[str]:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
             columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
+            if any(row["note"] for row in rows):
+                columns["note"] = lambda row: row["note"]
             where = f"{first['machine']}, JAX {first['jax']}, commit {first['commit']}, {first['date']}"
             lines += [
                 f"**{name}** ([all columns](../experiments/results/{name}.csv); {where}), `{first['command']}`:",
@@ -140,6 +142,25 @@ def tables() -> list[str]:
             ]
             lines += [*table(rows, columns), "", f"![{name}](../experiments/results/{name}.png)", ""]
     return lines[:-1]
+
+
+def starpilot_study() -> list[str]:
+    """The StarPilot study's returns beside ours, in its units and raw ones."""
+    reference = read(reproduce.REFERENCE.parent / "starpilot_study.csv")
+    published = {(row["method"], row["levels"]): row for row in reference}
+    ours = read(STUDIES / "starpilot_study.csv")
+    rows = []
+    for on_train, on_test in zip(ours[::2], ours[1::2], strict=True):
+        row = {name: on_train[name] for name in ("method", "training levels", "step")}
+        theirs = published.get((row["method"], row["training levels"]))
+        row["published"] = f"{theirs['train']} / {theirs['test']}" if theirs else ""
+        for name in ("normalized", "raw"):
+            row[name] = " / ".join(f"{each[name]} ({each[f'{name} error']})" for each in (on_train, on_test))
+        rows.append(row)
+    columns = {"method": lambda row: row["method"], "training levels": number("training levels")}
+    columns |= {"steps": number("step"), "published, training / test levels": lambda row: row["published"]}
+    columns |= {"ours, in the same units": lambda row: row["normalized"], "ours, raw": lambda row: row["raw"]}
+    return table(rows, columns)
 
 
 def sweeps() -> list[str]:
@@ -171,7 +192,8 @@ def short(text: str) -> str:
 
 PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
-    "encoders": encoders, "original_games": original_games, "tables": tables, "sweeps": sweeps,
+    "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
+    "sweeps": sweeps,
 }  # fmt: skip
 
 

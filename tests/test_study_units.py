@@ -56,13 +56,17 @@ def test_raw_returns_are_those_of_an_evaluation():
 
 def test_an_agent_gets_a_row(tmp_path, capfd):
     path = tmp_path / "units.csv"
-    study_units.main(study_units.Args((str(ROOT / "agents" / "ppo_coinrun"),), batches=1, csv=str(path)))
+    args = study_units.Args((str(ROOT / "agents" / "ppo_coinrun"),), batches=1, csv=str(path))
+    study_units.main(args)
+    path.write_text(path.read_text().replace("ppo_coinrun", "another"))
+    study_units.main(args)
+    study_units.main(args)  # its rows are replaced, those of another run are kept
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["run"], row["on"], row["training levels"]) for row in rows] == [
-        ("ppo_coinrun", "train", "0"),
-        ("ppo_coinrun", "test", "0"),
+    assert [(row["run"], row["on"]) for row in rows] == [
+        (run, levels) for run in ("another", "ppo_coinrun") for levels in ("train", "test")
     ]
+    assert {(row["method"], row["training levels"]) for row in rows} == {("PPO", "0")}
     assert min(float(row["raw"]) for row in rows) > 3
     capfd.readouterr()
     assert_refused(study_units, [str(ROOT / "agents" / "hnppo_six_doors")], capfd, "RUN_DIR", "give a run of Procgen")
