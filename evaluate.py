@@ -4,7 +4,7 @@ Each is the newest checkpoint of a run, or what --export has written of one. Try
 
     python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
     python evaluate.py agents/ppo_bigfish agents/hnppo_six_doors --video
-    python evaluate.py runs/coinrun__ppo_procgen__1__1790000000 --human
+    python evaluate.py runs/coinrun__ppo_procgen__1__1790000000 --human     # of a run with --num-levels
     python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish --push-to-hub me/bigfish
 """
 
@@ -39,7 +39,8 @@ class Args:
     video: bool = False
     """also write a video and a film strip: of an episode in Procgen, the best one of Montezuma, a door a task"""
     human: bool = False
-    """also write a video of two episodes of Procgen side by side, on a training level and on an unseen one"""
+    """also write a video of two episodes of Procgen side by side, on a training level and on an unseen one; of a run
+    with --num-levels"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
     seed: int = 0
@@ -87,9 +88,11 @@ def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
     """Writes a run's agent to a folder, and says how large it is. Raises UsageError if that has another run's."""
     anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
     content = {"script": script.SCRIPT, "args": dataclasses.asdict(dataclasses.replace(saved, **anywhere))}
-    content = json.loads(json.dumps(content))
     if (folder / "args.json").exists():
-        same = runs.read_args(str(folder), "--export") == content
+        there = runs.read_args(str(folder), "--export")
+        kept = (name for name in runs.fixed(type(saved)) if name in there["args"])  # what a resumed run keeps
+        args = json.loads(json.dumps(content["args"]))  # tuples are lists there
+        same = there["script"] == script.SCRIPT and all(there["args"][name] == args[name] for name in kept)
         runs.check(same, f"--export {folder}: has an agent of another run, give another folder")
     tree = script.trained(saved, script.make_agent(saved), run_dir)
     agents.write(folder, content, jax.device_get(tree))

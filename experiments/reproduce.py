@@ -192,8 +192,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
 def command_of(args: Args) -> str:
     words = ["python", "-m", "experiments.reproduce", args.table]
     words += ["--scale", f"{args.scale:g}"] if args.scale != 1 else []
-    words += ["--seeds", *map(str, args.seeds), *(["--cells", *args.cells] if args.cells else [])]
-    words += ["--set", *args.set] if args.set else []
+    words += ["--seeds", *map(str, args.seeds), *(["--set", *args.set] if args.set else [])]
     return shlex.join(words)
 
 
@@ -339,7 +338,7 @@ def main(args: Args) -> list[dict]:
     if now < before:
         print(f"{out}.csv has {before:,} steps of training, here are {now:,}: it was left as it is")
     print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
-    names = {folder: f"{row['cell']}, seed {folder.name}" for row, _, folders in reversed(cells) for folder in folders}
+    names = {folder: f"{row['cell']}, seed {seed}" for folder, (row, _, seed) in asked.items()}
     failed = {name: why for folder, name in names.items() if (why := read_progress(folder)["why"])}
     trials.report_failures(failed, len(names), root)
     return results

@@ -3,7 +3,7 @@
 The study's returns are sums of *normalised* rewards: Baselines' VecNormalize (discount .99, clipped to 10), begun anew
 for each evaluation of 32 games with an episode each. Try:
 
-    python -m experiments.study_units runs/tables/*/1/* --csv experiments/results/starpilot_trpo_units.csv
+    python -m experiments.study_units runs/tables/*/1/*/ --csv experiments/results/starpilot_study.csv
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import tyro
 
 import evaluate
 from benchmarks import records
-from common import envs, runs
+from common import devices, envs, runs
 from experiments import tables
 
 GAMES = 32
@@ -74,8 +74,10 @@ def play(saved, policy, levels: str, *, batches: int, seed: int) -> tuple[np.nda
     normalized, raw = [], []
     for batch in range(batches):
         drawn = envs.derive_seed(seed, batch)
-        env = Normalized(envs.make_levels(saved, GAMES, drawn, levels), GAMES)
+        games = envs.make_levels(saved, GAMES, drawn, levels)
+        env = Normalized(games, GAMES)
         returns, *_ = envs.play_episodes(env, policy, saved.offsets, episodes=GAMES, seed=drawn)
+        games.close()
         normalized.append(returns)
         raw.append(env.raw)
     return np.concatenate(normalized), np.concatenate(raw)
@@ -91,9 +93,15 @@ def main(args: Args) -> list[dict]:
     """Evaluates each run; returns the table's rows."""
     runs.check_limits(args, {"batches": (1, 10**4), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
+    path = Path(args.csv)
+    old = tables.read(path) if args.csv else []
+    ours = all({"run", "on", "normalized"} <= row.keys() for row in old)
+    runs.check(ours, f"--csv {args.csv}: is another table, give another file")
     rows, shown = [], []
     for run_dir in args.run_dirs:
         script, saved, step, policy = evaluate.procgen_policy(run_dir)
+        even = devices.multiple(saved, GAMES) == GAMES
+        runs.check(even, f"RUN_DIR {run_dir}: plays on {saved.num_devices} devices, which must divide {GAMES} games")
         about = {"method": method_of(script.SCRIPT, saved), "game": saved.env_id, "encoder": saved.encoder}
         about |= {"hidden": saved.hidden, "training levels": saved.num_levels, "step": step}
         for levels in ("train", "test"):
@@ -105,8 +113,8 @@ def main(args: Args) -> list[dict]:
             rows.append(row | about)
     evaluate.show("the StarPilot study's units and raw returns", shown, {})
     if args.csv:
-        path, names = Path(args.csv), {row["run"] for row in rows}
-        others = [row for row in tables.read(path) if row["run"] not in names]
+        again = {row["run"] for row in rows}
+        others = [row for row in old if row["run"] not in again]
         records.write_rows(path, [*others, *(row | records.origin() for row in rows)])
     return rows
 

@@ -146,13 +146,17 @@ def tables() -> list[str]:
 
 def starpilot_study() -> list[str]:
     """The StarPilot study's returns beside ours, in its units and raw ones."""
+    setting = ("method", "encoder", "hidden", "training levels")
     reference = read(reproduce.REFERENCE.parent / "starpilot_study.csv")
-    published = {(row["method"], row["levels"]): row for row in reference}
-    ours = read(STUDIES / "starpilot_study.csv")
+    published = {tuple(row[name] for name in setting): row for row in reference}
+    both = {}
+    for row in read(STUDIES / "starpilot_study.csv"):
+        both.setdefault(row["run"], {})[row["on"]] = row
     rows = []
-    for on_train, on_test in zip(ours[::2], ours[1::2], strict=True):
-        row = {name: on_train[name] for name in ("method", "training levels", "step")}
-        theirs = published.get((row["method"], row["training levels"]))
+    for run in both.values():
+        on_train, on_test = run["train"], run["test"]
+        row = {name: on_train[name] for name in (*setting, "step")}
+        theirs = published.get(tuple(row[name] for name in setting))
         row["published"] = f"{theirs['train']} / {theirs['test']}" if theirs else ""
         for name in ("normalized", "raw"):
             row[name] = " / ".join(f"{each[name]} ({each[f'{name} error']})" for each in (on_train, on_test))

@@ -26,8 +26,9 @@ def test_rewards_are_divided_as_baselines_does():
     rng = np.random.default_rng(0)
     rewards, done = rng.exponential(size=(60, 5)) * (rng.random((60, 5)) < 0.3), rng.random((60, 5)) < 0.1
     rewards[1:][done[:-1]] = 0  # EnvPool's junk step
+    rewards[40, 0], rewards[50, 1], done[39:50, :2] = 900, -9000, False  # beyond what is clipped
     env = study_units.Normalized(Played(rewards, done), 5)
-    returns, seen, first, raw = np.zeros(5), [], np.ones(5, bool), np.zeros(5)
+    returns, seen, first, raw, extremes = np.zeros(5), [], np.ones(5, bool), np.zeros(5), []
     for t in range(60):
         _, scaled, *_ = env.step(None)
         returns = 0.99 * returns + rewards[t]
@@ -36,11 +37,13 @@ def test_rewards_are_divided_as_baselines_does():
         weights = np.array([1e-4] + [1] * len(seen))
         mean = weights @ [0, *seen] / weights.sum()
         variance = (1e-4 * (1 + mean**2) + ((np.array(seen) - mean) ** 2).sum()) / weights.sum()
-        np.testing.assert_allclose(scaled, np.minimum(rewards[t] / np.sqrt(variance + 1e-8), 10), rtol=1e-9)
+        np.testing.assert_allclose(scaled, np.clip(rewards[t] / np.sqrt(variance + 1e-8), -10, 10), rtol=1e-9)
+        extremes += [scaled.min(), scaled.max()]
         returns[done[t]] = 0
         raw += np.where(first, rewards[t], 0)
         first &= ~done[t]
     np.testing.assert_allclose(env.raw, raw)
+    assert (min(extremes), max(extremes)) == (-10, 10)
 
 
 def test_raw_returns_are_those_of_an_evaluation():
@@ -69,4 +72,6 @@ def test_an_agent_gets_a_row(tmp_path, capfd):
     assert {(row["method"], row["training levels"]) for row in rows} == {("PPO", "0")}
     assert min(float(row["raw"]) for row in rows) > 3
     capfd.readouterr()
+    other = str(ROOT / "experiments" / "reference" / "tables.csv")
+    assert_refused(study_units, [args.run_dirs[0], "--csv", other], capfd, f"--csv {other}", "another table")
     assert_refused(study_units, [str(ROOT / "agents" / "hnppo_six_doors")], capfd, "RUN_DIR", "give a run of Procgen")
