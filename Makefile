@@ -1,5 +1,11 @@
 # The newest of these that is there; `make PYTHON=python3.11` takes another.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell $(p) -c "print('$(p)')" 2>/dev/null)) python3)
+ifeq ($(origin PYTHON) $(wildcard .venv/bin/python),command line .venv/bin/python)
+version = -c "import sys; print('%d.%d' % sys.version_info[:2])"
+ifneq ($(shell $(PYTHON) $(version)),$(shell .venv/bin/python $(version)))
+$(error .venv has another Python than PYTHON=$(PYTHON): delete it first)
+endif
+endif
 # What the scripts run on: cpu, or cuda12 on a machine with a GPU.
 EXTRA ?= cpu
 # What `make train` trains: OpenAI's setting with a small network, which learns on a laptop within minutes, for all levels.
@@ -35,20 +41,26 @@ gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 
 # An environment with an extra of pyproject.toml, its versions those of constraints/.
 .venv/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'error: Python 3.11 or newer is needed; name one: make PYTHON=python3.12')"
+	@$(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
+		and 'error: PYTHON=$(PYTHON) is ' + v + ', give one of 3.11, 3.12 and 3.13: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints/$$($(@D)/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])").txt ".[$*]"
 	@touch $@
 
-# Writes constraints/, one file for each of these Pythons: make constraints PYTHONS="python3.11 python3.12 python3.13"
+# Writes constraints/, one file for each of these Pythons, CUDA's wheels among them without fetching these: make constraints PYTHONS="python3.11 python3.12 python3.13"
 PYTHONS ?= python3.11 python3.12 python3.13
 constraints:
 	mkdir -p constraints
 	for python in $(PYTHONS); do \
 		folder=$$(mktemp -d) && $$python -m venv $$folder && \
 		$$folder/bin/python -m pip install --quiet --disable-pip-version-check ".[dev,docs]" && \
-		$$folder/bin/python -m pip freeze --exclude jax-rl-scripts > \
-			constraints/$$($$folder/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])").txt && \
+		version=$$($$folder/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])") && \
+		$$folder/bin/python -m pip freeze --exclude jax-rl-scripts > $$folder/pins && \
+		$$folder/bin/python -m pip install --quiet --disable-pip-version-check --dry-run --report $$folder/gpu ".[cuda12]" && \
+		$$folder/bin/python -c "import json, sys; [print(p['metadata']['name'] + '==' + p['metadata']['version']) \
+			for p in json.load(open(sys.argv[1]))['install'] if p['metadata']['name'] != 'jax-rl-scripts']" \
+			$$folder/gpu >> $$folder/pins && \
+		sort --ignore-case $$folder/pins > constraints/$$version.txt && \
 		rm -rf $$folder || exit 1; \
 	done

@@ -1,5 +1,5 @@
 """For MkDocs: pages link to files of the repository, such as ../ppo_procgen.py and pictures of results. In the site,
-pictures are copied, and other links lead to `repo_url` where mkdocs.yml has one, else they become plain text."""
+pictures are copied, and other links lead to `repo_url` where mkdocs.yml has one, else they say which file and line."""
 
 import re
 from pathlib import Path
@@ -23,4 +23,13 @@ def on_page_markdown(markdown, page, config, files):
     markdown = re.sub(r"\(([\w/]+\.ipynb)\)", r"(../docs/\1)", markdown)  # a notebook is read in the repository
     base = (config["repo_url"] or "").rstrip("/")
     markdown = PICTURE.sub(r"![\1](\2)", markdown)
-    return LINK.sub(rf"[\1]({base}/blob/main/\2)" if base else r"\1", markdown)
+    return LINK.sub(lambda link: target(link, base), markdown)
+
+
+def target(link: re.Match, base: str) -> str:
+    """A link to a file of the repository, as the site has it."""
+    text, path = link.groups()
+    if base:
+        return f"[{text}]({base}/blob/main/{path})"
+    place = path.replace("#L", ":").removesuffix("/")
+    return text if place.split("#")[0] in text else f"{text} ({place})"
