@@ -133,11 +133,12 @@ class Agent(nn.Module):
 
         def near_zero(key, shape, dtype=jnp.float32):
             """Values start around 0, as one atom's do, and not in the middle of the support, which is above all that
-            most games pay: what is far too high bootstraps itself and is slow to come down."""
+            most games pay: what is far too high bootstraps itself and is slow to come down. Logits fall in a straight
+            line: a bell's have its ends hundreds down, and returns that lie there are never learnt."""
             if atoms == 1:
                 return jnp.zeros(shape, dtype)
             z = np.array(self.support)
-            return jnp.tile(jnp.asarray(-((z / (0.05 * (z[-1] - z[0]))) ** 2) / 2, dtype), shape[0] // atoms)
+            return jnp.tile(jnp.asarray(-np.abs(z) / (0.05 * (z[-1] - z[0])), dtype), shape[0] // atoms)
 
         if not self.dueling:
             return stream(envs.NUM_ACTIONS, near_zero)

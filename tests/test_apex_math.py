@@ -329,6 +329,8 @@ def test_values_start_near_zero():
         values = apex.mean_value(agent.support, outputs)
         assert values.shape == (8, 15)
         assert np.abs(values).max() < 1
+        if len(agent.support) > 1:  # and no atom is out of reach
+            assert jax.nn.log_softmax(outputs).min() > -25
 
 
 # ACTING
