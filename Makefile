@@ -61,6 +61,6 @@ constraints:
 		$$folder/bin/python -c "import json, sys; [print(p['metadata']['name'] + '==' + p['metadata']['version']) \
 			for p in json.load(open(sys.argv[1]))['install'] if p['metadata']['name'] != 'jax-rl-scripts']" \
 			$$folder/gpu >> $$folder/pins && \
-		sort --ignore-case $$folder/pins > constraints/$$version.txt && \
+		LC_ALL=C sort --ignore-case --field-separator== --key=1,1 $$folder/pins > constraints/$$version.txt && \
 		rm -rf $$folder || exit 1; \
 	done
