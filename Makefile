@@ -41,9 +41,9 @@ gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 
 # An environment with an extra of pyproject.toml, its versions those of constraints/.
 .venv/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)
-	@$(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
+	@test -e $(@D)/bin/python || $(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
 		and 'error: PYTHON=$(PYTHON) is ' + v + ', give one of 3.11, 3.12 and 3.13: make PYTHON=python3.12')"
-	$(PYTHON) -m venv $(@D)
+	test -e $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints/$$($(@D)/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])").txt ".[$*]"
 	@touch $@
