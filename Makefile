@@ -22,7 +22,7 @@ train: .venv/with-$(EXTRA)
 test: .venv/with-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	.venv/bin/python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 5
 
 # The docs as a site, in site/.
 docs: .venv/with-docs
