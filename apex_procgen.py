@@ -133,12 +133,14 @@ class Agent(nn.Module):
 
         def near_zero(key, shape, dtype=jnp.float32):
             """Values start around 0, as one atom's do, and not in the middle of the support, which is above all that
-            most games pay: what is far too high bootstraps itself and is slow to come down. Logits fall in a straight
-            line: a bell's have its ends hundreds down, and returns that lie there are never learnt."""
+            most games pay: what is far too high bootstraps itself and is slow to come down. A bell of a twentieth of
+            the support, with straight slopes: a bell's own are hundreds of logits deep, and what lies down there is
+            hardly learnt."""
             if atoms == 1:
                 return jnp.zeros(shape, dtype)
-            z = np.array(self.support)
-            return jnp.tile(jnp.asarray(-np.abs(z) / (0.05 * (z[-1] - z[0])), dtype), shape[0] // atoms)
+            z = np.abs(self.support) / (0.05 * (self.support[-1] - self.support[0]))
+            logits = -np.where(z < 1, z**2 / 2, z - 0.5)  # as Huber's loss
+            return jnp.tile(jnp.asarray(logits, dtype), shape[0] // atoms)
 
         if not self.dueling:
             return stream(envs.NUM_ACTIONS, near_zero)

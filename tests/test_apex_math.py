@@ -382,7 +382,7 @@ def test_the_learner_sees_what_the_actors_saw():
     agent, everyone = apex.make_agent(args), range(args.num_actors)
     params, buffer = apex.initial_state(args, agent).params, offpolicy.initial_replay(args)
     numbers = np.arange(4, dtype=np.int32).reshape(2, 2)
-    games = [envs.Games(partial(envs.make_levels, args), own, 3, restart_every=64) for own in numbers]
+    games = [envs.Games(partial(envs.make_levels, args), own, 5, restart_every=64) for own in numbers]
     carries, ends, restarts = [offpolicy.initial_carry(args, own) for own in numbers], 0, 0
     for i in range(18):
         unrolls = []
