@@ -228,7 +228,7 @@ def test_the_hosts_memory_must_be_there(monkeypatch):
 def test_the_command_line(tmp_path):
     """As a user types it, threads free to run: W&B, evaluation, video, then evaluate.py."""
     command = TINY | {
-        "env_id": "starpilot", "num_levels": 3, "total_timesteps": 2_000, "replay_ratio": 1.0, "deterministic": False,
+        "env_id": "starpilot", "num_levels": 8, "total_timesteps": 2_000, "replay_ratio": 1.0, "deterministic": False,
         "eval_every": 1_200, "eval_episodes": 2, "capture_video": True, "checkpoint_every": 800, "keep_checkpoints": 2,
         "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
