@@ -440,7 +440,7 @@ def main(args: Args) -> runs.Run:
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, offpolicy.make_fleet(args, agent, act) as fleet:
         saved, buffer = run.saved, offpolicy.make_buffer(args, run.saved)
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        state = devices.put(args, (saved or initial(args, agent))["state"], SAME)
+        state = devices.put(args, (saved or devices.run_once(initial, args, agent))["state"], SAME)
         step = int(state.global_step)
         if saved:
             episodes.restore(saved["episodes"])

@@ -751,7 +751,7 @@ def main(args: Args) -> runs.Run:
     agent = make_agent(args)
 
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
-        state = (run.saved or initial(args, agent))["state"]
+        state = (run.saved or devices.run_once(initial, args, agent))["state"]
         while not run.stop and state.finished < len(doors.task_names(args)):
             if state.finished > state.task:
                 state = begin_task(args, agent, state)

@@ -651,7 +651,7 @@ def main(args: Args) -> runs.Run:
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, make_fleet(args, agent) as fleet:
         episodes, watch = envs.EpisodeStatistics(len(devices.games_of_host(args))), runs.Stopwatch()
         saved = run.saved
-        start_from = saved or initial(args, agent)
+        start_from = saved or devices.run_once(initial, args, agent)
         state = devices.share(args, start_from["state"], SAME)
         memory = devices.share(args, start_from["memory"], MEMORY)
         step, params = int(state.global_step), devices.here(args, state.params)

@@ -799,7 +799,7 @@ def main(args: Args) -> runs.Run:
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, make_fleet(args, agent) as fleet:
         saved = run.saved
         statistics, watch = atari.Statistics(args.num_envs), runs.Stopwatch()
-        state = devices.put(args, (saved or initial(args, agent))["state"], STATE)
+        state = devices.put(args, (saved or devices.run_once(initial, args, agent))["state"], STATE)
         step = int(state.global_step)
         if saved:
             statistics.restore(saved["statistics"])

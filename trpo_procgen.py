@@ -609,7 +609,7 @@ def main(args: Args) -> runs.Run:
         make = partial(envs.make_levels, args)
         games = envs.Games(make, numbers, envs.derive_seed(args.seed, 0), args.restart_every)
         episodes, watch = envs.EpisodeStatistics(len(numbers)), runs.Stopwatch()
-        start_from = saved or initial(args, agent)
+        start_from = saved or devices.run_once(initial, args, agent)
         state = devices.share(args, start_from["state"], STATE)
         carry = devices.put(args, start_from["carry"], CARRY)
         step = int(state.global_step)

@@ -3,7 +3,7 @@
 episode, and it has no value head of its own; rnd_montezuma.py is the paper's algorithm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from common import devices, envs, networks, shaping
 from common.runs import check_needs
+
+ENCODER = networks.EncoderArgs(width=1)
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ BONUS = devices.layout(Bonus, filter=shaping.FILTER)
 
 def _network(args, hidden: int) -> nn.Module:
     """Small, as the entry's: the target has no dense layer before its last, the predictor one."""
-    encoder = networks.EncoderArgs(width=1, hidden=hidden, dtype=args.dtype)
-    return nn.Sequential([networks.make_encoder(encoder), nn.Dense(256, precision="highest")])
+    encoder = networks.make_encoder(replace(ENCODER, hidden=hidden, dtype=args.dtype))
+    return nn.Sequential([encoder, nn.Dense(256, precision="highest")])
 
 
 def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:

@@ -9,6 +9,7 @@ that the activations stay in its cache.
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -30,6 +31,17 @@ CHUNK = 8  # frames
 
 # Where an array lies: the same on every device; or with each device its own games, [N, ...] or [T, N, ...].
 SAME, GAMES, STEPS = P(), P("device"), P(None, "device")
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), compiler_options={"xla_backend_optimization_level": 0})
+def run_once(function: Callable, args: Any, agent: Any) -> Any:
+    """function(args, agent), both static, compiled without XLA's optimiser, which would take longer than it saves."""
+    return function(args, agent)
+
+
+def host_only(default: Any) -> Any:
+    """A flag that no compiled program depends on: runs that differ in nothing else share their programs."""
+    return dataclasses.field(default=default, compare=False)
 
 
 def on_cpu() -> bool:

@@ -108,11 +108,11 @@ class GameArgs:
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: int = 16_384
     """steps of each game after which, at a rollout's end, it starts anew; a resume plays the steps since then again"""
-    eval_every: int = 1_000_000
+    eval_every: int = devices.host_only(1_000_000)
     """environment steps between evaluations; 0 for one at the end only"""
-    eval_episodes: int = 128
+    eval_episodes: int = devices.host_only(128)
     """episodes of an evaluation on each set of levels; 0 for no evaluation"""
-    capture_video: bool = False
+    capture_video: bool = devices.host_only(False)
     """write a video of one episode at each evaluation"""
 
     @property

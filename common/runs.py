@@ -65,25 +65,25 @@ class RunArgs:
 
     seed: int = 1
     """of everything: the same seed gives the same metrics"""
-    run_dir: str = "runs"
+    run_dir: str = devices.host_only("runs")
     """where run directories go"""
-    resume: str = ""
+    resume: str = devices.host_only("")
     """a run directory to continue; its arguments are taken over, and flags given here override them"""
-    checkpoint_every: int = 1_000_000
+    checkpoint_every: int = devices.host_only(1_000_000)
     """environment steps between checkpoints"""
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = devices.host_only(3)
     """how many of the newest checkpoints to keep"""
     num_devices: int = 0
     """devices of this machine that learn: GPUs, or cores of a CPU (at most 8); 0 for as many as divide the games"""
     distributed: bool = False
     """train on several hosts together, each with its share of the games; SLURM or JAX's own variables say which"""
-    track: Literal["wandb", "tensorboard"] = "wandb"
+    track: Literal["wandb", "tensorboard"] = devices.host_only("wandb")
     """where metrics go besides metrics.jsonl: to Weights & Biases, or to files that TensorBoard reads"""
-    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = devices.host_only("auto")
     """Weights & Biases; auto is online if logged in, else offline"""
-    wandb_project: str = "procgen"
+    wandb_project: str = devices.host_only("procgen")
     """W&B project"""
-    wandb_entity: str = ""
+    wandb_entity: str = devices.host_only("")
     """W&B team or user; empty for your default"""
 
     def check(self) -> None:
