@@ -16,7 +16,7 @@ import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
 from benchmarks.torture import CLOCKS
-from common import atari, checkpoints, devices, envs, offpolicy, runs
+from common import atari, bonus, checkpoints, devices, envs, networks, offpolicy, runs
 from common.actors import Fleet
 from experiments import trials
 from ppo_procgen import Args, main
@@ -30,6 +30,7 @@ runs.set_up_jax()
 # More devices than most tests use, on however many cores; the processes that tests start have as many.
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
 jax.config.update("jax_num_cpu_devices", 4)
+gc.set_threshold(100_000, 20, 20)  # what JAX keeps is much to look through, and little of it is ever free
 
 # Small enough to compile in seconds; the games are real.
 TINY = {
@@ -45,6 +46,14 @@ ENCODER_FLAGS = {
     "init": "orthogonal", "activation": "elu", "spectral_norm": True,
 }  # fmt: skip
 
+# Flags of what the scripts share, the same code in each of them: PPO's tests change them.
+SHARED_FLAGS = {
+    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "wandb_mode", "track", "wandb_project", "wandb_entity",
+    "distributed", "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
+    "frame_stack", "gap_stack", "reward_clip", "normalize_gamma", "eval_every", "eval_episodes", "capture_video",
+    "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def few_programs():
@@ -56,10 +65,24 @@ def few_programs():
         gc.collect()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def small_bonus():
+    """The bonus's two networks have a size of their own: compiling them takes ten times as long as the rest of TINY."""
+    small = networks.EncoderArgs(channels="4", blocks=0, downsample="stride", pool="flatten")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bonus, "ENCODER", small)
+        yield
+
+
 @pytest.fixture
 def train(tmp_path):
     """train(**flags) runs the script with TINY settings and returns its run."""
     return lambda **flags: main(Args(**TINY | {"run_dir": str(tmp_path)} | flags))
+
+
+def init_params(module, *inputs):
+    """A network's parameters: as one program, without XLA's optimiser, they compile sooner than one by one."""
+    return jax.jit(module.init, compiler_options={"xla_backend_optimization_level": 0})(jax.random.PRNGKey(0), *inputs)
 
 
 def read_metrics(run_dir, clocks=False):

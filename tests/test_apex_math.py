@@ -233,7 +233,7 @@ def full_buffer(args, device):
 
 
 def new_state(args, agent):
-    return devices.put(args, apex.initial_state(args, agent), SAME)
+    return devices.put(args, devices.run_once(apex.initial_state, args, agent), SAME)
 
 
 def make_accelerator_args(**flags):
@@ -351,7 +351,7 @@ def test_a_game_is_played_the_same_beside_any_others():
     """Its number alone decides over its random draws, and how much it explores."""
     args, rng = make_args(epsilon=0.9, epsilon_alpha=0.5), np.random.default_rng(0)
     agent, obs = apex.make_agent(args), rng.integers(0, 256, (6, 4, 3, 64, 64), np.uint8)
-    params, played, age = apex.initial_state(args, agent).params, [], np.arange(6) % 4
+    params, played, age = devices.run_once(apex.initial_state, args, agent).params, [], np.arange(6) % 4
     for numbers in ([0, 1, 2, 3], [2, 3], [3, 0]):
         rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.int32(numbers)), 0)
         actions = []
@@ -380,7 +380,7 @@ def test_the_learner_sees_what_the_actors_saw():
     games start anew after every 64 steps."""
     args = make_args()
     agent, everyone = apex.make_agent(args), range(args.num_actors)
-    params, buffer = apex.initial_state(args, agent).params, offpolicy.initial_replay(args)
+    params, buffer = devices.run_once(apex.initial_state, args, agent).params, offpolicy.initial_replay(args)
     numbers = np.arange(4, dtype=np.int32).reshape(2, 2)
     games = [envs.Games(partial(envs.make_levels, args), own, 5, restart_every=64) for own in numbers]
     carries, ends, restarts = [offpolicy.initial_carry(args, own) for own in numbers], 0, 0
@@ -467,7 +467,7 @@ def test_known_values_are_learnt(atoms, quantiles):
     for i in range(0, 200, 10):
         state = devices.put(args, state._replace(global_step=jnp.int32(i)), SAME)
         state, buffer, _ = learn(args, agent, state, buffer, k=10, beta=1.0, watch=watch)
-    values = np.asarray(apex.mean_value(agent.support, agent.apply(state.params, ROOMS)))
+    values = np.asarray(apex.mean_value(agent.support, jax.jit(agent.apply)(state.params, ROOMS)))
     np.testing.assert_allclose([values[i, i + 1] for i in range(3)], [0.9 * 2.8, 2.8, 2], atol=0.25)
     np.testing.assert_allclose([np.delete(values[i], i + 1).mean() for i in range(3)], [0.1, 0, 0], atol=0.25)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import (
-    ENCODER_FLAGS,
+    SHARED_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
     assert_same_run,
@@ -167,34 +167,24 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
 
 # What each flag is changed to, and what must differ then: the metrics.
 FLAGS = {
-    "env_id": "coinrun", "distribution_mode": "hard", "num_levels": 1, "start_level": 5, "sticky_actions": 0.5,
-    "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5, "encoder": "nature", "width": 1,
-    "pool": "avg", "hidden": 8, "dropout": 0.5, "dueling": False, "dtype": "bfloat16", "total_timesteps": 150,
-    "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "epsilon": 0.9, "epsilon_alpha": 1.0,
-    "buffer_size": 256, "learning_starts": 200, "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1",
-    "n_step": 5, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
-    "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
-    "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "eval_every": 100, "eval_episodes": 2,
-    "num_devices": 1, "num_quantiles": 4, "munchausen_alpha": 0.5, "munchausen_tau": 0.3,
+    "sticky_actions": 0.5, "reward_shaping": True, "hidden": 8, "dropout": 0.5, "dueling": False, "num_actors": 1,
+    "num_envs": 2, "num_steps": 8, "max_lag": 0, "epsilon": 0.9, "epsilon_alpha": 1.0, "buffer_size": 256,
+    "learning_starts": 200, "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 5,
+    "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1, "gamma": 0.5,
+    "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
+    "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "num_devices": 1, "num_quantiles": 4,
+    "munchausen_alpha": 0.5, "munchausen_tau": 0.3,
 }  # fmt: skip
-# Tested elsewhere: these change files or where things are, let the clock in, or are the same code in PPO, whose tests
-# change them; and several hosts are refused.
-ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
-    "wandb_project", "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
-    *ENCODER_FLAGS,
-    "use_backgrounds", "restrict_themes",
-}  # fmt: skip
+# Tested elsewhere: these let the clock in, or say where things are.
+ELSEWHERE = {"deterministic", "save_replay", "replay_device", "actor_devices"}
 # These need others, and these are for the host.
-OTHER_NETWORK = {"channels": "", "blocks": 2, "downsample": "auto"}
-NEEDS = {"start_level": {"num_levels": 1}, "eval_every": {"eval_episodes": 2}, "encoder": OTHER_NETWORK,
-         "width": OTHER_NETWORK, "num_envs": {"num_actors": 1}, "num_quantiles": {"num_atoms": 99},
-         "munchausen_alpha": {"num_atoms": 1}, "munchausen_tau": {"num_atoms": 1, "munchausen_alpha": 0.9}}  # fmt: skip
-HOST = {"total_timesteps", "max_lag", "replay_ratio", "restart_every", "eval_every", "eval_episodes"}
+NEEDS = {"num_envs": {"num_actors": 1}, "num_quantiles": {"num_atoms": 99}, "munchausen_alpha": {"num_atoms": 1},
+         "munchausen_tau": {"num_atoms": 1, "munchausen_alpha": 0.9}}  # fmt: skip
+HOST = {"max_lag", "replay_ratio", "restart_every"}
 
 
 def test_every_flag_is_in_a_test():
-    assert {f.name for f in fields(apex.Args)} == set(FLAGS) | ELSEWHERE
+    assert {f.name for f in fields(apex.Args)} - SHARED_FLAGS == set(FLAGS) | ELSEWHERE
 
 
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])

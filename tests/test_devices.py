@@ -15,7 +15,7 @@ import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import trpo_procgen as trpo
 from benchmarks.scaling import variables_of_hosts
-from common import checkpoints, offpolicy, runs
+from common import checkpoints, devices, offpolicy, runs
 
 # One minibatch, of all samples, so that no device decides which are in it.
 ACTOR_CRITIC = TINY | {"num_minibatches": 1, "sticky_actions": 0.25, "normalize_rewards": True, "num_envs": 8}
@@ -105,7 +105,7 @@ def test_parts_of_a_batch_on_several_devices_are_the_batch():
     results = []
     for number in (1, 4):
         spread = apex.Args(**vars(args) | {"num_devices": number})
-        state = apex.initial_state(args, agent)
+        state = devices.run_once(apex.initial_state, args, agent)
         results.append(jax.device_get(apex.update_on_batch(spread, agent, state, batch)))
     assert_close(*results)
 

@@ -60,7 +60,7 @@ def random_learner(agent, seed=1):
 
 def begun(args, agent, tasks=1):
     """The state in the middle of the `tasks`-th task, with random parameters and optimiser."""
-    state = hn.begin_task(args, agent, hn.initial_state(args, agent))
+    state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
     for _ in range(tasks - 1):
         state = hn.begin_task(args, agent, hn.end_task(args, agent, state))
 
@@ -193,7 +193,7 @@ def test_penalty_keeps_what_was_generated():
     args, agent = make(**LEARN)
     moved = {}
     for remember in (False, True):
-        state = hn.begin_task(args, agent, hn.initial_state(args, agent))
+        state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
         state = hn.begin_task(args, agent, hn.end_task(args, agent, state))
         embedding, before = state.embeddings[0], hn.policy_for(agent, state, 0)["actor"]
         for i in range(10):
@@ -323,7 +323,7 @@ def test_a_rollout_ends_with_the_episodes_last_observation():
 
 def test_each_update_plays_episodes_of_its_own():
     args, agent = make()
-    state = hn.begin_task(args, agent, hn.initial_state(args, agent))
+    state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
     with closing(doors.make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=1)) as env:
         states = state, state, state._replace(updates=jnp.int32(1)), state._replace(task=jnp.int32(1))
         first, again, *others = (hn.collect(args, agent, env, some, watch=runs.Stopwatch())[0] for some in states)
@@ -352,7 +352,7 @@ def test_learns_which_action_is_rewarded(method):
     """Rewards for actions near one that depends on the observation's sign: the mean action finds it."""
     rate = {"learning_rate": 0.01} if method == "ppo" else {}
     args, agent = make(**LEARN | METHODS[method] | rate)
-    state = hn.begin_task(args, agent, hn.initial_state(args, agent))
+    state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
     key, wish = jax.random.PRNGKey(0), np.array([0.8, -0.8, 0.4, 0.0, 0.4, -0.4])
 
     def far(actions, obs):

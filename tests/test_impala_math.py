@@ -108,7 +108,7 @@ def test_loss_equals_the_sums_by_hand(core):
     """Of each game, since the oracle averages over one."""
     args = make_args(core=core, vf_coef=0.7, rho_bar=0.9, c_bar=0.8, pg_rho_bar=0.7, vtrace_lambda=0.95)
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(0), args)
-    params = impala.initial_state(args, agent).params
+    params = devices.run_once(impala.initial_state, args, agent).params
     logits, values = outputs(agent, params, unrolls)
     minibatch = minibatch_of(args, unrolls)
     parts = jax.jit(partial(impala.loss, args, agent, gamma=0.9, ent_coef=0.02))(params, minibatch)
@@ -131,7 +131,7 @@ def test_gradient_does_not_depend_on_chunks_and_devices(size, flags, monkeypatch
     """By sequence, and of that a few frames at a time, on one core or four; or as an accelerator does it."""
     args = make_args(num_envs=size, num_actors=1, num_minibatches=1, **flags)
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(1), args, size)
-    params, minibatch = impala.initial_state(args, agent).params, minibatch_of(args, unrolls)
+    params, minibatch = devices.run_once(impala.initial_state, args, agent).params, minibatch_of(args, unrolls)
 
     @devices.spread([SAME, GAMES], (SAME, SAME, GAMES))
     def gradient(args, params, minibatch):
@@ -173,7 +173,7 @@ def test_the_value_after_the_last_step_is_a_constant_and_of_the_core_there():
 def test_augmentation_is_of_the_learners_frames_or_a_regulariser():
     args = make_args()
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(2), args)
-    params = impala.initial_state(args, agent).params
+    params = devices.run_once(impala.initial_state, args, agent).params
     inputs, batch = minibatch_of(make_args(augment="grayscale"), unrolls)
     images = inputs.frames.reshape(-1, *inputs.frames.shape[2:])
     grey = jax.vmap(augment.grayscale, (None, 0))(None, images).reshape(inputs.frames.shape)
@@ -200,7 +200,7 @@ def test_augmentation_is_of_the_learners_frames_or_a_regulariser():
 def test_core_is_forgotten_at_an_episodes_first_frame():
     args = make_args(core="lstm")
     agent, rng = impala.make_agent(args), np.random.default_rng(0)
-    params = impala.initial_state(args, agent).params
+    params = devices.run_once(impala.initial_state, args, agent).params
     core = jax.tree.map(lambda c: normal(rng, *c.shape), networks.initial_core("lstm", 8, 2))
     x, first = normal(rng, 2, 6, 8), np.zeros((2, 6), bool)
     first[0, 3] = True
@@ -221,7 +221,7 @@ def tiny(request):
 
 
 def run_update(tiny, unrolls, state=None):
-    state = impala.initial_state(tiny.args, tiny.agent) if state is None else state
+    state = devices.run_once(impala.initial_state, tiny.args, tiny.agent) if state is None else state
     return jax.device_get(impala.update(tiny.args, tiny.agent, jax.tree.map(jnp.copy, state), unrolls))
 
 
@@ -279,7 +279,8 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
     args, agent = tiny.args, tiny.agent
     numbers = np.arange(NUM_ENVS, dtype=np.int32).reshape(2, -1)
     games = [envs.Games(partial(envs.make_levels, args), own, 3, 150) for own in numbers]
-    state, memory = impala.initial_state(args, agent)._replace(global_step=np.int32(1000)), impala.initial_memory(args)
+    state, memory = devices.run_once(impala.initial_state, args, agent), impala.initial_memory(args)
+    state = state._replace(global_step=np.int32(1000))
     state.params["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
     state, carries, ends = jax.device_get(state), [impala.initial_carry(args, own) for own in numbers], 0
     for i in range(4):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import ENCODER_FLAGS
+from conftest import ENCODER_FLAGS, init_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +78,7 @@ def test_dilated_convolution_is_not_taken_for_a_plain_one():
         nn.Conv(4, (3, 3), kernel_dilation=2, **options)
         for options in ({"conv_general_dilated": cpu.conv_general_dilated}, {})
     )
-    params = ours.init(jax.random.PRNGKey(0), x)
+    params = init_params(ours, x)
     np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x), rtol=1e-4, atol=1e-5)
 
 
@@ -157,7 +157,7 @@ def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
     rng = np.random.default_rng(0)
     encoder = networks.make_encoder(GRADIENTS[name])
     frames, target = rng.integers(0, 256, (size, 64, 64, 3), np.uint8), rng.normal(size=(size, 8))
-    params = randomized(rng, encoder.init(jax.random.PRNGKey(0), frames[:1]))
+    params = randomized(rng, init_params(encoder, frames[:1]))
 
     weight = rng.random((size, 1)) < 0.7
 
@@ -172,12 +172,12 @@ def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
         return jax.jit(lambda: of(args, params, (frames, target), weight))()
 
     got = run(1 if size % 4 else 4)
-    outputs = devices.in_chunks(partial(encoder.apply, params), frames)
+    outputs = jax.jit(lambda params: devices.in_chunks(partial(encoder.apply, params), frames))(params)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     want = run(1)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3 * np.abs(w).max())
-    np.testing.assert_allclose(outputs, encoder.apply(params, frames), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(outputs, jax.jit(encoder.apply)(params, frames), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -243,7 +243,7 @@ def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):
     """A program takes them as they lie: it does not ask for another layout."""
     args = ppo.Args(width=1, blocks=1, hidden=8, dtype="bfloat16")
     agent = ppo.make_agent(args)
-    params = ppo.initial_state(args, agent).params["agent"]
+    params = devices.run_once(ppo.initial_state, args, agent).params["agent"]
     _, want = networks.for_acting(agent, params)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     _, got = networks.for_acting(agent, params)
@@ -312,11 +312,11 @@ def test_encoder_equals_the_one_by_hand(name):
     size = 64 if spec.encoder == "nature" else 16
     frames = rng.integers(0, 256, (2, size, size, 3), np.uint8)
     encoder = networks.make_encoder(spec)
-    params = randomized(rng, encoder.init(jax.random.PRNGKey(0), frames))
+    params = randomized(rng, init_params(encoder, frames))
     want, used = by_hand(params["params"], frames)
     assert used == len(params["params"])
     assert (want > 0).mean() > 0.2  # not all features are dead
-    np.testing.assert_allclose(encoder.apply(params, frames), want, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(jax.jit(encoder.apply)(params, frames), want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -374,27 +374,28 @@ def test_residual_blocks_with_spectral_norm_are_those_of_normed_kernels():
     args = EncoderArgs(channels="4,8", blocks=1, hidden=8, spectral_norm=True)
     frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
     encoder = networks.make_encoder(args)
-    params = encoder.init(jax.random.key(0, impl="rbg"), frames)
+    params = init_params(encoder, frames)
     normed = jax.tree.map(jnp.copy, params)
     for i in range(4):
         kernel = params["params"][f"SpectralConv_{i}"]["kernel"]
         value = np.linalg.svd(np.reshape(kernel, (-1, kernel.shape[3])), compute_uv=False)[0]
         normed["params"][f"SpectralConv_{i}"]["kernel"] = kernel / value
     done = encoder.clone(layers=replace(encoder.layers, residual_norm="spectral, done"))
-    want = done.apply(normed, frames)
-    np.testing.assert_allclose(encoder.apply(params, frames), want, rtol=5e-3, atol=1e-4)
-    assert np.abs(done.apply(params, frames) - want).max() > 1e-2
+    want = jax.jit(done.apply)(normed, frames)
+    np.testing.assert_allclose(jax.jit(encoder.apply)(params, frames), want, rtol=5e-3, atol=1e-4)
+    assert np.abs(jax.jit(done.apply)(params, frames) - want).max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_to_act_with_are_divided_once(dtype):
     args = ppo.Args(channels="4,8", blocks=1, hidden=8, spectral_norm=True, dtype=dtype)
     agent, rng = ppo.make_agent(args), np.random.default_rng(0)
-    params = ppo.initial_state(args, agent).params["agent"]
+    params = devices.run_once(ppo.initial_state, args, agent).params["agent"]
     given = rng.integers(0, 256, (2, 64, 64, 3 * len(args.offsets)), np.uint8), np.ones(2, bool), ()
     acting, some = networks.for_acting(agent, params)
     tolerance = 1e-5 if dtype == "float32" else 2e-2
-    for got, want in zip(acting.apply(some, *given)[:2], agent.apply(params, *given)[:2], strict=True):
+    done, plain = jax.jit(acting.apply)(some, *given)[:2], jax.jit(agent.apply)(params, *given)[:2]
+    for got, want in zip(done, plain, strict=True):
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
     assert "argmax" not in str(jax.make_jaxpr(acting.apply)(some, *given))
     assert "argmax" in str(jax.make_jaxpr(agent.apply)(params, *given))
@@ -414,9 +415,8 @@ def test_adaptive_pool_takes_the_largest_of_each_part(size):
 
 def test_initial_weights_have_the_spread_that_they_should():
     for init, want in {"glorot": 2 / (32 + 64), "kaiming": 2 / 32, "orthogonal": 2 / 64}.items():
-        params = networks.make_encoder(EncoderArgs(width=1, hidden=64, init=init)).init(
-            jax.random.PRNGKey(0), jnp.zeros((1, 64, 64, 3), jnp.uint8)
-        )
+        encoder = networks.make_encoder(EncoderArgs(width=1, hidden=64, init=init))
+        params = init_params(encoder, jnp.zeros((1, 64, 64, 3), jnp.uint8))
         kernel = np.asarray(params["params"]["Dense_0"]["kernel"])
         assert kernel.var() == pytest.approx(want, rel=0.15), init
     np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(32), atol=1e-5)  # orthogonal, gain sqrt(2)
@@ -480,7 +480,7 @@ def test_core_forgets_at_an_episodes_first_frame_only(kind):
     module = networks.Recurrent(kind, 8)
     x = rng.normal(size=(2, 6, 8)).astype(np.float32)
     start = jax.tree.map(lambda c: rng.normal(size=c.shape).astype(np.float32), core)
-    params = module.init(jax.random.PRNGKey(0), x, np.zeros((2, 6), bool), core)
+    params = init_params(module, x, np.zeros((2, 6), bool), core)
     first = np.zeros((2, 6), bool)
     first[:, 3] = True
     whole, end = module.apply(params, x, first, start)

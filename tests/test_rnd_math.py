@@ -172,7 +172,7 @@ def make_tiny(**flags):
     """Args, agent, state, rollout and steps of made-up frames, with episode ends."""
     args = rnd.Args(**SMALL | flags)
     agent = rnd.make_agent(args)
-    state = rnd.initial_state(args, agent)
+    state = devices.run_once(rnd.initial_state, args, agent)
     rollout, carry, steps, frames, rng = made_up(args, agent, state.params["agent"])
     state = state._replace(frame_stats=rnd.add_frames(state.frame_stats, frames[0].transpose(0, 2, 3, 1)))
     return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, carry=carry, steps=steps, rng=rng)
@@ -340,7 +340,7 @@ def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
     """Two states are visited again and again, a third is not: a known answer."""
     args = rnd.Args(**SMALL | {"hidden": 32})  # in which few units are dead
     agent, rng = rnd.make_agent(args), np.random.default_rng(0)
-    state = rnd.initial_state(args, agent)
+    state = devices.run_once(rnd.initial_state, args, agent)
     states = np.zeros((3, *atari.FRAME_SHAPE), np.uint8)
     for i in range(3):
         states[i, 10 + 20 * i : 30 + 20 * i, 20:60] = 200  # a body on three places
@@ -387,7 +387,7 @@ def test_the_learner_sees_what_was_acted_on(core, monkeypatch):
     args = rnd.Args(**SMALL, core=core, vtrace=True, max_episode_steps=10, restart_every=20, clip_coef=1e-3)
     agent = rnd.make_agent(args)
     games = envs.Games(partial(atari.make_montezuma, args), NUMBERS, 3, args.restart_every)
-    state, carry = rnd.initial_state(args, agent), rnd.initial_carry(args, NUMBERS)
+    state, carry = devices.run_once(rnd.initial_state, args, agent), rnd.initial_carry(args, NUMBERS)
     state.params["agent"]["params"]["policy"]["kernel"] *= 10_000  # it starts nearly uniform: no mistake would show
     state, seen = devices.put(args, state, rnd.STATE), []
     local = jax.device_put(jax.device_get(state.params["agent"]), jax.devices()[-1])
@@ -420,7 +420,7 @@ def test_two_rollouts_are_one_of_twice_the_length():
     for size in (4, 8):
         args = rnd.Args(**SMALL | {"num_steps": size, "core": "gru"})
         agent, carry, parts[size] = rnd.make_agent(args), rnd.initial_carry(args, NUMBERS), []
-        params = rnd.initial_state(args, agent).params["agent"]
+        params = devices.run_once(rnd.initial_state, args, agent).params["agent"]
         for i in range(8 // size):
             rollout = rnd.begin_rollout(args, carry, i)
             for t in range(i * size, (i + 1) * size):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import (
-    ENCODER_FLAGS,
+    SHARED_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
     assert_same_run,
@@ -138,7 +138,7 @@ def different_networks(**flags):
     """Arguments, an agent, its state with a target network of another seed, and a batch of random frames."""
     args = sac.Args(**TINY | {"dropout": 0.0, "augment": "", "num_devices": 1} | flags)
     agent, rng = sac.make_agent(args), np.random.default_rng(0)
-    state = sac.initial_state(args, agent)
+    state = devices.run_once(sac.initial_state, args, agent)
     loud = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), state.params["agent"])
     state = state._replace(params=state.params | {"agent": loud})
     frames = rng.integers(0, 256, (2, args.batch_size, 64, 64, 6), np.uint8)
@@ -153,11 +153,12 @@ def different_networks(**flags):
 def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
     args, agent, state, batch = different_networks(**CURES)
     online, target = state.params["agent"], state.target
-    logits, values = agent.apply(online, batch.frames)
-    old_logits, old_values = agent.apply(target, batch.frames)
+    apply = jax.jit(agent.apply)
+    logits, values = apply(online, batch.frames)
+    old_logits, old_values = apply(target, batch.frames)
     outputs = sac.Outputs(
-        values, logits, next_logits=agent.apply(online, batch.next_frames)[0],
-        next_target=agent.apply(target, batch.next_frames)[1], old_values=old_values, old_logits=old_logits,
+        values, logits, next_logits=apply(online, batch.next_frames)[0],
+        next_target=apply(target, batch.next_frames)[1], old_values=old_values, old_logits=old_logits,
     )  # fmt: skip
     want = sac.sac_parts(args, outputs, 0.3, batch)
     got = sac.loss(args, agent, online, batch, target=target, alpha=0.3)
@@ -217,7 +218,7 @@ def test_actors_write_down_the_learners_values(average_q):
     stacks = np.concatenate(
         [obs.transpose(0, 2, 3, 1)] * 2, axis=-1
     )  # an episode's first frame stands for those before
-    logits, values = (np.float64(x) for x in agent.apply(state.params["agent"], stacks))
+    logits, values = (np.float64(x) for x in jax.jit(agent.apply)(state.params["agent"], stacks))
     one = values.mean(axis=1) if average_q else values.min(axis=1)
     np.testing.assert_array_equal(rollout.actions[0], played)
     for i in range(4):
@@ -230,7 +231,7 @@ def test_actors_write_down_the_learners_values(average_q):
 def test_the_encoder_learns_from_the_critics_alone():
     args = sac.Args(**TINY | {"dropout": 0.0, "augment": "", "num_devices": 1})
     agent, rng = sac.make_agent(args), np.random.default_rng(0)
-    params = sac.initial_state(args, agent).params["agent"]
+    params = devices.run_once(sac.initial_state, args, agent).params["agent"]
     target = jax.tree.map(jnp.copy, params)
     _, batch = random_outputs(rng, 4)
     frames = rng.integers(0, 256, (2, 4, 64, 64, 6), np.uint8)
@@ -266,10 +267,10 @@ def test_known_values_are_learnt(cures):
     values = np.zeros((400, GAMES), np.float32)
     rollout = offpolicy.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
     buffer = offpolicy.insert(args, offpolicy.make_buffer(args, None), [rollout], [steps])
-    state = sac.initial_state(args, agent)
+    state = devices.run_once(sac.initial_state, args, agent)
     for i in range(0, 400, 20):
         state, buffer, _ = sac.update(args, agent, state._replace(global_step=jnp.int32(i)), buffer, 20, 1.0)
-    logits, values = jax.device_get(agent.apply(state.params["agent"], ROOMS))
+    logits, values = jax.device_get(jax.jit(agent.apply)(state.params["agent"], ROOMS))
     if args.autotune:
         entropy = sac.entropy_of(agent.apply(state.params["agent"], offpolicy.sample(args, buffer, 0, 1.0).frames)[0])
         assert entropy.mean() == pytest.approx(args.target_entropy_scale * np.log(15), abs=0.3)
@@ -335,28 +336,21 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch):
 
 
 FLAGS = {
-    "sticky_actions": 0.5, "reward_shaping": True, "reward_clip": 0.5, "hidden": 8, "dropout": 0.5, "seed": 2,
+    "sticky_actions": 0.5, "reward_shaping": True, "hidden": 8, "dropout": 0.5, "seed": 2,
     "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "buffer_size": 256, "learning_starts": 200,
     "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 5, "autotune": False,
     "alpha": 0.5, "target_entropy_scale": 0.9, "alpha_learning_rate": 0.1, "tau": 0.5, "target_network_frequency": 1,
     "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "augment": "flip", "augment_prob": 1.0,
     "restart_every": 16, "num_devices": 1, **CURES,
 }  # fmt: skip
-# Tested elsewhere: these change files or where things are, let the clock in, or are of groups that are the same code in
-# PPO and Ape-X, whose tests change them.
-ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
-    "wandb_project", "wandb_entity", "deterministic", "save_replay", "replay_device", "actor_devices", "distributed",
-    "env_id", "distribution_mode", "num_levels", "start_level", "frame_stack", "gap_stack", "eval_every",
-    "eval_episodes", "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
-    "use_backgrounds", "restrict_themes",
-}  # fmt: skip
+# Tested elsewhere: these let the clock in, or say where things are.
+ELSEWHERE = {"deterministic", "save_replay", "replay_device", "actor_devices"}
 NEEDS = {"num_envs": {"num_actors": 1}}
 HOST = {"max_lag", "replay_ratio", "restart_every"}
 
 
 def test_every_flag_is_in_a_test():
-    assert {f.name for f in fields(sac.Args)} == set(FLAGS) | ELSEWHERE
+    assert {f.name for f in fields(sac.Args)} - SHARED_FLAGS == set(FLAGS) | ELSEWHERE
 
 
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import (
-    ENCODER_FLAGS,
+    SHARED_FLAGS,
     TINY,
     assert_flag_matters,
     assert_one_sentence,
     assert_resumes_after_sigterm,
     assert_same_run,
+    init_params,
     read_metrics,
 )
 from hypothesis import given, settings
@@ -92,7 +93,7 @@ def test_fisher_product_is_the_full_matrix_and_the_kl_divergences_hessian():
     frames = rng.integers(0, 256, (6, 3, 1), np.uint8)
     weight = np.array([1, 1, 0, 1, 1, 1], np.float32)
     network = Small()
-    params = network.init(jax.random.PRNGKey(0), frames)
+    params = init_params(network, frames)
     flat, unflatten = jax.flatten_util.ravel_pytree(params)
     vector = np.float32(rng.normal(size=flat.shape))
 
@@ -126,7 +127,7 @@ def test_fisher_product_is_the_same_in_plain_flax(encoder, monkeypatch):
     network, rng = trpo.make_agent(args).policy, np.random.default_rng(0)
     frames = rng.integers(0, 256, (3, 64, 64, 6), np.uint8)
     frames[:, :, :32] = 0  # as most of some games: a ReLU is exactly 0 there
-    params = network.init(jax.random.PRNGKey(0), frames)
+    params = init_params(network, frames)
     vector = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), params)
 
     def product():
@@ -179,7 +180,7 @@ def test_a_step_is_the_natural_gradients_at_the_trust_regions_edge():
     frames = rng.integers(0, 256, (12, 3, 1), np.uint8)
     weight = np.array([1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], bool)
     network = Small()
-    params = network.init(jax.random.PRNGKey(0), frames)
+    params = init_params(network, frames)
     batch = random_batch(rng, 12)[1]._replace(logits=np.asarray(network.apply(params, frames)))
     args = trpo.Args(fisher_fraction=1.0, cg_iterations=60, damping=0.01, max_kl=1e-4, num_devices=1)
     agent, data = trpo.Agent(network, None), Data(frames, batch, weight)
@@ -232,7 +233,8 @@ def test_line_search_takes_the_first_step_that_is_better_and_near(step, tries, t
 def play(args, updates=3, change=lambda state: state):
     """States and metrics of some updates."""
     agent, games = trpo.make_agent(args), envs.Games(partial(envs.make_levels, args), range(args.num_envs), 3, 10**6)
-    state, carry = change(trpo.initial_state(args, agent)), trpo.initial_carry(args, np.arange(args.num_envs))
+    state = change(devices.run_once(trpo.initial_state, args, agent))
+    carry = trpo.initial_carry(args, np.arange(args.num_envs))
     states, lines = [jax.device_get(state)], []
     for i in range(updates):
         rollout, steps, carry = trpo.collect(args, agent, games, state.params, carry, i=i, watch=runs.Stopwatch())
@@ -248,8 +250,8 @@ def assert_equal(a, b):
 
 
 def test_a_step_is_better_and_within_the_trust_region():
-    args = trpo.Args(**TINY | {"damping": 1e-3, "max_kl": 0.02, "num_envs": 16, "num_steps": 64})
-    states, lines = play(args)
+    args = trpo.Args(**TINY | {"damping": 1e-3, "max_kl": 0.02, "num_envs": 8, "num_steps": 64})
+    states, lines = play(args, updates=2)
     for line, before, after in zip(lines, states, states[1:], strict=False):
         assert 0.001 < line["losses/approx_kl"] <= 0.02
         assert line["losses/policy_loss"] < -1e-3  # it is 0 for the old policy, whose advantages are normalised
@@ -297,7 +299,7 @@ def test_a_penalty_is_added_to_the_surrogate():
     args = trpo.Args(**TINY | {"penalty": 0.5, "num_devices": 1})
     agent, rng = trpo.make_agent(args), np.random.default_rng(0)
     frames = rng.integers(0, 256, (5, 64, 64, 6), np.uint8)
-    batch, params = random_batch(rng, 5)[1], trpo.initial_state(args, agent).params
+    batch, params = random_batch(rng, 5)[1], devices.run_once(trpo.initial_state, args, agent).params
     parts = trpo.loss(args, agent, params, (frames, batch))
     values = agent.value.apply(params["value"], frames)[:, 0]
     value_loss = 0.5 * (np.float64(values) - batch.returns) ** 2
@@ -345,19 +347,11 @@ FLAGS = {
     "gamma": "0.5", "gae_lambda": 0.5, "max_kl": 1e-4, "fisher_fraction": 0.5, "cg_iterations": 2, "damping": 1e-3,
     "line_search_steps": 3, "penalty": 0.5, "restart_every": 32,
 }  # fmt: skip
-# Tested elsewhere: these change files, or are of groups that are the same code in PPO, whose tests change them.
-ELSEWHERE = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "capture_video", "wandb_mode", "track",
-    "wandb_project", "wandb_entity", "distributed", "env_id", "distribution_mode", "num_levels", "start_level",
-    "frame_stack", "gap_stack", "reward_clip", "eval_every", "eval_episodes", "encoder", "width", "pool", "dtype",
-    "total_timesteps", *ENCODER_FLAGS,
-    "normalize_gamma", "use_backgrounds", "restrict_themes",
-}  # fmt: skip
 HOST = {"restart_every"}
 
 
 def test_every_flag_is_in_a_test():
-    assert {f.name for f in fields(trpo.Args)} == set(FLAGS) | ELSEWHERE
+    assert {f.name for f in fields(trpo.Args)} - SHARED_FLAGS == set(FLAGS)
 
 
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
