@@ -14,7 +14,6 @@ from conftest import (
     assert_flag_matters,
     assert_one_sentence,
     assert_refused,
-    assert_resumes_after_sigterm,
     assert_same_run,
     flags_of,
     read_metrics,
@@ -98,11 +97,6 @@ def test_a_finished_series_can_be_given_another_task(train, whole):
     rows, whole_rows = (list(csv.reader((path / "matrix.csv").open())) for path in (both.path, whole))
     assert rows[1] == [*whole_rows[1][:2], ""]  # not measured, which is not 0
     assert [rows[0], rows[2]] == [whole_rows[0], whole_rows[2]]
-
-
-def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
-    flags = TINY | {"task_timesteps": 30 * 256, "tasks": "0", "eval_every": 0}
-    assert_resumes_after_sigterm(hn, flags, tmp_path)
 
 
 def test_what_a_run_writes(whole):

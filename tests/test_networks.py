@@ -142,11 +142,13 @@ def test_small_parts_of_an_update_are_the_same_on_a_gpu(monkeypatch):
 
 
 GRADIENTS = {
-    "impala": SMALL,
+    "impala": replace(SMALL, channels="8,8"),
     "nature": replace(SMALL, encoder="nature", pool="flatten"),
-    "strides": replace(SMALL, downsample="stride", pool="max"),
+    "strides": replace(SMALL, channels="8,8", downsample="stride", pool="max"),
     # Smooth, since near ties of a max-pool are decided by rounding.
-    "separable": replace(SMALL, blocks=1, separable=2, norm="group", downsample="stride", activation="gelu"),
+    "separable": replace(
+        SMALL, channels="16,32", blocks=1, separable=2, norm="group", downsample="stride", activation="gelu"
+    ),
     "xresnet": replace(SMALL, encoder="xresnet:stem,[8,2],[8,1],[16,2],se,sa1"),
 }
 
