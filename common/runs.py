@@ -544,7 +544,8 @@ class Run:
 
             # What a resumed run had logged after its checkpoint is to vanish.
             after = int(self.saved["run"]["step"]) + 1 if self.saved else None
-            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=after)
+            own = f".{after or 0}"  # a file is named by the second in which it is opened, and replaces another
+            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=after, filename_suffix=own)
             undo.callback(self._board.close)
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
 
