@@ -27,9 +27,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 runs.set_up_jax()
-# More devices than most tests use, on however many cores; the processes that tests start have as many. LLVM optimises
-# less than it does for users: a fifth of compiling, on which most of the tests' time goes, and nothing where they play.
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
+# More devices than most tests use, on however many cores; the processes that tests start have as many.
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
 jax.config.update("jax_num_cpu_devices", 4)
 gc.set_threshold(100_000, 20, 20)  # what JAX keeps is much to look through, and little of it is ever free
 
@@ -186,6 +185,7 @@ def programs(script, args):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "put", note)
+        patch.setattr(devices, "run_once", lambda function, *given: function(*given))
         for module in (script, offpolicy):
             for name, function in list(vars(module).items()):
                 if hasattr(function, "lower") and hasattr(function, "trace"):
