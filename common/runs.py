@@ -311,6 +311,8 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder: the second start takes seconds."""
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(files.own_folder())
     jax.config.update("jax_compilation_cache_dir", folder)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's own is a whole second
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 class Schedule(NamedTuple):
