@@ -132,7 +132,7 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
     args = tyro.cli(hn.Args, args=shlex.split(f"{flags} --num-worlds 64"))
     agent = hn.Agent(args)
     doors = make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=args.num_worlds)
-    state = hn.begin_task(args, agent, hn.initial_state(args, agent))
+    state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
     state = hn.begin_task(args, agent, hn.end_task(args, agent, state))
     adam = adam_alone(args, state.learner)
     times = []

@@ -68,7 +68,7 @@ def kernels(function: Callable, repeats: int) -> list[dict]:
 def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     """Milliseconds of each part, and kernels of `act` and `update`."""
     agent, numbers = ppo.make_agent(args), devices.games_of_host(args)
-    state = devices.put(args, ppo.initial_state(args, agent), ppo.STATE)
+    state = devices.put(args, devices.run_once(ppo.initial_state, args, agent), ppo.STATE)
     carry = devices.put(args, ppo.initial_carry(args, numbers), ppo.CARRY)
     games = envs.Games(partial(envs.make_levels, args), numbers, 0, args.restart_every)
     frames, age = np.array(games.obs), np.array(games.age)

@@ -128,7 +128,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
     agent = ppo.make_agent(args)
     numbers = devices.games_of_host(args)
-    state = devices.put(args, ppo.initial_state(args, agent), ppo.STATE)
+    state = devices.put(args, devices.run_once(ppo.initial_state, args, agent), ppo.STATE)
     carry = devices.put(args, ppo.initial_carry(args, numbers), ppo.CARRY)
     games = envs.Games(partial(envs.make_levels, args), numbers, 0, args.restart_every)
     watch = runs.Stopwatch()

@@ -33,9 +33,13 @@ CHUNK = 8  # frames
 SAME, GAMES, STEPS = P(), P("device"), P(None, "device")
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), compiler_options={"xla_backend_optimization_level": 0})
+# Compiler options of what runs once: to optimise it takes longer than to run it as it is.
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=UNOPTIMISED)
 def run_once(function: Callable, args: Any, agent: Any) -> Any:
-    """function(args, agent), both static, compiled without XLA's optimiser, which would take longer than it saves."""
+    """function(args, agent), both static: compiled without XLA's optimiser."""
     return function(args, agent)
 
 

@@ -46,7 +46,7 @@ ENCODER_FLAGS = {
     "init": "orthogonal", "activation": "elu", "spectral_norm": True,
 }  # fmt: skip
 
-# Flags of what the scripts share, the same code in each of them: PPO's tests change them.
+# Flags of what the scripts share: PPO's tests change them, another script's those with which it does something itself.
 SHARED_FLAGS = {
     "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "wandb_mode", "track", "wandb_project", "wandb_entity",
     "distributed", "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
@@ -67,7 +67,7 @@ def few_programs():
 
 @pytest.fixture(autouse=True, scope="session")
 def small_bonus():
-    """The bonus's two networks have a size of their own: compiling them takes ten times as long as the rest of TINY."""
+    """The bonus's two networks have a size of their own: an update of TINY takes ten times as long with them."""
     small = networks.EncoderArgs(channels="4", blocks=0, downsample="stride", pool="flatten")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bonus, "ENCODER", small)
@@ -81,8 +81,8 @@ def train(tmp_path):
 
 
 def init_params(module, *inputs):
-    """A network's parameters: as one program, without XLA's optimiser, they compile sooner than one by one."""
-    return jax.jit(module.init, compiler_options={"xla_backend_optimization_level": 0})(jax.random.PRNGKey(0), *inputs)
+    """A network's parameters: as one program they compile sooner than operation by operation."""
+    return jax.jit(module.init, compiler_options=devices.UNOPTIMISED)(jax.random.PRNGKey(0), *inputs)
 
 
 def read_metrics(run_dir, clocks=False):

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from contextlib import chdir
 from dataclasses import asdict, fields
 from functools import partial
 
@@ -40,17 +39,14 @@ PLAIN = {name: value for name, value in TINY.items() if name not in hn.HYPER}
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
-    """train(**flags) runs the script with TINY settings, in a folder of the test's own, and returns its run. No flag
-    names that folder: equal flags then are equal arguments, for which nothing is traced again."""
-    monkeypatch.chdir(tmp_path)
-    return lambda **flags: hn.main(hn.Args(**TINY | flags))
+def train(tmp_path):
+    """train(**flags) runs the script with TINY settings and returns its run."""
+    return lambda **flags: hn.main(hn.Args(**TINY | {"run_dir": str(tmp_path / "runs")} | flags))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    with chdir(tmp_path_factory.mktemp("whole")):
-        return hn.main(hn.Args(**TINY)).path.absolute()
+    return hn.main(hn.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
 
 
 def state_of(run_dir):
@@ -71,15 +67,15 @@ def test_resume_equals_uninterrupted(train, whole, monkeypatch):
 
     monkeypatch.setattr(runs.Run, "__enter__", lambda run: running.append(run) or enter(run))
     monkeypatch.setattr(hn, "collect", collect_and_stop)
-    half = train().path.rename("half")
+    half = train().path
     for updates in (1, 2, 3, 4):
         state = state_of(half)
         assert (state["global_step"], state["finished"]) == (256 * updates, updates // 3)
         if updates < 4:
-            assert train(resume="half").stop == "SIGTERM"
+            assert train(resume=str(half)).stop == "SIGTERM"
     monkeypatch.setattr(hn, "collect", collect)
     for _ in range(2):  # the second time there is nothing left to learn
-        resumed = train(resume="half")
+        resumed = train(resume=str(half))
         assert_same_run(whole, resumed.path)
     assert (half / "matrix.csv").read_text() == (whole / "matrix.csv").read_text()
 

@@ -1,6 +1,5 @@
 """Whole runs of RND on the real game: same seed, resume, rooms, evaluation, bad input."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -39,10 +38,8 @@ SYNC = {"checkpoint_every": 1, "keep_checkpoints": 9}
 
 
 def train_in(folder, **flags):
-    """Runs the script with TINY settings and returns its run's directory. JAX traces a program once for all runs with
-    the same flags, so none of them may name the folder."""
-    with contextlib.chdir(folder):
-        return rnd.main(rnd.Args(**TINY | flags)).path.absolute()
+    """Runs the script with TINY settings and returns its run's directory."""
+    return rnd.main(rnd.Args(**TINY | {"run_dir": str(folder / "runs")} | flags)).path
 
 
 @pytest.fixture
@@ -52,14 +49,9 @@ def train(tmp_path):
 
 
 @pytest.fixture
-def resume(tmp_path):
-    """resume(path, **flags) goes on with a run, as RUN in this test's folder."""
-
-    def resume(path, **flags):
-        path.rename(tmp_path / "RUN")
-        return train_in(tmp_path, **flags, resume="RUN")
-
-    return resume
+def resume(train):
+    """resume(path, **flags) goes on with a run."""
+    return lambda path, **flags: train(**flags, resume=str(path))
 
 
 @pytest.fixture(scope="module", params=[SYNC, ASYNC], ids=["sync", "async"])

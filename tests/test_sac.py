@@ -336,7 +336,7 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch):
 
 
 FLAGS = {
-    "sticky_actions": 0.5, "reward_shaping": True, "hidden": 8, "dropout": 0.5, "seed": 2,
+    "sticky_actions": 0.5, "reward_shaping": True, "reward_clip": 0.5, "hidden": 8, "dropout": 0.5, "seed": 2,
     "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "buffer_size": 256, "learning_starts": 200,
     "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 5, "autotune": False,
     "alpha": 0.5, "target_entropy_scale": 0.9, "alpha_learning_rate": 0.1, "tau": 0.5, "target_network_frequency": 1,
@@ -350,7 +350,8 @@ HOST = {"max_lag", "replay_ratio", "restart_every"}
 
 
 def test_every_flag_is_in_a_test():
-    assert {f.name for f in fields(sac.Args)} - SHARED_FLAGS == set(FLAGS) | ELSEWHERE
+    names = {f.name for f in fields(sac.Args)}
+    assert names - SHARED_FLAGS <= set(FLAGS) | ELSEWHERE <= names
 
 
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])

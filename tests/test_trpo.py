@@ -351,7 +351,8 @@ HOST = {"restart_every"}
 
 
 def test_every_flag_is_in_a_test():
-    assert {f.name for f in fields(trpo.Args)} - SHARED_FLAGS == set(FLAGS)
+    names = {f.name for f in fields(trpo.Args)}
+    assert names - SHARED_FLAGS <= set(FLAGS) <= names
 
 
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
