@@ -82,7 +82,7 @@ def test_resume_equals_uninterrupted(train, whole, monkeypatch):
 
 def test_a_finished_series_can_be_given_another_task(train, whole):
     """As if both had been asked for at once, but for the evaluation of what was not asked for yet."""
-    first = train(tasks="Pull-Right-Pull").path.rename("first")
+    first = train(tasks="Pull-Right-Pull").path
     both = train(tasks="0,2", resume=str(first))
     names = [f"eval/{name}" for name in ("Lever-Right-Pull/success_rate", "FWT")]
 
