@@ -1,0 +1,59 @@
+"""benchmarks/cleanrl.py with a stand-in for CleanRL's script: what is read of its output, and what is compared."""
+
+import csv
+import sys
+
+import pytest
+from conftest import assert_refused
+
+from benchmarks import cleanrl
+
+# Prints as the script does, and goes on until it is ended.
+SCRIPT = """
+import sys, time
+assert sys.argv[1:5] == ["--env-id", "maze", "--seed", "3"], sys.argv
+for i in range(150):
+    print(f"global_step={64 * (i + 1)}, episodic_return={float(i)}")
+print("SPS: 100")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def args(tmp_path):
+    (tmp_path / "theirs.py").write_text(SCRIPT)
+    flags = {"python": sys.executable, "env_id": "maze", "seed": 3, "minutes": 0.1}
+    return cleanrl.Args(str(tmp_path / "theirs.py"), out=str(tmp_path / "out"), **flags)
+
+
+def test_their_curve_is_of_the_last_hundred_episodes(args, tmp_path):
+    points = cleanrl.play_theirs(args, tmp_path)
+    assert [point.step for point in points] == [64 * (i + 1) for i in range(150)]
+    assert points[9].mean_return == 4.5
+    assert points[-1].mean_return == sum(range(50, 150)) / 100
+
+
+def test_runs_are_compared_at_the_steps_of_the_shortest(args, monkeypatch):
+    ours = [cleanrl.Point(10, 5_000, 1), cleanrl.Point(50, 15_000, 3), cleanrl.Point(55, 16_000, 9)]
+    monkeypatch.setattr(cleanrl, "play_ours", lambda args, flags, folder: ours)
+    cleanrl.main(args)
+    with open(f"{args.out}.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["9600", "5000", "16000"]  # the last of every half minute
+    theirs, settings = cleanrl.compare(rows)
+    assert (theirs["return at the end"], theirs["after 9,600 steps"]) == ("99.50", "99.50")
+    assert (settings["return at the end"], settings["after 9,600 steps"]) == ("9.00", "4.35")
+    monkeypatch.setattr(cleanrl, "play_theirs", None)  # what is in the file is not run again
+    monkeypatch.setattr(cleanrl, "play_ours", None)
+    cleanrl.main(args)
+
+
+def test_bad_input_gets_one_sentence(args, tmp_path, capfd):
+    out = ["--out", args.out]
+    assert_refused(cleanrl, [tmp_path / "none.py"], capfd, "SCRIPT", "none.py")
+    assert_refused(cleanrl, [args.script, "--env-id", "golf"], capfd, "golf", "bigfish")
+    assert_refused(cleanrl, [args.script, "--minutes", 0], capfd, "--minutes 0")
+    none = tmp_path / "python"
+    assert_refused(cleanrl, [args.script, "--python", none, *out], capfd, f"--python {none}")
+    (tmp_path / "theirs.py").write_text("raise ImportError('no gym')")
+    assert_refused(cleanrl, [args.script, "--python", sys.executable, *out], capfd, "no gym", "ended by itself")
