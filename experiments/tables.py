@@ -1,4 +1,4 @@
-"""Writes the docs' tables from the committed CSV files, each between its two marks, wherever these are:
+"""Writes the tables of docs and README from the committed CSV files, each between its two marks, wherever these are:
 
 python -m experiments.tables           # after a new result
 python -m experiments.tables --check   # fails if a table is not that of its files
@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import records
 from common import files, runs
-from experiments import reproduce
+from experiments import plot, reproduce
 
 DOCS = records.ROOT / "docs"
 SPEED = records.ROOT / "benchmarks" / "results"
@@ -167,6 +169,49 @@ def starpilot_study() -> list[str]:
     return table(rows, columns)
 
 
+def at_the_end(row: dict) -> tuple[float, float, int]:
+    """What ours came to in a row of published.csv: the value (of training returns the mean over the last tenth of the
+    steps), the steps (NaN where the file has none), both means over seeds, and how many seeds there are."""
+    chosen = dict(pair.split("=") for pair in row["rows"].split())
+    curves = {}
+    for line in read(STUDIES / row["file"]):
+        if chosen.items() <= line.items() and line[row["column"]]:
+            step = float(line.get("global_step") or line.get("step") or "nan")
+            curves.setdefault(line.get("seed", ""), []).append((step, float(line[row["column"]])))
+    ends = []
+    for curve in curves.values():
+        steps, values = np.array(curve).T
+        late = steps >= 0.9 * steps[-1] if row["column"] == "episodic_return" else [-1]
+        ends.append((values[late].mean(), steps[-1]))
+    return *np.mean(ends, axis=0), len(ends)
+
+
+def beside() -> list[str]:
+    """What was published beside ours: experiments/reference/published.csv says where each is."""
+    rows = []
+    for row in read(reproduce.REFERENCE.parent / "published.csv"):
+        ours, step, seeds = at_the_end(row)
+        theirs, steps = row["published"], row["steps"]
+        if theirs.startswith("openai "):
+            ((_, curve),) = plot.read_reference("easy-all", [theirs.split()[1]]).items()
+            theirs, steps = f"{np.interp(step, *curve):.2f}", f"{step}"
+        where = (STUDIES / row["file"]).parent
+        where = where / ("" if (where / "README.md").exists() else Path(row["file"]).name)
+        rows.append(row | {
+            "published": theirs, "ours": f"{ours:.2f}", "seeds": str(seeds),
+            "their steps": millions(steps), "our steps": millions(step),
+            "link": f"[{row['what']}](../{where.relative_to(records.ROOT)})",
+        })  # fmt: skip
+    columns = {"": "link", "published": "published", "ours": "ours", "at steps, published": "their steps"}
+    columns |= {"ours ": "our steps", "our seeds": "seeds", "why they differ": "why"}
+    return table(rows, {title: lambda row, name=name: row[name] for title, name in columns.items()})
+
+
+def millions(steps: str | float) -> str:
+    """12.3M; nothing where it is not known."""
+    return "" if steps == "" or np.isnan(float(steps)) else f"{float(steps) / 1e6:.3g}M"
+
+
 def sweeps() -> list[str]:
     """Each committed sweep: how many trials, and the best one."""
     rows = []
@@ -197,7 +242,7 @@ def short(text: str) -> str:
 PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
     "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
-    "sweeps": sweeps,
+    "sweeps": sweeps, "published": beside,
 }  # fmt: skip
 
 
@@ -212,18 +257,21 @@ def fill(text: str, where: str) -> str:
         runs.check((begin in text) == (end in text), f"{where}: has one of the two marks {begin.strip()} and {end}")
         if begin in text:
             head, rest = text.split(begin, 1)
-            text = head + begin + "\n".join([*make(), ""]) + end + rest.split(end, 1)[1]
+            lines = "\n".join([*make(), ""])
+            lines = lines.replace("](../", "](") if where == "README.md" else lines  # it is not in docs/
+            text = head + begin + lines + end + rest.split(end, 1)[1]
     return text
 
 
 def main(args: Args) -> None:
-    pages = {page: page.read_text() for page in sorted(DOCS.glob("*.md"))}
+    pages = {page: page.read_text() for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))}
     for name in PARTS:
         begin, _ = marks(name)
         runs.check(any(begin in text for text in pages.values()), f"docs: no page has the mark {begin.strip()}")
     for page, old in pages.items():
-        new = fill(old, f"docs/{page.name}")
-        runs.check(not args.check or new == old, f"--check: docs/{page.name} is old, run python -m experiments.tables")
+        where = str(page.relative_to(DOCS.parent))
+        new = fill(old, where)
+        runs.check(not args.check or new == old, f"--check: {where} is old, run python -m experiments.tables")
         if new != old:
             with files.whole(page) as temporary:
                 temporary.write_text(new)

@@ -188,9 +188,26 @@ def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
         assert tables.fill(old, page) == old.replace("| 1114 |", "| 98765 |")
     with pytest.raises(runs.UsageError, match="one of the two marks"):
         tables.fill("<!-- end of apex -->", "a page")
-    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("")
+    monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
     with pytest.raises(runs.UsageError, match="no page has the mark"):
         tables.main(tables.Args())
+
+
+def test_what_stands_beside_the_published(tmp_path, monkeypatch):
+    """Of training returns the mean over the last tenth of the steps, of other numbers the last; then over seeds."""
+    rows = [{"seed": seed, "global_step": i, "episodic_return": i + seed} for seed in (1, 2) for i in range(101)]
+    rows = [row | {"test_levels": row["global_step"] * row["seed"]} for row in rows]
+    rows[-1]["test_levels"] = rows[-2]["test_levels"] = ""  # not evaluated
+    records.write_rows(tmp_path / "a.csv", rows)
+    records.write_rows(tmp_path / "b.csv", [{"whose": "ours", "ACC": 0.9}, {"whose": "published", "ACC": 0.8}])
+    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    assert tables.at_the_end({"file": "a.csv", "rows": "", "column": "episodic_return"}) == (96.5, 100, 2)
+    assert tables.at_the_end({"file": "a.csv", "rows": "seed=2", "column": "test_levels"}) == (196, 98, 1)
+    value, step, seeds = tables.at_the_end({"file": "b.csv", "rows": "whose=ours", "column": "ACC"})
+    assert (value, seeds) == (0.9, 1)
+    assert np.isnan(step)
 
 
 def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch):
