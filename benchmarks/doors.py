@@ -1,8 +1,9 @@
-"""Doors on all threads beside bare `mj_step`, and the seconds of an update of hnppo_doorgym.py.
+"""Doors on all threads beside bare `mj_step`, what a step of physics takes, and an update of hnppo_doorgym.py.
 
-Prints two tables and appends their rows to CSV files (OUT.csv and OUT_update.csv). Try:
+Prints three tables and appends their rows to CSV files (OUT.csv, OUT_physics.csv and OUT_update.csv). Try:
 
 python -m benchmarks.doors
+python -m benchmarks.doors --parts physics
 """
 
 import os
@@ -11,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -29,6 +31,7 @@ import hnppo_doorgym as hn
 from benchmarks import records
 from common import devices, runs
 from common.doors import DECISIONS, make_doors
+from doorgym.opener import Opener
 
 PUBLISHED = (
     "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "
@@ -43,8 +46,25 @@ SETTINGS = {
 }
 
 
+TASKS = ("Pull-Right-Pull", "Lever-Right-Pull", "Round-Left-Push")
+# What a step of physics might do without. The first is what it does.
+Disable = mujoco.mjtDisableBit
+PHYSICS = {
+    "as it is": {},
+    "no contacts": {"disableflags": Disable.mjDSBL_CONTACT},
+    "no constraints": {"disableflags": Disable.mjDSBL_CONSTRAINT},
+    "one iteration of the solver": {"iterations": 1},
+    "solver: conjugate gradients": {"solver": mujoco.mjtSolver.mjSOL_CG},
+    "ten iterations of collision": {"ccd_iterations": 10},
+    "tolerance of collision 1e-4": {"ccd_tolerance": 1e-4},
+    "collision by libccd": {"disableflags": Disable.mjDSBL_NATIVECCD},
+}
+
+
 @dataclass(frozen=True)
 class Args:
+    parts: tuple[Literal["speed", "physics", "update"], ...] = ("speed", "physics", "update")
+    """which of the tables"""
     num_envs: int = 64
     """doors side by side"""
     rounds: int = 5
@@ -108,6 +128,42 @@ def speed(task: str, args: Args) -> dict:
     }
 
 
+def physics(task: str, args: Args) -> list[dict]:
+    """Microseconds of `mj_step` on one thread where a script's hook comes to a handle, turns it and opens the door."""
+    doors = doorgym.make_vec(task, args.num_envs, 1, 1, num_worlds=args.num_envs, action_repeat=4)
+    opener, starts = Opener(doors), {}
+    for decision in range(61):
+        actions = opener()
+        if decision in (20, 40, 60):
+            starts[decision] = doors._state.copy(), actions
+        doors.step(actions)
+    models = [doors.models[world] for world in doors._world]
+    data, times = mujoco.MjData(models[0]), {}
+    for _ in range(args.rounds):
+        for name, options in PHYSICS.items():
+            for decision, (states, actions) in starts.items():
+                seconds = 0.0
+                for model, state, action in zip(models, states, actions, strict=True):
+                    kept = {option: getattr(model.opt, option) for option in options}
+                    for option, value in options.items():
+                        setattr(model.opt, option, value | kept[option] if option == "disableflags" else value)
+                    mujoco.mj_setState(model, data, state, mujoco.mjtState.mjSTATE_FULLPHYSICS)
+                    data.ctrl[:], data.qacc_warmstart[:] = action, 0
+                    start = time.perf_counter()
+                    mujoco.mj_step(model, data, 80)
+                    seconds += time.perf_counter() - start
+                    for option, value in kept.items():
+                        setattr(model.opt, option, value)
+                times.setdefault((name, decision), []).append(1e6 * seconds / (80 * len(models)))
+    doors.close()
+    return [
+        {"task": task, "physics": name}
+        | {f"us after {decision} decisions": f"{np.median(times[name, decision]):.2f}" for decision in starts}
+        | {"rounds": args.rounds}
+        for name in PHYSICS
+    ]
+
+
 def adam_alone(args: hn.Args, learner: dict) -> float:
     """Seconds of one Adam step on these parameters, ten in a scan."""
     tx = hn.make_optimizer(args)
@@ -163,14 +219,22 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
 
 
 def main(args: Args) -> None:
-    speeds = [speed(task, args) for task in ("Pull-Right-Pull", "Lever-Right-Pull", "Round-Left-Push")]
-    seconds = [update_seconds(name, flags, args.updates) for name, flags in SETTINGS.items()]
-    for rows, suffix in ((speeds, ".csv"), (seconds, "_update.csv")):
+    tables = {
+        "speed": (
+            "",
+            lambda: [speed(task, args) for task in ("Pull-Right-Pull", "Lever-Right-Pull", "Round-Left-Push")],
+        ),
+        "physics": ("_physics", lambda: [row for task in TASKS[:2] for row in physics(task, args)]),
+        "update": ("_update", lambda: [update_seconds(*setting, args.updates) for setting in SETTINGS.items()]),
+    }
+    for part in args.parts:
+        suffix, measure = tables[part]
+        rows = measure()
         table = Table(*rows[0])
         for row in rows:
             table.add_row(*map(str, row.values()))
         Console().print(table)
-        records.append_rows(args.out and args.out + suffix, [row | records.origin() for row in rows])
+        records.append_rows(args.out and args.out + suffix + ".csv", [row | records.origin() for row in rows])
 
 
 if __name__ == "__main__":
