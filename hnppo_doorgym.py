@@ -32,8 +32,9 @@ from common.doors import DECISIONS, SLOTS, Rollout
 from common.runs import check
 
 SCRIPT = Path(__file__).stem
-EVAL_SEED, SELECT_SEED = 1000, 2000  # of the doors that the matrix is of, and of those that parameters are chosen by
-HYPER = ("critic", "beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate")  # of --method hnppo
+# Of the doors that the matrix is of, to which evaluate.py adds --seed, and of those that parameters are chosen by.
+EVAL_SEED, SELECT_SEED = 1000, 2**40
+HYPER = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate")  # of --method hnppo
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class Args(doors.DoorArgs, runs.RunArgs):
 
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
     """hypernetwork; ordinary networks, anew for each task; or the same ones for all"""
-    critic: Literal["fresh", "hyper"] = "fresh"
-    """an ordinary network, anew for each task; or generated and remembered, as the policy is"""
+    critic: Literal["hyper", "fresh"] = "hyper"
+    """of --method hnppo: generated and remembered, as the policy is; or an ordinary network, anew for each task"""
     keep_std: bool = False
-    """generate the actions' standard deviation too, or finetune the last task's, as the study; else each begins at 1"""
+    """keep the actions' standard deviation from task to task (generated or finetuned), as the study; else each starts
+    at 1"""
     beta: float = 1.0
     """weight of the penalty on changing what is generated for earlier tasks"""
     task_embedding_dim: int = 8
@@ -61,7 +63,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     hyper_width: int = 640
     """units of the hypernetwork's two hidden layers"""
     chunked: bool = False
-    """generate 1000 weights at a time, from embeddings of chunks: a fourth of the hypernetwork's weights"""
+    """generate 1000 weights at a time, from embeddings of chunks: a seventh of the hypernetwork's weights"""
     hidden: int = 64
     """units of each hidden layer of policy and value network"""
     num_layers: int = 2
@@ -87,7 +89,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     ent_coef: float = 0.01
     """coefficient of the entropy bonus"""
     noise_color: float = 1.0
-    """the noise of exploration: its power falls as 1 / frequency to this; 0 is white, as the study's, 1 is pink"""
+    """the noise of exploration: its power falls as 1 / frequency^this; 0 is white, as the study's, 1 is pink"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
@@ -248,7 +250,8 @@ class Agent:
     @property
     def remembered(self) -> tuple[str, ...]:
         """What is kept for each task: what a hypernetwork generates."""
-        kept = {"actor": True, "critic": self.args.critic == "hyper", "log_std": self.args.keep_std}
+        critic = self.args.method == "hnppo" and self.args.critic == "hyper"
+        kept = {"actor": True, "critic": critic, "log_std": self.args.keep_std}
         return tuple(name for name in kept if kept[name])
 
     def pack(self, params: dict) -> jax.Array:
@@ -640,8 +643,10 @@ def evaluate(
     saved, rows, film = trained(args, agent, run_dir), [], []
     rng, finished = np.random.default_rng(seed), int(saved["finished"])
 
+    space = doorgym.vector.action_space(args.robot)
+
     def random_policy(obs, t):
-        return rng.uniform(-1, 1, (len(obs), agent.actor.actions))
+        return rng.uniform(space.low, space.high, (len(obs), agent.actor.actions))
 
     for i, task in enumerate(doors.task_names(args)):
         actor = jax.tree.map(itemgetter(i), saved["actor"])
@@ -752,6 +757,8 @@ def main(args: Args) -> runs.Run:
 
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
         state = (run.saved or devices.run_once(initial, args, agent))["state"]
+        if state.finished == len(doors.task_names(args)):
+            run.say("all tasks of the run are learnt already; to go on, give a longer --tasks")
         while not run.stop and state.finished < len(doors.task_names(args)):
             if state.finished > state.task:
                 state = begin_task(args, agent, state)

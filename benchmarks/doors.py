@@ -39,8 +39,8 @@ PUBLISHED = (
 )
 SETTINGS = {
     "default": "",
-    "default, --critic hyper": "--critic hyper",
-    "default, --chunked": "--chunked",
+    "--critic fresh": "--critic fresh",
+    "--critic fresh --chunked": "--critic fresh --chunked",
     "published": PUBLISHED,
     "--method ppo": "--method ppo",
 }
@@ -222,7 +222,7 @@ def main(args: Args) -> None:
     tables = {
         "speed": (
             "",
-            lambda: [speed(task, args) for task in ("Pull-Right-Pull", "Lever-Right-Pull", "Round-Left-Push")],
+            lambda: [speed(task, args) for task in TASKS],
         ),
         "physics": ("_physics", lambda: [row for task in TASKS[:2] for row in physics(task, args)]),
         "update": ("_update", lambda: [update_seconds(*setting, args.updates) for setting in SETTINGS.items()]),

@@ -69,12 +69,14 @@ def task_names(args: DoorArgs) -> tuple[str, ...]:
     return tuple(names)
 
 
-def make_doors(args: DoorArgs, task: str, num_envs: int, *, seed: int, num_worlds: int) -> doorgym.DoorVectorEnv:
+def make_doors(
+    args: DoorArgs, task: str, num_envs: int, *, seed: int, num_worlds: int, in_turn: bool = False
+) -> doorgym.DoorVectorEnv:
     """So many doors of a task, whose episodes have DECISIONS steps."""
     return doorgym.make_vec(
         task, num_envs, seed, args.num_threads or None,
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
-        max_episode_steps=ACTION_REPEAT * DECISIONS,
+        max_episode_steps=ACTION_REPEAT * DECISIONS, in_turn=in_turn,
     )  # fmt: skip
 
 
@@ -122,6 +124,6 @@ def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | N
 def evaluate(
     args: DoorArgs, policy: Callable, task: str, *, episodes: int, seed: int, film: list | None = None
 ) -> Ends:
-    """`play` before as many doors, the same ones for a seed."""
-    with closing(make_doors(args, task, episodes, seed=seed, num_worlds=episodes)) as env:
+    """`play` before as many doors, each another world and the same ones for a seed."""
+    with closing(make_doors(args, task, episodes, seed=seed, num_worlds=episodes, in_turn=True)) as env:
         return play(env, policy, seed, film)[1]

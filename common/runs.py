@@ -352,6 +352,12 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
+def as_given(name: str, value: Any) -> str:
+    """A flag and its value as they are written: --num-envs 8, --no-gap-stack."""
+    words = flag_of(name)
+    return f"--no-{words[2:]}" if value is False else words if value is True else f"{words} {value}"
+
+
 def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> None:
     """Raises UsageError if a field of `args` lies outside its closed range (None: no bound)."""
     for name, (low, high) in limits.items():
@@ -364,9 +370,8 @@ def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
     """Raises UsageError if one of these flags (of those that `args` has) is changed and what it needs is not given."""
     own = {field.name: field.default for field in dataclasses.fields(args) if field.name in flags}
     for name, default in own.items():
-        value, words = getattr(args, name), flag_of(name)
-        words = f"--no-{words[2:]}" if value is False else words if value is True else f"{words} {value}"
-        check(given or value == default, f"{words}: has no effect without {need}")
+        value = getattr(args, name)
+        check(given or value == default, f"{as_given(name, value)}: has no effect without {need}")
 
 
 def _range(low: float, high: float | None) -> str:

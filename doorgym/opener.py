@@ -108,9 +108,8 @@ def open_doors(task: str, num_worlds: int, seed: int, hardness: str = "hard") ->
     Raises ValueError for a round knob, which the hook cannot turn.
     """
     doors = DoorVectorEnv(
-        task, num_worlds, seed, num_worlds=num_worlds, action_repeat=4, hardness=hardness, autoreset=False
+        task, num_worlds, seed, num_worlds=num_worlds, action_repeat=4, hardness=hardness, autoreset=False, in_turn=True
     )
-    doors._world[:] = np.arange(num_worlds)  # not drawn: each once
     opener, truncated = Opener(doors), np.zeros(1, bool)
     while not truncated.any():
         _, _, _, truncated, info = doors.step(opener())

@@ -82,6 +82,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         height: int = 480,
         camera: str = "side",
         autoreset: bool = True,
+        in_turn: bool = False,
     ):
         """
         Args:
@@ -92,6 +93,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
           action_repeat: an action is held for this many steps of 20 ms, and the reward is the last one's.
           max_episode_steps: of 20 ms.
           autoreset: whether the next episode begins at once; otherwise `reset` has to be called.
+          in_turn: whether worlds are taken in turn, environment i's first episode before the i-th, or drawn.
 
         Raises ValueError if an argument is none of those that are valid.
         """
@@ -149,11 +151,12 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._world = np.zeros(num_envs, int)
         self._steps, self._success = np.zeros(num_envs, int), np.zeros(num_envs, bool)
         self._max_knob = np.zeros(num_envs)
-        self._renderers, self._autoreset = {}, autoreset
+        self._renderers, self._autoreset, self._in_turn = {}, autoreset, in_turn
         self.reset(seed=seed)
 
     def _seed(self, seed: int) -> None:
         self._rngs = [np.random.default_rng([seed, 1, i]) for i in range(self.num_envs)]
+        self._turn = np.arange(self.num_envs)
 
     # The state's parts, of self._state or of others like it.
 
@@ -191,7 +194,9 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     def _begin(self, i: int) -> None:
         """Starts an episode of environment i: another world, and a robot placed at random."""
         rng = self._rngs[i]
-        self._world[i] = rng.integers(len(self.models))
+        drawn = rng.integers(len(self.models))
+        self._world[i] = self._turn[i] % len(self.models) if self._in_turn else drawn
+        self._turn[i] += self.num_envs
         model, data = self.models[self._world[i]], self._datas[0]
         positions = np.zeros(self._nq)
         positions[:6] = rng.uniform(-0.3, 0.3, 6)

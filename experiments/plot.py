@@ -100,7 +100,7 @@ class Logged(NamedTuple):
 # Flags that say nothing about how a run learnt.
 BESIDE = {
     "run_dir", "resume", "num_threads", "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project",
-    "wandb_entity",
+    "wandb_entity", "track",
 }  # fmt: skip
 
 

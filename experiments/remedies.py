@@ -3,7 +3,7 @@
     python hnppo_doorgym.py --method ppo --task 2 --stop-at-success 2 --task-timesteps 2000000
     python -m experiments.remedies runs/DoorGym__hnppo_doorgym* --out experiments/results/levers
 
-A run that was resumed with other flags is told by its last ones: leave it out.
+A resumed run is shown with the flags of its last resume: leave out one whose flags have changed.
 """
 
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ import tyro
 
 import hnppo_doorgym
 from common import doors, runs
-from common.runs import check, flag_of
+from common.runs import as_given, check, flag_of
 from experiments import plot
 
 # Flags that are not told: of no account to what is learnt until then, or with a column of their own.
@@ -42,7 +42,7 @@ def summarize(run: plot.Logged, half: float) -> dict:
     told = {field.name: field.default for field in fields(args) if field.name not in NOT_METHODS}
     unknown = [flag_of(name) for name in told if name not in run.args]
     check(not unknown, f"RUN_DIRS {run.path}: is of a version without {', '.join(unknown)}, leave it out")
-    flags = [f"{flag_of(name)} {getattr(args, name)}" for name in told if getattr(args, name) != told[name]]
+    flags = [as_given(name, getattr(args, name)) for name in told if getattr(args, name) != told[name]]
     evaluations = [line for line in run.lines if "eval/success_rate" in line]
     updates = [line for line in run.lines if {"charts/freed_rate", "losses/action_std"} <= line.keys()]
     check(len(evaluations) > 0, f"RUN_DIRS {run.path}: has no evaluation yet, leave it out")

@@ -101,7 +101,7 @@ def rnd() -> list[str]:
 
 
 def doors() -> list[str]:
-    columns = {"setting": lambda row: row["setting"].replace("default, ", "")}
+    columns = {"setting": lambda row: row["setting"]}
     columns |= {"weights that learn": number("weights that learn"), "decisions": number("decisions")}
     columns |= {"gradient steps": number("gradient steps"), "physics and inference": number("rollout s", ".1f", " s")}
     columns |= {"update": number("update s", ".1f", " s"), "decisions/s": number("decisions/s")}

@@ -341,6 +341,15 @@ def test_each_episode_has_another_world(make):
     assert len(set(np.ravel(seen))) == 8
 
 
+def test_worlds_can_be_taken_in_turn(make):
+    doors = make("Pull-Right-Pull", 3, 1, 1, max_episode_steps=1, in_turn=True)
+    for turn in ([3, 4, 5], [6, 7, 0], [1, 2, 3]):  # of eight
+        doors.step(np.zeros((3, 6)))
+        assert doors._world.tolist() == turn
+    doors.reset(seed=1)
+    assert doors._world.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("knob", ["pull", "lever", "round"])
 def test_what_is_drawn_is_in_the_model(knob):
     """Each joint's damping, spring and range, and the door's mass and inertia about its hinge."""
