@@ -94,6 +94,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
             "more, or --num-atoms 1, too",
         )
         runs.check_needs(self, self.munchausen_alpha, "--munchausen-alpha", ("munchausen_tau",))
+        runs.check_needs(self, not self.munchausen_alpha, "--munchausen-alpha 0", ("double_q",))
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
 
 

@@ -439,9 +439,9 @@ def mean_over(function: Callable, data: Data, order: jax.Array):
 def fisher_rows(args: Args, order: jax.Array) -> jax.Array:
     """`args.fisher_fraction` of this device's samples int32 [M, B], in as few rows as hold them: each row is a pass,
     after which the devices add up."""
-    number = min(-(-round(args.fisher_fraction * order.size) // 8) * 8 or 8, order.size)  # the CPU's chunks are of 8
+    number = max(round(args.fisher_fraction * order.size), 1)
     rows = -(-number // order.shape[1])
-    width = number // rows
+    width = min(-(-number // rows // 8) * 8, order.shape[1])  # the CPU's chunks are of 8
     return order.reshape(-1)[: rows * width].reshape(rows, width)
 
 

@@ -114,6 +114,30 @@ def test_loss_equals_the_sums_by_hand(seed, double_q, atoms):
         np.testing.assert_allclose(means[name], np.mean(x), rtol=1e-3, atol=1e-5)
 
 
+def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
+    """With quantiles, each of which is drawn where the loss says it is, and Munchausen's reward."""
+    args = make_args(**PLAIN, num_atoms=99, num_quantiles=4, munchausen_alpha=0.9, num_devices=1)
+    agent, rng = apex.make_agent(args), np.random.default_rng(0)
+    params = devices.run_once(apex.initial_state, args, agent).params
+    online, target = (jax.tree.map(lambda x: x + 0.1 * normal(rng, *x.shape), params) for _ in range(2))
+    frames = rng.integers(0, 256, (2, args.batch_size, 64, 64, 6), np.uint8)
+    batch = random_batch(rng, args)._replace(frames=frames[0], next_frames=frames[1])
+    keys = [[jax.random.fold_in(key, i) for key in batch.keys] for i in (3, 4)]
+    taus, next_taus = (np.stack([jax.random.uniform(key, (4,)) for key in some]) for some in keys)
+    apply = jax.jit(agent.apply)
+    following = apply(target, batch.next_frames, taus=next_taus)
+    outputs = apex.Outputs(
+        values=apply(online, batch.frames, taus=taus), next_target=following, next_judge=following,
+        target=apply(target, batch.frames), taus=taus,
+    )  # fmt: skip
+    want = apex.q_parts(args, agent.support, outputs, batch)
+    got = apex.loss(args, agent, online, batch, target=target)
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
+    other = apex.q_parts(args, agent.support, outputs._replace(taus=next_taus), batch)["loss"]
+    assert np.abs(other - want["loss"]).max() > 1e-3
+
+
 @pytest.mark.parametrize("atoms", [1, 11])
 def test_gradient_by_differences(atoms):
     """Of the loss by hand, in float64, with respect to some of the outputs that are learnt; all others have none."""

@@ -13,9 +13,10 @@ import hnppo_doorgym as hnppo
 import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
+import sac_procgen as sac
 import trpo_procgen as trpo
 from benchmarks.scaling import variables_of_hosts
-from common import checkpoints, devices, offpolicy, runs
+from common import checkpoints, devices, offpolicy, replay, runs
 
 # One minibatch, of all samples, so that no device decides which are in it.
 ACTOR_CRITIC = TINY | {"num_minibatches": 1, "sticky_actions": 0.25, "normalize_rewards": True, "num_envs": 8}
@@ -93,20 +94,22 @@ def test_one_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
         assert ("all-reduce" in text) == (name in ("update", "remember")), name
 
 
-def test_parts_of_a_batch_on_several_devices_are_the_batch():
-    """Ape-X's update of a batch that was drawn elsewhere."""
-    args = apex.Args(**SCRIPTS[apex] | {"replay_device": "host"})
-    agent, rng = apex.make_agent(args), np.random.default_rng(0)
+@pytest.mark.parametrize("script", [apex, sac], ids=lambda script: script.SCRIPT)
+def test_parts_of_a_batch_on_several_devices_are_the_batch(script):
+    """Updates of a batch that was drawn elsewhere."""
+    flags = {name: value for name, value in SCRIPTS[apex].items() if name != "num_atoms" or script is apex}
+    args = script.Args(**flags | {"replay_device": "host"})
+    agent, rng = script.make_agent(args), np.random.default_rng(0)
     frames = rng.integers(0, 256, (2, 16, 64, 64, 6), np.uint8)
     returns, discounts, weight = rng.random((3, 16), np.float32)
     actions = rng.integers(0, 15, 16).astype(np.int32)
     places, keys = np.zeros(16, np.int32), jax.random.split(jax.random.PRNGKey(0), 16)
-    batch = apex.replay.Batch(*frames, actions, returns, discounts, weight, places, places, keys)
+    batch = replay.Batch(*frames, actions, returns, discounts, weight, places, places, keys)
     results = []
     for number in (1, 4):
-        spread = apex.Args(**vars(args) | {"num_devices": number})
-        state = devices.run_once(apex.initial_state, args, agent)
-        results.append(jax.device_get(apex.update_on_batch(spread, agent, state, batch)))
+        spread = script.Args(**vars(args) | {"num_devices": number})
+        state = devices.run_once(script.initial_state, args, agent)
+        results.append(jax.device_get(script.update_on_batch(spread, agent, state, batch)))
     assert_close(*results)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ppo_procgen as ppo
+import trpo_procgen as trpo
 from common import augment, bonus, devices, envs, runs, shaping
 from common.envs import Steps
 
@@ -36,14 +37,15 @@ def random_steps(rng, steps, envs):
     return Steps(raw, terminated, truncated, done[:-1], age, np.zeros(envs, bool))
 
 
+@pytest.mark.parametrize("script", [ppo, trpo])
 @relaxed
 @given(seeds, st.integers(1, 12), st.floats(0, 1), st.floats(0, 1))
-def test_gae_equals_the_double_sum(seed, length, gamma, gae_lambda):
+def test_gae_equals_the_double_sum(script, seed, length, gamma, gae_lambda):
     rng = np.random.default_rng(seed)
     steps = random_steps(rng, length, 1)
     raw, terminated, truncated = (x[:, 0] for x in (steps.rewards, steps.terminated, steps.truncated))
     values = rng.normal(size=length + 1).astype(np.float32)
-    got = ppo.gae(raw, values, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
+    got = script.gae(raw, values, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
     want = oracle.gae(raw, values, terminated, truncated, gamma, gae_lambda)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from conftest import (
     SHARED_FLAGS,
@@ -22,11 +23,12 @@ from conftest import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_ppo_math import random_steps
 
 import evaluate
 import trpo_procgen as trpo
 from benchmarks import encoders
-from common import devices, envs, runs
+from common import devices, envs, runs, shaping
 from common.derivatives import custom_vjp, forward_mode
 
 relaxed = settings(deadline=None, max_examples=25)
@@ -204,7 +206,7 @@ def test_a_step_is_the_natural_gradients_at_the_trust_regions_edge():
 
 @pytest.mark.parametrize(
     ("fraction", "shape", "want"),
-    [(0.1, (8, 512), (1, 416)), (0.3, (8, 512), (3, 410)), (1.0, (8, 512), (8, 512)), (1e-6, (2, 4), (2, 4))],
+    [(0.1, (8, 512), (1, 416)), (0.3, (8, 512), (3, 416)), (1.0, (8, 512), (8, 512)), (1e-6, (2, 4), (1, 4))],
 )
 def test_the_fisher_matrix_is_of_a_part_of_the_batch_in_few_rows(fraction, shape, want):
     order = np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape)
@@ -269,6 +271,31 @@ def test_a_rejected_step_leaves_the_policy():
     assert_equal(states[0].params["policy"], states[1].params["policy"])
     with pytest.raises(AssertionError):
         assert_equal(states[0].params["value"], states[1].params["value"])
+
+
+def test_advantages_and_targets_by_hand():
+    """On made-up frames, with episode ends of both kinds."""
+    args = trpo.Args(**TINY | {"num_envs": 3, "num_steps": 8, "normalize_rewards": True, "num_devices": 1})
+    agent, rng = trpo.make_agent(args), np.random.default_rng(0)
+    state, steps = devices.run_once(trpo.initial_state, args, agent), random_steps(rng, 8, 3)
+    rollout = trpo.begin_rollout(args, trpo.initial_carry(args, np.arange(3)), 0)
+    for t in range(8):
+        obs = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
+        rollout, _ = trpo.act(args, agent, state.params, rollout, obs, steps.age[t])
+    rollout, _ = trpo.end_rollout(args, rollout, obs, steps.age[8])
+    _, batch, metrics = jax.jit(partial(trpo.prepare, args, agent))(state, rollout, steps, 0.9)
+    last_value = agent.value.apply(state.params["value"], rollout.frames.stack(8))[:, 0]
+    values = np.concatenate([rollout.values, last_value[None]])
+    rewards = shaping.prepare_rewards(args, state.reward_filter, steps, 0.9)[1]
+    advantages, kept = np.zeros((8, 3)), ~steps.done
+    for n in range(3):
+        ends = steps.terminated[:, n], steps.truncated[:, n]
+        advantages[:, n] = oracle.gae(np.asarray(rewards)[:, n], values[:, n], *ends, 0.9, args.gae_lambda)
+    np.testing.assert_allclose((batch.returns - rollout.values)[kept], advantages[kept], rtol=1e-3, atol=1e-4)
+    want = (advantages - advantages[kept].mean()) / advantages[kept].std()
+    np.testing.assert_allclose(batch.advantages[kept], want[kept], rtol=1e-3, atol=1e-3)
+    unexplained = advantages[kept].var() / (advantages + rollout.values)[kept].var()
+    np.testing.assert_allclose(metrics["losses/explained_variance"], 1 - unexplained, rtol=1e-3, atol=1e-3)
 
 
 def test_the_learner_sees_what_was_acted_on():
