@@ -37,8 +37,8 @@ class Args(
     LIMITS: ClassVar = {
         "num_steps": (1, 65536), "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
         "replay_size": (1, 2**20), "rho_bar": (0, None), "c_bar": (0, None), "pg_rho_bar": (0, None),
-        "vtrace_lambda": (0, 1), "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-        "l2": (0, None),
+        "vtrace_lambda": (0, 1), "clip_coef": (0, None), "vf_coef": (0, None), "max_grad_norm": (0, None),
+        "adam_eps": (1e-30, None), "l2": (0, None),
     }  # fmt: skip
 
     total_timesteps: int = 8_000_000
@@ -66,6 +66,9 @@ class Args(
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: float = 1.0
     """V-trace: decay of later differences, as in TD(lambda)"""
+    clip_coef: float = 0.0
+    """for several passes: V-trace once an update, advantages normalised, and the ratio to the policy before the update
+    clipped to 1 +- this, as PPO's; 0 for the paper's loss, V-trace anew in each minibatch"""
     vf_coef: float = 0.5
     """coefficient of the value loss, half the mean squared error"""
     ent_coef: str = "0.01"
@@ -177,6 +180,15 @@ class Batch(NamedTuple):
     rewards: jax.Array
     terminated: jax.Array
     done: jax.Array  # EnvPool resets here, this step is no transition
+    judged: "Judged | None" = None  # with clip_coef, in an update
+
+
+class Judged(NamedTuple):
+    """What V-trace makes of these steps, constants to the gradient."""
+
+    targets: jax.Array
+    advantages: jax.Array
+    log_prob: jax.Array  # of the action, by the policy that was looked at
 
 
 class Unrolls(NamedTuple):
@@ -391,22 +403,16 @@ class Inputs(NamedTuple):
     keys: jax.Array | None  # uint32 [B, T, 2], for augmentation and dropout
 
 
-def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> dict[str, jax.Array]:
-    """The parts of IMPALA's loss (Espeholt et al. 2018, section 4.2) for each step, float32 [B, T].
+def of_actions(log_probs: jax.Array, batch: Batch) -> jax.Array:
+    """Of log-probabilities [..., 15] those of the batch's actions [...]."""
+    return jnp.take_along_axis(log_probs, batch.actions[..., None], axis=-1)[..., 0]
 
-    Args:
-      log_probs: float32 [B, T, 15], of the policy that learns.
-      values: float32 [B, T + 1].
-      batch: [B, T].
-    """
+
+def judge(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> Judged:
+    """V-trace of B unrolls, by a policy's log-probabilities float32 [B, T, 15] and values [B, T + 1]."""
     chex.assert_equal_shape([log_probs, batch.logits])
     chex.assert_equal_shape([values[:, 1:], batch.actions, batch.rewards, batch.terminated, batch.done])
-    old_log_probs = jax.nn.log_softmax(batch.logits)
-    log_prob, old_log_prob = (
-        jnp.take_along_axis(x, batch.actions[..., None], axis=-1)[..., 0] for x in (log_probs, old_log_probs)
-    )
-    log_ratio = log_prob - old_log_prob
-    ratio = jnp.exp(log_ratio)
+    log_prob = of_actions(log_probs, batch)
     correct = partial(
         vtrace,
         gamma=gamma,
@@ -415,11 +421,31 @@ def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Bat
         pg_rho_bar=args.pg_rho_bar,
         vtrace_lambda=args.vtrace_lambda,
     )
-    targets, advantages = jax.lax.stop_gradient(
-        jax.vmap(correct)(log_ratio, batch.rewards, values, batch.terminated, batch.done)
-    )
+    log_ratio = log_prob - of_actions(jax.nn.log_softmax(batch.logits), batch)
+    targets, advantages = jax.vmap(correct)(log_ratio, batch.rewards, values, batch.terminated, batch.done)
+    return jax.lax.stop_gradient(Judged(targets, advantages, log_prob))
+
+
+def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> dict[str, jax.Array]:
+    """The parts of IMPALA's loss (Espeholt et al. 2018, section 4.2) for each step, float32 [B, T].
+
+    Args:
+      log_probs: float32 [B, T, 15], of the policy that learns.
+      values: float32 [B, T + 1].
+      batch: [B, T].
+    """
+    log_prob, old_log_probs = of_actions(log_probs, batch), jax.nn.log_softmax(batch.logits)
+    ratio = jnp.exp(log_prob - of_actions(old_log_probs, batch))
+    if args.clip_coef:  # Schulman et al. 2017, equation 7
+        targets, advantages, log_prob_before = batch.judged
+        moved = jnp.exp(log_prob - log_prob_before)
+        clipped = jnp.clip(moved, 1 - args.clip_coef, 1 + args.clip_coef)
+        gain = jnp.minimum(moved * advantages, clipped * advantages)
+    else:
+        targets, advantages, _ = judge(args, log_probs, values, batch, gamma=gamma)
+        gain = advantages * log_prob
     return {
-        "policy_loss": -advantages * log_prob,
+        "policy_loss": -gain,
         "value_loss": 0.5 * (values[:, :-1] - targets) ** 2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
         "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
@@ -498,8 +524,8 @@ def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: Seq
     return Memory(reward_filter, replay, written), join([new, old])
 
 
-def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array) -> tuple[Inputs, Batch]:
-    """The unrolls of games int32 [B], batch axis first."""
+def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
+    """The unrolls of games int32 [B], batch axis first; without a key, without augmentation and dropout."""
     steps = jnp.arange(args.num_steps + 1)
     time, env = steps[None, :-1], games[:, None]
 
@@ -510,16 +536,33 @@ def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array)
         frames=unrolls.frames.stack(steps[None], env),
         first=unrolls.frames.first[steps[None], env],
         core=jax.tree.map(lambda x: x[0, games], unrolls.core),
-        keys=jax.vmap(keys_of)(games) if args.augment or args.dropout else None,
+        keys=jax.vmap(keys_of)(games) if key is not None and (args.augment or args.dropout) else None,
     )
     return inputs, jax.tree.map(lambda x: x[time, env], unrolls.batch)
 
 
+def judge_all(args: Args, agent: Agent, params: dict, unrolls: Unrolls, *, gamma) -> Unrolls:
+    """The unrolls and what V-trace makes of them by these parameters, advantages normalised over all."""
+
+    def some(games):
+        inputs, batch = minibatch_of(args, unrolls, games, None)
+        return judge(args, *forward(agent, params, inputs, inputs.frames[:, :-1]), batch, gamma=gamma)
+
+    done = unrolls.batch.done
+    games = jnp.arange(done.shape[1]).reshape(args.num_minibatches, -1)  # in no more memory than a minibatch takes
+    judged = jax.tree.map(lambda x: x.reshape(-1, len(done)).T, jax.lax.map(some, games))
+    mean, var = shaping.masked_moments(judged.advantages, ~done)
+    judged = judged._replace(advantages=(judged.advantages - mean) / jnp.sqrt(var + 1e-8))
+    return unrolls._replace(batch=unrolls.batch._replace(judged=judged))
+
+
 def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, rates, key):
-    """Epochs of minibatches, V-trace anew in each; returns parameters, the optimiser's state and the last epoch's mean
-    metrics. Rates: learning rate, entropy coefficient and discount, float32 []."""
+    """Epochs of minibatches; returns parameters, the optimiser's state and the last epoch's mean metrics. Rates:
+    learning rate, entropy coefficient and discount, float32 []."""
     tx = make_optimizer(args)
     learning_rate, ent_coef, gamma = rates
+    if args.clip_coef:
+        unrolls = judge_all(args, agent, state.params, unrolls, gamma=gamma)
     objective = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
 
     def minibatch(learner, key, games):

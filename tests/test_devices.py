@@ -28,7 +28,9 @@ SCRIPTS = {
     trpo: {k: v for k, v in ACTOR_CRITIC.items() if k not in ("update_epochs", "learning_rate")} | {
         "num_steps": 8, "fisher_fraction": 1.0, "value_epochs": 1, "total_timesteps": 120,
     },
-    impala: ACTOR_CRITIC | {"num_steps": 8, "deterministic": True, "core": "lstm", "total_timesteps": 120},
+    impala: ACTOR_CRITIC | {
+        "num_steps": 8, "deterministic": True, "core": "lstm", "clip_coef": 0.2, "total_timesteps": 120,
+    },
     # Which samples are drawn depends on the device: what does not is how the games are played.
     apex: {
         "num_envs": 8, "num_steps": 16, "buffer_size": 512, "learning_starts": 300, "batch_size": 16, "n_step": 3,

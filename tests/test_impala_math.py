@@ -120,6 +120,40 @@ def test_loss_equals_the_sums_by_hand(core):
             np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
+def test_clipped_loss_keeps_what_vtrace_said_before_the_update():
+    """By hand: V-trace by the parameters from before, its advantages normalised over the batch, and PPO's surrogate."""
+    args = make_args(clip_coef=0.2, rho_bar=0.9, c_bar=0.8, pg_rho_bar=0.7, vtrace_lambda=0.95, dropout=0.5)
+    agent, rng = impala.make_agent(args), np.random.default_rng(0)
+    unrolls, before = random_unrolls(rng, args), devices.run_once(impala.initial_state, args, agent).params
+    after = jax.tree.map(lambda x: x + normal(rng, *x.shape, scale=0.1), before)
+    unrolls = jax.jit(partial(impala.judge_all, args, agent, gamma=0.9))(before, unrolls)
+    old, new = outputs(agent, before, unrolls), outputs(agent, after, unrolls)
+    kept, actions = ~unrolls.batch.done, unrolls.batch.actions[..., None]
+    acted, log_prob, moved = (
+        np.take_along_axis(np.asarray(jax.nn.log_softmax(x)), actions, axis=-1)[..., 0]
+        for x in (unrolls.batch.logits, old[0], new[0])
+    )
+    targets, advantages = np.zeros((2, STEPS, NUM_ENVS))
+    for n in range(NUM_ENVS):
+        game = jax.tree.map(lambda x: x[:, n], unrolls.batch)  # noqa: B023
+        ends = game.terminated, game.done
+        ratio = (log_prob - acted)[:, n]
+        targets[:, n], advantages[:, n] = oracle.vtrace(args, ratio, game.rewards, old[1][:, n], *ends, 0.9)
+    advantages = (advantages - advantages[kept].mean()) / advantages[kept].std()
+    judged = unrolls.batch.judged
+    np.testing.assert_allclose(judged.targets[kept], targets[kept], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(judged.advantages[kept], advantages[kept], rtol=1e-3, atol=1e-3)
+    inputs, batch = minibatch_of(args, unrolls)
+    without_dropout = inputs._replace(keys=None), batch
+    parts = jax.jit(partial(impala.loss, args, agent, gamma=0.9, ent_coef=0.02))(after, without_dropout)
+    ratio = np.exp(moved - log_prob)
+    assert (np.abs(ratio - 1)[kept] > 0.2).any()
+    want = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages)
+    np.testing.assert_allclose(parts["policy_loss"].T[kept], want[kept], rtol=2e-3, atol=2e-3)
+    want = (new[1][:-1] - targets) ** 2 / 2
+    np.testing.assert_allclose(parts["value_loss"].T[kept], want[kept], rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
