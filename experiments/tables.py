@@ -202,8 +202,8 @@ def beside() -> list[str]:
             "their steps": millions(steps), "our steps": millions(step),
             "link": f"[{row['what']}](../{where.relative_to(records.ROOT)})",
         })  # fmt: skip
-    columns = {"": "link", "published": "published", "ours": "ours", "at steps, published": "their steps"}
-    columns |= {"ours ": "our steps", "our seeds": "seeds", "why they differ": "why"}
+    columns = {"": "link", "published": "published", "ours": "ours", "their steps": "their steps"}
+    columns |= {"our steps": "our steps", "our seeds": "seeds", "why they differ": "why"}
     return table(rows, {title: lambda row, name=name: row[name] for title, name in columns.items()})
 
 
