@@ -172,6 +172,14 @@ class TrainState(NamedTuple):
     updates: jax.Array  # int32 []: the parameters' version
 
 
+class Judged(NamedTuple):
+    """What V-trace makes of steps, constants to the gradient."""
+
+    targets: jax.Array
+    advantages: jax.Array
+    log_prob: jax.Array  # of the action, by the policy that was looked at
+
+
 class Batch(NamedTuple):
     """Steps to learn from: of unrolls of N games [T, N]; in a minibatch B of them, [B, T]."""
 
@@ -180,15 +188,7 @@ class Batch(NamedTuple):
     rewards: jax.Array
     terminated: jax.Array
     done: jax.Array  # EnvPool resets here, this step is no transition
-    judged: "Judged | None" = None  # with clip_coef, in an update
-
-
-class Judged(NamedTuple):
-    """What V-trace makes of these steps, constants to the gradient."""
-
-    targets: jax.Array
-    advantages: jax.Array
-    log_prob: jax.Array  # of the action, by the policy that was looked at
+    judged: Judged | None = None  # with clip_coef, in an update
 
 
 class Unrolls(NamedTuple):

@@ -11,16 +11,15 @@ that compiling counts; with all levels, training levels are unseen ones too. The
 those that end in the same step, one. Started again it makes the runs that are missing in its CSV file.
 """
 
+import contextlib
 import re
 import shlex
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ import numpy as np
 import tyro
 
 import evaluate
+import ppo_procgen as ppo
 from benchmarks import records
 from common import envs, files, runs
 from experiments import plot, tables, trials
@@ -98,22 +98,27 @@ def play_theirs(args: Args, folder: Path) -> list[Point]:
     return points
 
 
+def read_flags(flags: str) -> dict:
+    """What flags of ppo_procgen.py change of its defaults; raises UsageError if they make no sense."""
+    given = tyro.cli(ppo.Args, args=shlex.split(flags))
+    runs.check_args(given, ppo.SCRIPT)
+    return {field.name: getattr(given, field.name) for field in fields(given)
+            if getattr(given, field.name) != field.default}  # fmt: skip
+
+
 def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
     """Our curve, a point for each update."""
-    words = [*shlex.split(flags), "--env-id", args.env_id, "--seed", str(args.seed), "--eval-episodes", "0"]
-    words += ["--total-timesteps", str(FOREVER), "--wandb-mode", "disabled", "--run-dir", str(folder)]
-    begun = time.time()
-    with (folder / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "ppo_procgen.py", *words], cwd=records.ROOT, stdout=errors, stderr=errors
-        )
-        try:
-            process.wait(60 * args.minutes)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-        finally:
-            process.kill()
+    own = {"env_id": args.env_id, "seed": args.seed, "eval_episodes": 0, "total_timesteps": FOREVER}
+    stopping, begun = threading.Event(), time.time()
+    clock = threading.Timer(60 * args.minutes, stopping.set)
+    clock.start()
+    try:
+        with files.take(folder) as lock, contextlib.suppress(trials.Stopped):
+            trials.run(f"{ppo.SCRIPT}.py", read_flags(flags) | own, folder, lock, stopping)
+    except RuntimeError as error:
+        raise files.FailedError(f"ours, {flags}: {error}") from None
+    finally:
+        clock.cancel()
     lines = trials.read_metrics(trials.find_run(folder))
     names = "time", "global_step", "charts/episodic_return"
     points = [Point(line[names[0]] - begun, line[names[1]], line[names[2]]) for line in lines if names[2] in line]
@@ -134,13 +139,8 @@ def compare(rows: list[dict]) -> list[dict]:
     table = []
     for name, curve in curves.items():
         seconds, step, mean_return = curve[-1]
-        row = {
-            "run": name,
-            "minutes": f"{seconds / 60:.1f}",
-            "steps": f"{step:,.0f}",
-            "steps/s": f"{step / seconds:.0f}",
-        }
-        row["return at the end"] = f"{mean_return:.2f}"
+        row = {"run": name, "minutes": f"{seconds / 60:.1f}", "steps": f"{step:,.0f}"}
+        row |= {"steps/s": f"{step / seconds:.0f}", "return at the end": f"{mean_return:.2f}"}
         _, steps, returns = zip(*curve, strict=True)
         table.append(row | {f"after {common:,.0f} steps": f"{np.interp(common, steps, returns):.2f}"})
     return table
@@ -167,8 +167,9 @@ def main(args: Args) -> None:
     runs.check_limits(args, {"minutes": (0.1, 10_000), "seed": (0, runs.MAX_SEED)})
     envs.check_game(args.env_id)
     runs.check(Path(args.script).is_file(), f"SCRIPT {args.script}: no such file, give CleanRL's ppo_procgen.py")
-    out = Path(args.out)
     plot.check_out(args.out)
+    read_flags(args.flags)
+    out = Path(args.out)
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}
     for name, flags in settings.items():

@@ -10,8 +10,10 @@ import os
 import shlex
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Literal
 
 import tyro
@@ -44,11 +46,9 @@ SETTINGS = {
     "published": PUBLISHED,
     "--method ppo": "--method ppo",
 }
-
-
 TASKS = ("Pull-Right-Pull", "Lever-Right-Pull", "Round-Left-Push")
-# What a step of physics might do without. The first is what it does.
 Disable = mujoco.mjtDisableBit
+# What a step of physics might do without: MuJoCo's options. The first is what it does.
 PHYSICS = {
     "as it is": {},
     "no contacts": {"disableflags": Disable.mjDSBL_CONTACT},
@@ -128,6 +128,17 @@ def speed(task: str, args: Args) -> dict:
     }
 
 
+@contextmanager
+def changed(option: mujoco.MjOption, changes: dict):
+    """A model's options changed for a while; flags are added to those that are set."""
+    kept = {name: getattr(option, name) for name in changes}
+    for name, value in changes.items():
+        setattr(option, name, kept[name] | value if name == "disableflags" else value)
+    yield
+    for name, value in kept.items():
+        setattr(option, name, value)
+
+
 def physics(task: str, args: Args) -> list[dict]:
     """Microseconds of `mj_step` on one thread where a script's hook comes to a handle, turns it and opens the door."""
     doors = doorgym.make_vec(task, args.num_envs, 1, 1, num_worlds=args.num_envs, action_repeat=4)
@@ -139,22 +150,16 @@ def physics(task: str, args: Args) -> list[dict]:
         doors.step(actions)
     models = [doors.models[world] for world in doors._world]
     data, times = mujoco.MjData(models[0]), {}
-    for _ in range(args.rounds):
-        for name, options in PHYSICS.items():
-            for decision, (states, actions) in starts.items():
-                seconds = 0.0
-                for model, state, action in zip(models, states, actions, strict=True):
-                    kept = {option: getattr(model.opt, option) for option in options}
-                    for option, value in options.items():
-                        setattr(model.opt, option, value | kept[option] if option == "disableflags" else value)
-                    mujoco.mj_setState(model, data, state, mujoco.mjtState.mjSTATE_FULLPHYSICS)
-                    data.ctrl[:], data.qacc_warmstart[:] = action, 0
-                    start = time.perf_counter()
-                    mujoco.mj_step(model, data, 80)
-                    seconds += time.perf_counter() - start
-                    for option, value in kept.items():
-                        setattr(model.opt, option, value)
-                times.setdefault((name, decision), []).append(1e6 * seconds / (80 * len(models)))
+    for _, name, decision in product(range(args.rounds), PHYSICS, starts):
+        seconds = 0.0
+        for model, state, action in zip(models, *starts[decision], strict=True):
+            mujoco.mj_setState(model, data, state, mujoco.mjtState.mjSTATE_FULLPHYSICS)
+            data.ctrl[:], data.qacc_warmstart[:] = action, 0
+            with changed(model.opt, PHYSICS[name]):
+                start = time.perf_counter()
+                mujoco.mj_step(model, data, 80)
+                seconds += time.perf_counter() - start
+        times.setdefault((name, decision), []).append(1e6 * seconds / (80 * len(models)))
     doors.close()
     return [
         {"task": task, "physics": name}
@@ -220,10 +225,7 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
 
 def main(args: Args) -> None:
     tables = {
-        "speed": (
-            "",
-            lambda: [speed(task, args) for task in TASKS],
-        ),
+        "speed": ("", lambda: [speed(task, args) for task in TASKS]),
         "physics": ("_physics", lambda: [row for task in TASKS[:2] for row in physics(task, args)]),
         "update": ("_update", lambda: [update_seconds(*setting, args.updates) for setting in SETTINGS.items()]),
     }

@@ -7,6 +7,7 @@ python -m experiments.tables --check   # fails if a table is not that of its fil
 import csv
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ def rnd() -> list[str]:
 
 
 def doors() -> list[str]:
-    columns = {"setting": lambda row: row["setting"]}
+    columns = {"setting": itemgetter("setting")}
     columns |= {"weights that learn": number("weights that learn"), "decisions": number("decisions")}
     columns |= {"gradient steps": number("gradient steps"), "physics and inference": number("rollout s", ".1f", " s")}
     columns |= {"update": number("update s", ".1f", " s"), "decisions/s": number("decisions/s")}
@@ -197,14 +198,12 @@ def beside() -> list[str]:
             theirs, steps = f"{np.interp(step, *curve):.2f}", f"{step}"
         where = (STUDIES / row["file"]).parent
         where = where / ("" if (where / "README.md").exists() else Path(row["file"]).name)
-        rows.append(row | {
-            "published": theirs, "ours": f"{ours:.2f}", "seeds": str(seeds),
-            "their steps": millions(steps), "our steps": millions(step),
-            "link": f"[{row['what']}](../{where.relative_to(records.ROOT)})",
+        rows.append({
+            "": f"[{row['what']}](../{where.relative_to(records.ROOT)})", "published": theirs, "ours": f"{ours:.2f}",
+            "their steps": millions(steps), "our steps": millions(step), "our seeds": str(seeds),
+            "why they differ": row["why"],
         })  # fmt: skip
-    columns = {"": "link", "published": "published", "ours": "ours", "their steps": "their steps"}
-    columns |= {"our steps": "our steps", "our seeds": "seeds", "why they differ": "why"}
-    return table(rows, {title: lambda row, name=name: row[name] for title, name in columns.items()})
+    return table(rows, {name: itemgetter(name) for name in rows[0]})
 
 
 def millions(steps: str | float) -> str:

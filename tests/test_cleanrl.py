@@ -53,6 +53,7 @@ def test_bad_input_gets_one_sentence(args, tmp_path, capfd):
     assert_refused(cleanrl, [tmp_path / "none.py"], capfd, "SCRIPT", "none.py")
     assert_refused(cleanrl, [args.script, "--env-id", "golf"], capfd, "golf", "bigfish")
     assert_refused(cleanrl, [args.script, "--minutes", 0], capfd, "--minutes 0")
+    assert_refused(cleanrl, [args.script, "--flags=--num-envs 0"], capfd, "--num-envs 0")
     none = tmp_path / "python"
     assert_refused(cleanrl, [args.script, "--python", none, *out], capfd, f"--python {none}")
     (tmp_path / "theirs.py").write_text("raise ImportError('no gym')")

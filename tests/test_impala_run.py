@@ -259,12 +259,12 @@ def test_sigterm_while_the_learner_waits(train, resume, whole, monkeypatch):
 FLAGS = {
     "sticky_actions": 0.5, "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5,
     "normalize_rewards": True, "encoder": "impala", "width": 2, "pool": "avg", "dtype": "bfloat16", "hidden": 8,
-    "core": "lstm",
-    "num_actors": 1, "num_envs": 8, "num_steps": 8, "update_epochs": 1, "num_minibatches": 1, "replay_fraction": 0.5,
-    "replay_size": 4, "learning_rate": "0:0.003,1000:0.001", "gamma": "0.5", "rho_bar": 0.5, "c_bar": 0.5,
-    "pg_rho_bar": 0.5, "vtrace_lambda": 0.5, "clip_coef": 0.2, "vf_coef": 0.1, "ent_coef": "0.1", "max_grad_norm": 0.01,
-    "optimizer": "rmsprop", "adam_eps": 0.1, "l2": 0.1, "seed": 2, "dropout": 0.5, "augment": "translate",
-    "augment_prob": 1.0, "augment_mode": "drac", "drac_coef": 0.5, "restart_every": 16, "num_devices": 1,
+    "core": "lstm", "num_actors": 1, "num_envs": 8, "num_steps": 8, "update_epochs": 1, "num_minibatches": 1,
+    "replay_fraction": 0.5, "replay_size": 4, "learning_rate": "0:0.003,1000:0.001", "gamma": "0.5", "rho_bar": 0.5,
+    "c_bar": 0.5, "pg_rho_bar": 0.5, "vtrace_lambda": 0.5, "clip_coef": 0.2, "vf_coef": 0.1, "ent_coef": "0.1",
+    "max_grad_norm": 0.01, "optimizer": "rmsprop", "adam_eps": 0.1, "l2": 0.1, "seed": 2, "dropout": 0.5,
+    "augment": "translate", "augment_prob": 1.0, "augment_mode": "drac", "drac_coef": 0.5, "restart_every": 16,
+    "num_devices": 1,
 }  # fmt: skip
 # Tested elsewhere: these let the clock in, or say where things are.
 ELSEWHERE = {"deterministic", "max_lag", "actor_devices"}
