@@ -15,14 +15,16 @@ TRAIN ?= --env-id coinrun --frame-stack 1 --encoder nature --width 1 --pool flat
 	--eval-every 100000 --eval-episodes 256
 ARGS ?=
 
-.PHONY: train test docs torture gpu-plan gpu-plan-test constraints
+.PHONY: train test test-all docs torture gpu-plan gpu-plan-test constraints
 train: .venv/with-$(EXTRA)
 	.venv/bin/python ppo_procgen.py $(TRAIN) $(ARGS)
 
-test: .venv/with-dev
+# The tests that a change must pass, in a quarter of an hour on two cores; test-all has the slow ones too.
+test: SELECT = -m "not slow"
+test test-all: .venv/with-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 5
+	.venv/bin/python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 5 $(SELECT)
 
 # The docs as a site, in site/.
 docs: .venv/with-docs

@@ -22,13 +22,14 @@ from experiments import trials
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
+COMPILE_SOONER = "--xla_cpu_use_fusion_emitters=false"  # by a third; what is compiled is as fast
 # Also for the processes that tests start: what one has compiled, however short that took, no other compiles again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 runs.set_up_jax()
 # More devices than most tests use, on however many cores; the processes that tests start have as many.
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count=4 {COMPILE_SOONER}"
 jax.config.update("jax_num_cpu_devices", 4)
 gc.set_threshold(100_000, 20, 20)  # what JAX keeps is much to look through, and little of it is ever free
 
@@ -149,8 +150,8 @@ class Enough(Exception):
 
 
 def programs(script, args):
-    """What a script computes, without computing it: the text of each jitted function as it is compiled, and the numbers
-    that the host gives to them, by thread, until its second update. Nothing is compiled; what they return is zeros."""
+    """What a script computes, without computing it: text and constants of each jitted function, and the numbers that
+    the host gives to them, by thread, until its second update. Nothing is compiled; what they return is zeros."""
     log, updates = {}, []
 
     def stand_in(name, function):
@@ -168,8 +169,9 @@ def programs(script, args):
             shapes = tuple((x.shape, str(x.dtype)) if hasattr(x, "shape") else str(x) for x in leaves)
             key = jax.tree.structure(given), shapes
             if key not in texts:
-                lowered = function.lower(*given)
-                texts[key] = lowered.as_text(), lowered.out_info
+                traced = function.trace(*given)
+                constants = [np.asarray(x).tobytes() for x in traced.jaxpr.consts]
+                texts[key] = (str(traced.jaxpr), constants), traced.out_info
             numbers = [x.tobytes() if isinstance(x, np.ndarray) else x for x in leaves if not isinstance(x, jax.Array)]
             own.append((name, texts[key][0], [x for x in numbers if isinstance(x, (bytes, int, float))]))
             return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), texts[key][1])

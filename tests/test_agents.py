@@ -93,6 +93,7 @@ def bigfish(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_an_agent_goes_to_the_hub_with_a_card(bigfish, tmp_path, hub, capfd):
     (bigfish / "README.md").write_text("mine")
     runs.cli(evaluate.Args, evaluate.main, [str(bigfish), "--episodes", "2", "--push-to-hub", "me/bigfish"])

@@ -473,7 +473,10 @@ def chain(rng, steps):
     return rows["frames"], rows["actions"].astype(np.int32), steps
 
 
-@pytest.mark.parametrize(("atoms", "quantiles"), [(1, 0), (31, 0), (99, 4)])
+@pytest.mark.parametrize(
+    ("atoms", "quantiles"),
+    [(31, 0), pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(99, 4, marks=pytest.mark.slow)],
+)
 def test_known_values_are_learnt(atoms, quantiles):
     args = make_args(
         num_actors=1, num_steps=400, buffer_size=400 * GAMES, n_step=1, num_atoms=atoms, v_min=-1, v_max=4, gamma=0.9,

@@ -103,6 +103,7 @@ def test_actors_with_devices_of_their_own_play_the_same(train, uninterrupted, mo
     assert homes == [[jax.devices()[3], jax.devices()[2]]]
 
 
+@pytest.mark.slow
 def test_a_buffer_in_the_hosts_memory(train, uninterrupted):
     """The games are the same until something is learnt, on two devices; and a resumed run is one that was not stopped,
     also where the buffer comes from and goes to the devices."""
@@ -118,6 +119,7 @@ def test_a_buffer_in_the_hosts_memory(train, uninterrupted):
     assert read_metrics(moved)[-1]["charts/updates"] == int(0.5 * (read_metrics(moved)[-1]["global_step"] - 100) / 16)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_disturb_training(train, uninterrupted):
     evaluated = read_metrics(train(eval_every=200, eval_episodes=2).path)
     assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
@@ -160,6 +162,7 @@ def test_updates_follow_the_replay_ratio(uninterrupted):
         assert line["charts/updates"] == int(0.5 * max(line["global_step"] - 100, 0) / 16)
 
 
+@pytest.mark.slow
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
     with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
         train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
@@ -191,6 +194,7 @@ def test_every_flag_is_in_a_test():
     assert names - SHARED_FLAGS <= set(FLAGS) | ELSEWHERE <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path):
     flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})
@@ -198,6 +202,7 @@ def test_every_flag_changes_something(flag, tmp_path):
     assert_flag_matters(apex, flags, change, whole=flag in HOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay_device", ["device", "host"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, replay_device):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""

@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, assert_one_sentence, flags_of, read_metrics, record_homes, start, wait_for
+from conftest import COMPILE_SOONER, TINY, assert_one_sentence, flags_of, read_metrics, record_homes, start, wait_for
 
 import apex_procgen as apex
 import hnppo_doorgym as hnppo
@@ -77,7 +77,10 @@ def read_programs(script, monkeypatch):
     return texts
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(x, id=x.SCRIPT, marks=() if x in (ppo, apex) else pytest.mark.slow) for x in SCRIPTS],
+)
 def test_one_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
     """To float32 rounding; and no program gathers what is on another device, such as its frames."""
     one, lines = train(script, tmp_path, **SCRIPTS[script] | {"num_devices": 1})
@@ -152,6 +155,7 @@ def test_a_run_that_goes_on_with_other_devices_says_so(tmp_path, capfd):
     assert read_metrics(path)[-1]["global_step"] >= 500
 
 
+@pytest.mark.slow
 def test_actors_have_devices_of_their_own(tmp_path, monkeypatch):
     """They play the same there."""
     homes = record_homes(monkeypatch)
@@ -167,7 +171,7 @@ def test_actors_have_devices_of_their_own(tmp_path, monkeypatch):
 
 def on_two_hosts(script, flags):
     """The same script in two processes, with a device each."""
-    one = "--xla_force_host_platform_device_count=1"
+    one = f"--xla_force_host_platform_device_count=1 {COMPILE_SOONER}"
     command = [f"{script.SCRIPT}.py", *flags_of(flags), "--distributed"]
     return [start(*command, XLA_FLAGS=one, **variables) for variables in variables_of_hosts(2)]
 
@@ -201,6 +205,7 @@ def test_two_hosts_stop_go_on_and_train_as_one_with_two_devices(tmp_path):
     assert [line["losses/loss"] for line in lines] == [line["losses/loss"] for line in read_metrics(path)]
 
 
+@pytest.mark.slow
 def test_two_hosts_with_actors_train_as_one_with_two_devices(tmp_path):
     """IMPALA, in lock-step."""
     finish(on_two_hosts(impala, HOSTS[impala] | {"run_dir": tmp_path / "hosts"}))
@@ -209,6 +214,7 @@ def test_two_hosts_with_actors_train_as_one_with_two_devices(tmp_path):
     assert_close(saved["state"], checkpoints.load(path)[1]["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_is_killed_ends_the_others(victim, tmp_path):
     hosts = on_two_hosts(ppo, HOSTS[ppo] | {"run_dir": tmp_path, "total_timesteps": 10**6})

@@ -74,6 +74,7 @@ def test_the_example_of_a_fork_trains(tmp_path):
     assert last[0]["losses/policy_loss"] != last[1]["losses/policy_loss"]
 
 
+@pytest.mark.slow
 def test_the_tour_runs(tmp_path):
     """All cells of the notebook, one after the other, each as it shows what its last line says."""
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]

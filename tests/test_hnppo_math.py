@@ -353,7 +353,7 @@ def test_noise_has_its_color_and_variance_one(color):
     assert p > 1e-3
 
 
-@pytest.mark.parametrize("method", ["hnppo", "all generated", "ppo"])
+@pytest.mark.parametrize("method", ["hnppo", "all generated", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_learns_which_action_is_rewarded(method):
     """Rewards for actions near one that depends on the observation's sign: the mean action finds it."""
     rate = {"learning_rate": 0.01} if method == "ppo" else {}

@@ -163,7 +163,7 @@ def test_penalty_is_what_beta_zero_lacks(train):
     assert not any("losses/penalty" in line for line in lines)
 
 
-@pytest.mark.parametrize("method", ["ppo", "finetune"])
+@pytest.mark.parametrize("method", [pytest.param("ppo", marks=pytest.mark.slow), "finetune"])
 def test_other_methods(tmp_path, method):
     """Two tasks, then evaluate.py: from scratch, the first one has a policy of its own; otherwise there is but one."""
     args = hn.Args(**PLAIN | {"method": method, "task_timesteps": 256, "eval_every": 0, "run_dir": str(tmp_path)})
@@ -291,6 +291,7 @@ def test_every_flag_is_in_a_test():
     assert {f.name for f in fields(hn.Args)} == set(FLAGS) | ELSEWHERE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path):
     flags = (PLAIN if flag == "method" else TINY) | {"run_dir": str(tmp_path)}

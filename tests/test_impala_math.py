@@ -158,7 +158,7 @@ def test_clipped_loss_keeps_what_vtrace_said_before_the_update():
     ("size", "flags"),
     [
         (3, {"dropout": 0.5, "augment": "translate", "augment_mode": "drac", "drac_coef": 1}),
-        (4, {"core": "lstm", "augment": "flip"}),
+        pytest.param(4, {"core": "lstm", "augment": "flip"}, marks=pytest.mark.slow),
     ],
 )
 def test_gradient_does_not_depend_on_chunks_and_devices(size, flags, monkeypatch):
@@ -204,6 +204,7 @@ def test_the_value_after_the_last_step_is_a_constant_and_of_the_core_there():
     assert not slopes[:, -1].any()
 
 
+@pytest.mark.slow
 def test_augmentation_is_of_the_learners_frames_or_a_regulariser():
     args = make_args()
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(2), args)

@@ -225,6 +225,7 @@ def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch
         train(**STATEFUL)
 
 
+@pytest.mark.slow
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
     with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
         train(checkpoint_every=1000, total_timesteps=10_000)
@@ -281,6 +282,7 @@ def test_every_flag_is_in_a_test():
     assert names - SHARED_FLAGS <= set(FLAGS) | ELSEWHERE <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path):
     flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})
@@ -288,6 +290,7 @@ def test_every_flag_changes_something(flag, tmp_path):
     assert_flag_matters(impala, flags, change, whole=flag in HOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, core):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
@@ -297,6 +300,7 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, core):
     assert "eval/test_levels/mean_return" in lines[-1]
 
 
+@pytest.mark.slow
 def test_two_thousand_frames(tmp_path):
     """As a user types it: W&B, evaluation, video, SIGTERM, --resume, which equals a run that was not stopped, then
     evaluate.py."""

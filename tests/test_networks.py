@@ -153,7 +153,10 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), [("nature", 5), *[(name, 32) for name in GRADIENTS]])
+@pytest.mark.parametrize(("name", "size"), [
+    ("nature", 5), *[(name, 32) for name in GRADIENTS if name != "separable"],
+    pytest.param("separable", 32, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
     """Over four devices (one where they have no even share), against what one accelerator computes."""
     rng = np.random.default_rng(0)

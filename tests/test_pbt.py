@@ -30,6 +30,7 @@ def read_rows(out):
         return {(int(row["member"]), int(row["generation"])): row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
     (tmp_path / "work/1_thesis").mkdir(parents=True)
     process = start(*STUDY, "--out", tmp_path)

@@ -296,7 +296,7 @@ def test_predictor_learns_the_target_and_nothing_else_does():
     np.testing.assert_allclose(parts["rnd_loss"], error[weight[:, 0]].mean(), rtol=1e-3)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
     tiny = make_tiny(rnd_coef=0.5, rnd_normalize=normalize)
     params, steps, past = tiny.state.params, tiny.steps, len(tiny.carry.history)
@@ -345,7 +345,7 @@ def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
     np.testing.assert_allclose(metrics["losses/rnd_loss"], want[kept].mean(), rtol=1e-3)  # on the same frames
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
+@pytest.mark.parametrize("core", [pytest.param("none", marks=pytest.mark.slow), "lstm"])
 def test_same_parameters_give_the_probabilities_that_acted(core):
     """What the learner rebuilds of real games (stacks, ages, cores) is what was acted on: all ratios are 1."""
     args = ppo.Args(

@@ -234,6 +234,7 @@ def shell(script, *words, **variables):
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_slurm_goes_on_after_preemption(tmp_path):
     """The signal before the end of a task's time writes a checkpoint; queued again, the task resumes, exactly."""
     flags = TINY | {"total_timesteps": 256 * 12, "checkpoint_every": 256}
@@ -264,6 +265,7 @@ def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
     assert refused.returncode == 2
 
 
+@pytest.mark.slow
 def test_all_games_come_to_one_number(tmp_path):
     """Killed within the first game, it goes on, and scores by the competition's constants; then it only scores."""
     words = ["all_games.sh", "ppo_procgen.py", *flags_of(TINY | {"eval_episodes": 4})]

@@ -143,6 +143,7 @@ def test_a_failing_actor_stops_the_run_with_a_checkpoint(train, resume, whole, t
     assert_same_run(whole.path, resume(run_dir, **whole.flags))
 
 
+@pytest.mark.slow
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
     with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
         train(checkpoint_every=1000, total_timesteps=10_000)
@@ -150,6 +151,7 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, ASYNC], ids=["sync", "async"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
@@ -158,6 +160,7 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
     assert "losses/policy_loss" in read_metrics(path)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [ASYNC], indirect=True, ids=["async"])
 def test_an_actor_with_a_device_of_its_own_plays_the_same(train, whole, monkeypatch):
     """The learner has the first two of four devices, and the actor the last."""
@@ -286,6 +289,7 @@ def test_a_replay_is_the_same_game_in_colour():
         assert np.corrcoef(one.ravel(), other.ravel())[0, 1] > 0.98
 
 
+@pytest.mark.slow
 def test_two_thousand_frames(tmp_path, capfd):
     """As a user types it: W&B, a map of the rooms, SIGTERM, --resume, which equals a run that was not stopped, then
     evaluate.py."""
@@ -370,6 +374,7 @@ class Still:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path, monkeypatch):
     if flag not in HOST:

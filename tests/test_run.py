@@ -110,6 +110,7 @@ def test_every_flag_is_in_a_test():
     assert {f.name for f in fields(ppo.Args)} == set(FLAGS) | ELSEWHERE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path):
     flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})
@@ -143,6 +144,7 @@ def interrupt(tmp_path, number, after):
     return next(tmp_path.iterdir()), process.returncode, output
 
 
+@pytest.mark.slow
 def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path, long_run):
     run_dir, code, output = interrupt(tmp_path, signal.SIGTERM, after=1)
     assert code == 0, output

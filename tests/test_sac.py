@@ -248,8 +248,13 @@ def test_the_encoder_learns_from_the_critics_alone():
 
 @pytest.mark.parametrize(
     "cures",
-    [{}, CURES, {"autotune": True, "alpha": 0.1, "alpha_learning_rate": 0.05}],
-    ids=["plain", "cures", "autotune"],
+    [
+        pytest.param(CURES, id="cures"),
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param(
+            {"autotune": True, "alpha": 0.1, "alpha_learning_rate": 0.05}, id="autotune", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_known_values_are_learnt(cures):
     """Three rooms in a row, of which `chain` says what they pay; the temperature is low enough not to matter. Or it is
@@ -316,6 +321,7 @@ def test_same_seed_and_a_resume_give_the_same_run(train, monkeypatch, capfd):
     runs.cli(evaluate.Args, evaluate.main, [str(whole), "--episodes", "2", "--levels", "test"])
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_not_saved_is_filled_again(train, capfd):
     half = train(save_replay=False, total_timesteps=300)
     assert "replay" not in checkpoints.load(half.path)[1]
@@ -328,6 +334,7 @@ def test_a_buffer_that_is_not_saved_is_filled_again(train, capfd):
     assert line["charts/updates"] > before["charts/updates"]
 
 
+@pytest.mark.slow
 def test_the_form_for_accelerators_trains_too(train, monkeypatch):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
@@ -354,6 +361,7 @@ def test_every_flag_is_in_a_test():
     assert names - SHARED_FLAGS <= set(FLAGS) | ELSEWHERE <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path):
     flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})

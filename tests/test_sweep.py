@@ -104,12 +104,15 @@ def test_a_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
 
 
 def first_of_its_kind():
-    """A file for each kind of game, of one script."""
+    """A file for each kind of game, of one script; Procgen's is quick."""
     files = {yaml.safe_load(path.read_text())["program"]: path for path in reversed(FILES)}
-    return [files[program] for program in SMALL]
+    return [
+        pytest.param(files[program], id=files[program].stem, marks=() if "procgen" in program else pytest.mark.slow)
+        for program in SMALL
+    ]
 
 
-@pytest.mark.parametrize("path", first_of_its_kind(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", first_of_its_kind())
 def test_a_file_runs(path, tmp_path, monkeypatch):
     """One short trial on the real game, and the objective under the name that the script logs."""
     monkeypatch.setattr(trials, "run", run_here)
@@ -196,6 +199,7 @@ def assert_ends(process, code=0):
     assert process.returncode == code, output
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_exactly(tmp_path):
     """kill -9 within a trial: started again, the sweep resumes that trial's run, exactly."""
     steps = 256 * 12
@@ -240,6 +244,7 @@ def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, 
     assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1
 
 
+@pytest.mark.slow
 def test_four_processes_share_a_study(quick, tmp_path):
     """Begun at the same time: each cell is run once, whoever takes it; one that fails is recorded, the others go on."""
     processes = [quick({"x": {"values": [*range(9)]}}, apart=True) for _ in range(4)]

@@ -122,10 +122,10 @@ def test_fisher_product_is_the_full_matrix_and_the_kl_divergences_hessian():
     np.testing.assert_allclose(got, matrix @ vector, rtol=1e-3, atol=1e-5 * np.abs(matrix @ vector).max())
 
 
-@pytest.mark.parametrize("encoder", [{"encoder": "nature"}, {"encoder": "impala"}], ids=str)
+@pytest.mark.parametrize("encoder", ["nature", pytest.param("impala", marks=pytest.mark.slow)])
 def test_fisher_product_is_the_same_in_plain_flax(encoder, monkeypatch):
     """Derivatives forward go through the networks' own forms of convolutions and pools, on a CPU and on a GPU."""
-    args = trpo.Args(**TINY | {"width": 1, "num_devices": 1} | encoder)
+    args = trpo.Args(**TINY | {"width": 1, "num_devices": 1, "encoder": encoder})
     network, rng = trpo.make_agent(args).policy, np.random.default_rng(0)
     frames = rng.integers(0, 256, (3, 64, 64, 6), np.uint8)
     frames[:, :, :32] = 0  # as most of some games: a ReLU is exactly 0 there
@@ -357,6 +357,7 @@ def test_same_seed_and_a_resume_give_the_same_run(train):
     assert_same_run(whole.path, resumed.path)
 
 
+@pytest.mark.slow
 def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
     """And evaluate.py plays it."""
     flags = TINY | STATEFUL | {"total_timesteps": 800, "eval_episodes": 2, "eval_every": 600}
@@ -382,6 +383,7 @@ def test_every_flag_is_in_a_test():
     assert names - SHARED_FLAGS <= set(FLAGS) <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path):
     flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)}
