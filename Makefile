@@ -19,7 +19,7 @@ ARGS ?=
 train: .venv/with-$(EXTRA)
 	.venv/bin/python ppo_procgen.py $(TRAIN) $(ARGS)
 
-# The tests that a change must pass, in a quarter of an hour on two cores; test-all has the slow ones too.
+# The tests that every change must pass; test-all has the slow ones too.
 test: SELECT = -m "not slow"
 test test-all: .venv/with-dev
 	.venv/bin/ruff check .

@@ -166,6 +166,7 @@ def test_a_failing_actor_stops_the_run_with_a_checkpoint(resume, whole, tmp_path
     assert_same_run(whole.path, resume(run_dir, **STATEFUL))
 
 
+@pytest.mark.slow
 def test_a_slow_game_starves_the_learner_and_it_shows(train, monkeypatch):
     slow_down(monkeypatch, lambda: 0.1)
     last = read_metrics(train(**FREE).path, clocks=True)[-1]

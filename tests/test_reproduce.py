@@ -66,6 +66,7 @@ def test_the_interval_is_students():
     assert np.isnan(reproduce.interval([1.0])).all()
 
 
+@pytest.mark.slow
 def test_a_table_is_made_and_not_made_twice(table, monkeypatch):
     """Published beside ours; a failure is recorded, a cell without a script stays, what is done is not run again."""
     apart = trials.run

@@ -336,6 +336,7 @@ def test_predictor_learns_from_a_random_quarter_of_the_bonus_frames(tinies, core
     assert set(np.concatenate([drawn for drawn, _ in seen]).tolist()) == set(range(T * GAMES))
 
 
+@pytest.mark.slow
 def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
     """Two states are visited again and again, a third is not: a known answer."""
     args = rnd.Args(**SMALL | {"hidden": 32})  # in which few units are dead

@@ -104,15 +104,13 @@ def test_a_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
 
 
 def first_of_its_kind():
-    """A file for each kind of game, of one script; Procgen's is quick."""
+    """A file for each kind of game, of one script."""
     files = {yaml.safe_load(path.read_text())["program"]: path for path in reversed(FILES)}
-    return [
-        pytest.param(files[program], id=files[program].stem, marks=() if "procgen" in program else pytest.mark.slow)
-        for program in SMALL
-    ]
+    return [files[program] for program in SMALL]
 
 
-@pytest.mark.parametrize("path", first_of_its_kind())
+@pytest.mark.slow
+@pytest.mark.parametrize("path", first_of_its_kind(), ids=lambda path: path.stem)
 def test_a_file_runs(path, tmp_path, monkeypatch):
     """One short trial on the real game, and the objective under the name that the script logs."""
     monkeypatch.setattr(trials, "run", run_here)

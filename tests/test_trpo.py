@@ -298,6 +298,7 @@ def test_advantages_and_targets_by_hand():
     np.testing.assert_allclose(metrics["losses/explained_variance"], 1 - unexplained, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_learner_sees_what_was_acted_on():
     """The old policy's divergence from itself, rebuilt from real frames, stacks and ages, is 0."""
 
