@@ -17,6 +17,12 @@ CASES = [(one, name) for one in ((script, 1) for script in gpu_plan.PROGRAMS) fo
 CASES += [(one, "update") for one in ((script, 8) for script in gpu_plan.PROGRAMS)] + [(("ppo", 8), "act")]
 
 
+def case(one, name):
+    """The large programs are slow, but PPO's."""
+    marks = pytest.mark.slow if name == "update" and one[0] != "ppo" else ()
+    return pytest.param(one, name, id=f"{one[0]}.{name} on {one[1]}", marks=marks)
+
+
 @pytest.fixture
 def place():
     """Puts shapes on one GPU."""
@@ -42,9 +48,7 @@ def test_every_script_and_program_is_named():
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("planned", "program"), CASES, indirect=["planned"], ids=[f"{script}.{name} on {n}" for (script, n), name in CASES]
-)
+@pytest.mark.parametrize(("planned", "program"), [case(*names) for names in CASES], indirect=["planned"])
 def test_program_is_one_for_gpus(planned, program):
     """It compiles, in bfloat16 and float32 as it should, without atomics on activations and at a size that fits; and
     GPUs have nothing in common but sums, of gradients and next to nothing else."""
