@@ -27,7 +27,8 @@ def steps_in(run_dir: str | Path) -> list[int]:
 def _orbax():
     import orbax.checkpoint as ocp  # late: it takes a second
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # its threads log what is raised here too
+    for late in ("absl", "asyncio"):  # its threads and its tasks log what is raised here too
+        logging.getLogger(late).setLevel(logging.CRITICAL)
     sys.unraisablehook = _ignore_late_threads
     options = ocp.options.MultiprocessingOptions()
     if jax.process_count() > 1:  # each host for itself
