@@ -13,13 +13,12 @@ those that end in the same step, one. Started again it makes the runs that are m
 
 import contextlib
 import re
-import shlex
 import subprocess
 import tempfile
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,23 +97,17 @@ def play_theirs(args: Args, folder: Path) -> list[Point]:
     return points
 
 
-def read_flags(flags: str) -> dict:
-    """What flags of ppo_procgen.py change of its defaults; raises UsageError if they make no sense."""
-    given = tyro.cli(ppo.Args, args=shlex.split(flags))
-    runs.check_args(given, ppo.SCRIPT)
-    return {field.name: getattr(given, field.name) for field in fields(given)
-            if getattr(given, field.name) != field.default}  # fmt: skip
-
-
 def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
     """Our curve, a point for each update."""
+    given, defaults = vars(records.read_flags(ppo, flags)), vars(ppo.Args())
+    changed = {name: value for name, value in given.items() if value != defaults[name]}
     own = {"env_id": args.env_id, "seed": args.seed, "eval_episodes": 0, "total_timesteps": FOREVER}
     stopping, begun = threading.Event(), time.time()
     clock = threading.Timer(60 * args.minutes, stopping.set)
     clock.start()
     try:
         with files.take(folder) as lock, contextlib.suppress(trials.Stopped):
-            trials.run(f"{ppo.SCRIPT}.py", read_flags(flags) | own, folder, lock, stopping)
+            trials.run(f"{ppo.SCRIPT}.py", changed | own, folder, lock, stopping)
     except RuntimeError as error:
         raise files.FailedError(f"ours, {flags}: {error}") from None
     finally:
@@ -168,7 +161,7 @@ def main(args: Args) -> None:
     envs.check_game(args.env_id)
     runs.check(Path(args.script).is_file(), f"SCRIPT {args.script}: no such file, give CleanRL's ppo_procgen.py")
     plot.check_out(args.out)
-    read_flags(args.flags)
+    records.read_flags(ppo, args.flags)
     out = Path(args.out)
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}

@@ -18,7 +18,6 @@ versions of a program.
 import contextlib
 import dataclasses
 import importlib.util
-import shlex
 import sys
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -391,11 +390,8 @@ PROGRAMS = {
 
 
 def read_flags(script: str, flags: str) -> Any:
-    """A script's Args from flags as on its command line; raises UsageError."""
-    module, _ = SCRIPTS[script]
-    args = tyro.cli(module.Args, args=shlex.split(flags))
-    runs.check_args(args, module.SCRIPT)
-    return args
+    """A script's Args, by its name here; raises UsageError."""
+    return records.read_flags(SCRIPTS[script][0], flags)
 
 
 def for_gpus(args: Any, count: int, scaling: str) -> Any:

@@ -7,7 +7,6 @@ python -m benchmarks.gpu_profile default --flags="--env-id starpilot"
 """
 
 import collections
-import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -111,8 +110,7 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
 
 
 def main(args: Args) -> None:
-    ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
-    runs.check_args(ppo_args, ppo.SCRIPT)
+    ppo_args = records.read_flags(ppo, args.flags)
     parts, rows = measure(ppo_args)
     named = {"setting": args.name}
     row = named | {name: f"{ms:.4g}" for name, ms in parts.items()} | {"flags": args.flags} | records.origin()

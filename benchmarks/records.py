@@ -1,18 +1,29 @@
-"""Where a number was measured, and how it is written down."""
+"""With what flags and where a number was measured, and how it is written down."""
 
 import csv
 import json
 import os
 import platform
+import shlex
 import subprocess
 from datetime import date
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import jax
+import tyro
 
-from common import devices, files
+from common import devices, files, runs
 
 ROOT = Path(__file__).parent.parent
+
+
+def read_flags(script: ModuleType, flags: str) -> Any:
+    """A script's Args from flags as on its command line; raises UsageError."""
+    args = tyro.cli(script.Args, args=shlex.split(flags))
+    runs.check_args(args, script.SCRIPT)
+    return args
 
 
 def machine() -> str:

@@ -7,7 +7,6 @@ python -m benchmarks.throughput small --flags="--width 1 --pool flatten --frame-
 """
 
 import resource
-import shlex
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -167,8 +166,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    ppo_args = tyro.cli(ppo.Args, args=shlex.split(args.flags))
-    runs.check_args(ppo_args, ppo.SCRIPT)
+    ppo_args = records.read_flags(ppo, args.flags)
     Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
     row |= {"flags": args.flags} | records.origin()

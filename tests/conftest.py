@@ -22,7 +22,7 @@ from experiments import trials
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
-COMPILE_SOONER = "--xla_cpu_use_fusion_emitters=false"  # by a third; what is compiled is as fast
+COMPILE_SOONER = "--xla_cpu_use_fusion_emitters=false"  # some programs by a third
 # Also for the processes that tests start: what one has compiled, however short that took, no other compiles again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

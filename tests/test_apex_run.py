@@ -224,7 +224,6 @@ def test_the_hosts_memory_must_be_there(monkeypatch):
     offpolicy.OffPolicyArgs.check(apex.Args())
 
 
-@pytest.mark.slow
 def test_the_command_line(tmp_path):
     """As a user types it, threads free to run: W&B, evaluation, video, then evaluate.py."""
     command = TINY | {

@@ -179,7 +179,6 @@ def test_other_methods(tmp_path, method):
     assert [row["learnt"] for row in answer.rows] == ["yes", "yes"]
 
 
-@pytest.mark.slow
 def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
     """The command line as a user types it: W&B, the gripper, then evaluate.py with a (smaller) video."""
     flags = TINY | {

@@ -301,7 +301,6 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, core):
     assert "eval/test_levels/mean_return" in lines[-1]
 
 
-@pytest.mark.slow
 def test_two_thousand_frames(tmp_path):
     """As a user types it: W&B, evaluation, video, SIGTERM, --resume, which equals a run that was not stopped, then
     evaluate.py."""

@@ -358,7 +358,6 @@ def test_same_seed_and_a_resume_give_the_same_run(train):
     assert_same_run(whole.path, resumed.path)
 
 
-@pytest.mark.slow
 def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
     """And evaluate.py plays it."""
     flags = TINY | STATEFUL | {"total_timesteps": 800, "eval_episodes": 2, "eval_every": 600}
