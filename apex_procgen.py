@@ -39,6 +39,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     }  # fmt: skip
 
     hidden: int = 512
+    """units of the dense layer of each stream"""
     dueling: bool = True
     """a stream for the state's value beside the one for the actions' advantages, each with a dense layer of its own"""
     total_timesteps: int = 8_000_000
@@ -58,9 +59,9 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     num_quantiles: int = 0
     """quantiles of the distribution of values in place of atoms, at random places in each update (IQN); 0 for atoms"""
     munchausen_alpha: float = 0.0
-    """add so much of the log-probability of the action, in a softmax policy of the values, to the reward; 0 for none"""
+    """add so much of tau log pi to the reward, at least -1, pi a softmax policy of the values; 0 for none"""
     munchausen_tau: float = 0.03
-    """temperature of that policy, which then takes the place of double_q's best action"""
+    """tau, temperature of that policy, which then takes the place of double_q's best action"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
     target_network_frequency: int = 150

@@ -26,7 +26,7 @@ class Args:
     num_worlds: int = 64
     """random doors of each task that --check opens"""
     seed: int = 0
-    """of these"""
+    """of the doors that --check opens"""
 
 
 TASKS = (
@@ -57,9 +57,12 @@ def check(args: Args) -> bool:
 
 
 def main(args: Args) -> None:
-    """Raises ValueError or OSError, one sentence, for arguments that are none."""
+    """Raises ValueError or OSError, one sentence, for arguments that are none, RuntimeError if nothing can be drawn."""
+    given = f"--num-worlds {args.num_worlds}, --seed {args.seed}"
     if args.num_worlds < 1 or args.seed < 0:
-        raise ValueError(f"--num-worlds {args.num_worlds}, --seed {args.seed}: must be 1 or more, and 0 or more")
+        raise ValueError(f"{given}: must be 1 or more, and 0 or more")
+    if not args.check and (args.num_worlds, args.seed) != (Args.num_worlds, Args.seed):
+        raise ValueError(f"{given}: are of --check, which is not given")
     if args.check:
         sys.exit(0 if check(args) else 1)
     rows = [
@@ -72,6 +75,6 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

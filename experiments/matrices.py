@@ -24,7 +24,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 REFERENCE = Path(__file__).parent / "reference" / "doorgym_matrices.csv"
-FREE = plot.BESIDE | {"seed"}  # flags in which runs of one method may differ
+FREE = plot.BESIDE | {"seed", "num_devices"}  # flags in which runs of one method may differ
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Method(NamedTuple):
     """Runs of one method."""
 
     seeds: list[int]
+    steps: list[int]  # decisions of each so far
     matrices: list[np.ndarray]  # [M, N] of each
 
 
@@ -78,11 +79,13 @@ def read_ours(run_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Met
         tasks = tasks or own
         check(own == tasks, f"RUN_DIRS {run.path}: is of {', '.join(own)}, another of {', '.join(tasks)}")
         known = first.setdefault(name, args)
-        other = [f.name for f in fields(args) if getattr(args, f.name) != getattr(known, f.name) and f.name not in FREE]
+        free = FREE if args.method == "hnppo" else FREE | {"critic", *hnppo_doorgym.HYPER}
+        other = [f.name for f in fields(args) if getattr(args, f.name) != getattr(known, f.name) and f.name not in free]
         check(not other, f"RUN_DIRS {run.path}: differs from another run of {name} in {', '.join(map(flag_of, other))}")
-        method = ours.setdefault(name, Method([], []))
+        method = ours.setdefault(name, Method([], [], []))
         check(args.seed not in method.seeds, f"RUN_DIRS {run.path}: {name} with seed {args.seed} is given twice")
         method.seeds.append(args.seed)
+        method.steps.append(run.lines[-1]["global_step"])
         method.matrices.append(read_rates(path, tasks))
     return tasks, ours
 
@@ -114,9 +117,9 @@ def draw(tasks: tuple[str, ...], ours: dict[str, Method], theirs: dict[str, np.n
     return figure
 
 
-def row_of(name: str, whose: str, seed: int | str, matrix: np.ndarray, tasks: tuple[str, ...]) -> dict:
+def row_of(name: str, whose: str, seed: int | str, step: int | str, matrix: np.ndarray, tasks: tuple[str, ...]) -> dict:
     """What a matrix [M, N] says: the metrics of the tasks learnt, and how many doors of each were opened then."""
-    row = {"method": name, "whose": whose, "seed": seed, "tasks_learnt": len(matrix)}
+    row = {"method": name, "whose": whose, "seed": seed, "step": step, "tasks_learnt": len(matrix)}
     row |= {metric: round(value, 4) for metric, value in continual.metrics(matrix[:, : len(matrix)]).items()}
     return row | {task: round(float(x), 4) for task, x in zip(tasks, np.diag(matrix), strict=False)}
 
@@ -128,9 +131,9 @@ def main(args: Args) -> list[dict]:
     for name, method in ours.items():
         if name in theirs:
             done = min(map(len, method.matrices))
-            rows.append(row_of(name, "published", "", theirs[name][:done], tasks))
-        for seed, matrix in zip(method.seeds, method.matrices, strict=True):
-            rows.append(row_of(name, "ours", seed, matrix, tasks))
+            rows.append(row_of(name, "published", "", "", theirs[name][:done], tasks))
+        for seed, step, matrix in zip(*method, strict=True):
+            rows.append(row_of(name, "ours", seed, step, matrix, tasks))
     columns = dict.fromkeys(column for row in rows for column in row)
     plot.write_table(args.out, ".csv", columns, rows)
     plot.write_whole(args.out, ".png", lambda path: draw(tasks, ours, theirs).savefig(path, format="png"))

@@ -341,6 +341,8 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     size = (8, 12, 13, 15)[width - 1], 2 + 3 * height
     figure, axes = plt.subplots(height, width, figsize=size, squeeze=False, layout="constrained")
     last = max(run.lines[-1]["global_step"] for group in groups.values() for run in group)
+    scripts = dict.fromkeys(run.script for group in groups.values() for run in group)
+    steps = "decisions" if list(scripts) == ["hnppo_doorgym"] else "environment steps"
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
@@ -355,13 +357,13 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
             if game in ("", *column):
                 axis.plot(*points[:, points[0] <= 1.3 * last], **style, label=label)
         axis.set(ylabel=LABELS.get(metric, metric).replace("_", " "), title=column[0] if len(columns) > 1 else "")
-        axis.set(xlabel="environment steps" if clock == "global_step" else "hours")
+        axis.set(xlabel=steps if clock == "global_step" else "hours")
         if clock == "global_step":
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    scripts = " and ".join(dict.fromkeys(run.script for group in groups.values() for run in group))
-    figure.suptitle(f"{scripts} on {games[0] if len(games) == 1 else f'{len(games)} games'}")
+    title = f"{' and '.join(scripts)} on {games[0] if len(games) == 1 else f'{len(games)} games'}"
+    figure.suptitle(fill(title, 70))
     return figure
 
 

@@ -1,6 +1,6 @@
 """What it takes to learn one task of doors: a row for each run of `hnppo_doorgym.py`. Try:
 
-    python hnppo_doorgym.py --method ppo --task 2 --stop-at-success 2 --task-timesteps 2000000
+    python hnppo_doorgym.py --method ppo --task 2 --stop-at-success 2 --task-timesteps 3000000
     python -m experiments.remedies runs/DoorGym__hnppo_doorgym* --out experiments/results/levers
 
 A resumed run is shown with the flags of its last resume: leave out one whose flags have changed.

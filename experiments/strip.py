@@ -31,8 +31,12 @@ def rows(text: str, width: int) -> np.ndarray:
     """A strip, or its row N, as uint8 [H, width, 3]."""
     path, _, number = text.partition(":")
     check(Path(path).is_file(), f"STRIPS {text}: there is no such file")
-    picture = Image.open(path).convert("RGB")
+    try:
+        picture = Image.open(path).convert("RGB")
+    except OSError:
+        raise runs.UsageError(f"STRIPS {text}: is no picture") from None
     height = picture.width // runs.MOMENTS
+    check(0 < height <= picture.height, f"STRIPS {text}: is no film strip, {runs.MOMENTS} frames wide")
     count = picture.height // height
     if number:
         check(number.isdecimal() and 1 <= int(number) <= count, f"STRIPS {text}: has rows 1 to {count}")

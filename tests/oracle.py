@@ -198,12 +198,25 @@ class Hand:
         return x @ layer["kernel"] + layer.get("bias", 0)
 
     def head(self, x, pool, late=False):
-        x = {"avg": lambda: x.mean(axis=(1, 2)), "max": lambda: x.max(axis=(1, 2)), "flatten": lambda: x}[pool]()
+        pools = {"avg": lambda: x.mean(axis=(1, 2)), "max": lambda: x.max(axis=(1, 2)), "flatten": lambda: x}
+        x = (pools | {"max6": lambda: max_in_parts(x, 6)})[pool]()
         return self.act(self.dense(self.act(x.reshape(len(x), -1)) if late else x.reshape(len(x), -1)))
 
 
 def relu(x):
     return np.maximum(x, 0)
+
+
+def max_in_parts(x, parts):
+    """[B, H, W, C] -> [B, parts, parts, C]: each from the floor of where it begins to the ceiling of where it ends."""
+
+    def cut(k, size):
+        return slice(int(np.floor(k * size / parts)), int(np.ceil((k + 1) * size / parts)))
+
+    return np.stack([
+        np.stack([x[:, cut(i, x.shape[1]), cut(j, x.shape[2])].max(axis=(1, 2)) for j in range(parts)], 1)
+        for i in range(parts)
+    ], 1)  # fmt: skip
 
 
 def max_pool(x):

@@ -66,6 +66,15 @@ def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted,
     assert_same_run_and_replay(uninterrupted, train().path)
 
 
+@pytest.mark.slow
+def test_all_parts_of_beyond_the_rainbow_together(train):
+    run = train(num_quantiles=4, num_atoms=99, munchausen_alpha=0.9, spectral_norm=True, pool="max6", channels="4,4",
+                blocks=1, downsample="maxpool", per_alpha=0.2)  # fmt: skip
+    lines = read_metrics(run.path)
+    assert lines[-1]["losses/grad_norm"] > 0
+    assert all(np.isfinite(list(line.values())).all() for line in lines)
+
+
 @pytest.mark.parametrize(("stop", "played"), [(90, 32), (250, 64), (400, 48)])
 def test_resume_equals_uninterrupted(train, uninterrupted, stop, played):
     """Stopped before learning starts, where the games are about to start anew, and after that."""

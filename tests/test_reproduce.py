@@ -327,6 +327,15 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
     assert_refused(matrices, paths, capfd, f"RUN_DIRS {paths[2]}", "no matrix.csv yet")
     write(paths[1], 6, critic="hyper", seed=2, robot="gripper")
     assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "differs", "--robot")
+    for path, seed, critic in zip(paths[:2], (1, 2), ("fresh", "hyper"), strict=True):  # which PPO has not
+        write(path, 2, method="ppo", seed=seed, critic=critic)
+    assert [row["seed"] for row in matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "ppo")))] == [
+        "",
+        1,
+        2,
+    ]
+    capfd.readouterr()
+    write(paths[0], 6, critic="hyper", seed=1)
     write(paths[1], 6, critic="hyper", seed=1)
     assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "seed 1 is given twice")
     write(paths[1], 2, tasks="0,1")

@@ -17,6 +17,7 @@ from conftest import (
     TINY,
     assert_flag_matters,
     assert_one_sentence,
+    assert_refused,
     assert_same_run,
     documented_flags,
     flags_of,
@@ -30,6 +31,7 @@ from PIL import Image
 import evaluate
 import ppo_procgen as ppo
 from common import checkpoints, devices, envs, runs
+from experiments import strip
 
 # Everything that has a state of its own is on.
 STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 100, "kl_target": 1e-4,
@@ -218,6 +220,22 @@ def test_a_film_strip_has_each_scenes_first_and_last_moment():
     strip = runs.film_strip(film, 6, moments=3)
     assert strip.shape == (6 * 2, 3 * 2, 3)
     np.testing.assert_array_equal(strip[::2, ::2, 0], np.arange(30).reshape(6, 5)[:, [0, 2, 4]])
+
+
+def test_strips_are_put_under_each_other(tmp_path, capsys):
+    """All of one, then the second row of the other, each pixel twice as large."""
+    one, two = np.random.default_rng(0).integers(0, 256, (2, 16, 64, 3), np.uint8)
+    for name, picture in {"one": one, "two": two, "flat": one[:4]}.items():
+        Image.fromarray(picture).save(tmp_path / f"{name}.png")
+    out = tmp_path / "both.png"
+    strip.main(strip.Args((str(tmp_path / "one.png"), f"{tmp_path / 'two.png'}:2"), width=128, out=str(out)))
+    got = np.asarray(Image.open(out))
+    np.testing.assert_array_equal(got, np.concatenate([one, two[8:]]).repeat(2, 0).repeat(2, 1))
+    capsys.readouterr()
+    (tmp_path / "text.png").write_text("no")
+    bad = {"text.png": "is no picture", "flat.png": "is no film strip", "one.png:3": "has rows 1 to 2"}
+    for name, why in bad.items():
+        assert_refused(strip, [tmp_path / name], capsys, why)
 
 
 def test_resume_is_the_same_wandb_run(train):

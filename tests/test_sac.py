@@ -180,8 +180,12 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
 
 
 def test_an_update_moves_the_target_the_temperature_and_the_priorities():
-    args, agent, state, batch = different_networks(tau=0.1, target_network_frequency=1, per_alpha=1.0)
-    new, td, metrics = jax.jit(partial(sac.improve, args, agent))(state, batch)
+    args, agent, state, batch = different_networks(tau=0.1, target_network_frequency=3, per_alpha=1.0)
+    improve = jax.jit(partial(sac.improve, args, agent))
+    for updates in (0, 1):  # and the third moves it
+        new, _, _ = improve(state._replace(updates=jnp.asarray(updates, state.updates.dtype)), batch)
+        jax.tree.map(np.testing.assert_array_equal, new.target, state.target)
+    new, td, metrics = improve(state._replace(updates=jnp.asarray(2, state.updates.dtype)), batch)
     want = jax.tree.map(lambda x, old: old + 0.1 * (x - old), new.params["agent"], state.target)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), new.target, want)
     moved = sac.tune(args, state.params["log_alpha"], metrics["losses/entropy"])
