@@ -45,7 +45,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
         "beta": (0, None), "task_embedding_dim": (1, 4096), "hyper_width": (1, 65536), "hidden": (1, 65536),
         "num_layers": (1, 16), "task_timesteps": (1, 2**28), "num_envs": (1, 65536), "num_minibatches": (1, None),
         "update_epochs": (1, 1000), "learning_rate": (0, None), "hyper_learning_rate": (0, None), "gamma": (0, 1),
-        "gae_lambda": (0, 1), "clip_coef": (0, None), "ent_coef": (0, None), "noise_color": (0, 2),
+        "gae_lambda": (0, 1), "clip_coef": (1e-6, None), "ent_coef": (0, None), "noise_color": (0, 2),
         "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None),
         "stop_at_success": (0, None),
     }  # fmt: skip

@@ -86,6 +86,7 @@ class Args(
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
+        runs.check_needs(self, self.replay_fraction, "--replay-fraction", ("replay_size",))
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
         check(

@@ -34,7 +34,7 @@ class Args(
 ):  # fmt: skip
     LIMITS: ClassVar = {
         "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "update_epochs": (1, 1000),
-        "gae_lambda": (0, 1), "clip_coef": (0, None), "kl_coef": (0, 1000), "kl_target": (1e-8, None),
+        "gae_lambda": (0, 1), "clip_coef": (1e-6, None), "kl_coef": (0, 1000), "kl_target": (1e-8, None),
         "vf_coef": (0, None), "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
         "l2": (0, None),
     }  # fmt: skip
@@ -86,6 +86,7 @@ class Args(
             what, parts = f"the number of games, {self.num_envs} (a core learns from whole rollouts)", self.num_envs
         check(parts % self.num_minibatches == 0, f"--num-minibatches {self.num_minibatches}: must divide {what}")
         check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+        runs.check_needs(self, self.kl_coef, "--kl-coef", ("kl_target",))
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
         runs.check_schedule("--ent-coef", self.ent_coef, 0, None)
         runs.check_schedule("--gamma", self.gamma, 0, 1)

@@ -36,7 +36,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         "hidden": (1, 65536), "predictor_depth": (0, 16), "num_envs": (1, 65536), "num_steps": (1, 65536),
         "obs_norm_init_steps": (1, 10**6), "num_minibatches": (1, None), "update_epochs": (1, 1000), "gamma": (0, 1),
         "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None),
-        "clip_coef": (0, None), "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1),
+        "clip_coef": (1e-6, None), "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1),
         "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
     }  # fmt: skip
     FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these

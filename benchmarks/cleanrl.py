@@ -30,7 +30,7 @@ import evaluate
 import ppo_procgen as ppo
 from benchmarks import records
 from common import envs, files, runs
-from experiments import plot, tables, trials
+from experiments import plot, trials
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -166,7 +166,7 @@ def main(args: Args) -> None:
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}
     for name, flags in settings.items():
-        rows = tables.read(out.with_suffix(".csv"))
+        rows = records.read_rows(out.with_suffix(".csv"))
         key = {"run": name, **game, "flags": flags}
         if any(key.items() <= row.items() for row in rows):
             continue
@@ -174,9 +174,10 @@ def main(args: Args) -> None:
             points = play_ours(args, flags, Path(folder)) if flags else play_theirs(args, Path(folder))
         runs.check(len(points) > 0, f"--minutes {args.minutes:g}: no episode ended in the run {name!r}, give more")
         origin = trials.origin()
-        rows += [key | {k: f"{v:.6g}" for k, v in point._asdict().items()} | origin for point in thinned(points)]
-        records.write_rows(out.with_suffix(".csv"), rows)
-    rows = [row for row in tables.read(out.with_suffix(".csv")) if game.items() <= row.items()]
+        new = [key | {k: f"{v:.6g}" for k, v in point._asdict().items()} | origin for point in thinned(points)]
+        records.add_rows(out.with_suffix(".csv"), new, tuple(key))
+    rows = records.read_rows(out.with_suffix(".csv"))
+    rows = [row for row in rows if game.items() <= row.items() and row["flags"] in settings.values()]
     evaluate.show(f"{args.env_id}, {args.minutes:g} minutes", compare(rows), {})
     draw(out.with_suffix(".png"), rows)
 

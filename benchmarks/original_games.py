@@ -59,7 +59,7 @@ class Args:
     seed: int = 0
     """of the games and the policy's draws"""
     csv: str = ""
-    """also write the table to this file"""
+    """also write the table to this file, among the rows of other policies and games that it has"""
 
 
 class Original:
@@ -184,10 +184,12 @@ def main(args: Args) -> list[dict]:
         _, saved, _, policy = evaluate.procgen_policy(run_dir)
         chosen.append((Path(run_dir).name, saved, policy))
     chosen += [("random", ppo_procgen.Args(env_id=game), envs.random_policy) for game in args.random]
-    rows = [compare(args, *one) for one in chosen]
+    rows = []
+    for one in chosen:
+        rows.append(compare(args, *one))
+        if args.csv:
+            records.add_rows(Path(args.csv), [rows[-1] | records.origin()], ("policy", "game"))
     evaluate.show("EnvPool's Procgen and OpenAI's", rows, {})
-    if args.csv:
-        records.write_rows(Path(args.csv), [row | records.origin() for row in rows])
     return rows
 
 

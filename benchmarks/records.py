@@ -63,12 +63,28 @@ def append_rows(path: str, rows: list[dict]) -> None:
             writer.writerows(rows)
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a CSV file, none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Writes rows of the same columns to a CSV file, whole or not at all."""
     with files.whole(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def add_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
+    """Adds rows to a CSV file, in the place of those with the same `key`; other processes may add theirs meanwhile."""
+    with files.take(path.parent, wait=True):
+        new = {tuple(str(row[name]) for name in key) for row in rows}
+        others = [row for row in read_rows(path) if tuple(row[name] for name in key) not in new]
+        write_rows(path, [*others, *rows])
 
 
 if __name__ == "__main__":

@@ -77,13 +77,14 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
 
 def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
     """Removes what is left of checkpoints that were never finished, until for so many seconds nothing new has come of
-    Orbax's threads. For who holds the run."""
-    gone = time.monotonic()
+    Orbax's threads, or for ten times as long: on NFS something may stay. For who holds the run."""
+    begun = gone = time.monotonic()
     while True:
         for unfinished in Path(run_dir, "checkpoints").glob(TEMPORARY):
             shutil.rmtree(unfinished, ignore_errors=True)
             gone = time.monotonic()
-        if time.monotonic() - gone >= seconds:
+        now = time.monotonic()
+        if now - gone >= seconds or now - begun >= 10 * seconds:
             return
         time.sleep(0.05)
 

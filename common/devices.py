@@ -90,7 +90,7 @@ def host(args: Any) -> int:
 def of_learner(args: Any) -> list[jax.Device]:
     """This host's devices but for those that only actors use, the last `args.actor_devices`."""
     every = jax.local_devices()
-    return every[: len(every) - getattr(args, "actor_devices", 0)]
+    return every[: max(0, len(every) - getattr(args, "actor_devices", 0))]
 
 
 def of_actors(args: Any, number: int) -> list[jax.Device]:

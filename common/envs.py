@@ -78,10 +78,11 @@ class GameArgs:
         "num_levels": (0, MAX_SEED), "start_level": (0, MAX_SEED), "sticky_actions": (0, 0.99), "frame_stack": (1, 64),
         "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
     }  # fmt: skip
-    # With another restart_every, games would start anew where the steps before them did not say so.
+    # With another restart_every, games would start anew where the steps before them did not say so; another stack may
+    # have as many frames.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
-        "restart_every",
+        "frame_stack", "gap_stack", "restart_every",
     )  # fmt: skip
 
     env_id: str = "bigfish"

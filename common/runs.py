@@ -270,7 +270,7 @@ def _field_texts(args_class: type) -> dict[str, str]:
     """The literal below each of a class's own fields."""
     body = ast.parse(textwrap.dedent(inspect.getsource(args_class))).body[0].body
     return {
-        field.target.id: text.value.value
+        field.target.id: " ".join(text.value.value.split())
         for field, text in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
@@ -659,8 +659,9 @@ class Run:
         return step >= self._args.total_timesteps or crossed(self._args.eval_every, self._evaluated, step)
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether a multiple of `args.checkpoint_every` has come since the last checkpoint."""
-        return crossed(self._args.checkpoint_every, self._saved, step)
+        """Whether a multiple of `args.checkpoint_every` has come since the last checkpoint. Not at the end: after the
+        last evaluation scripts write one in any case."""
+        return step < self._args.total_timesteps and crossed(self._args.checkpoint_every, self._saved, step)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.log(step, metrics)
@@ -687,7 +688,7 @@ class Run:
             self._board.add_image(f"pictures/{name}", picture, step, dataformats="HWC")
 
     def steps_per_second(self, step: int) -> float:
-        """Environment steps a second since the second call (the first iteration compiles)."""
+        """Environment steps a second since the first call, which gives 0 (the first iteration compiles)."""
         if self._start_time is None:
             self._start_time, self._start_step = time.perf_counter(), step
             return 0.0

@@ -5,7 +5,8 @@
     python -m experiments.reproduce coinrun_ppo_grid --collect
 
 What was published is in experiments/reference/tables.csv: a row a cell, with the script, flags and steps that stand for
-it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed.
+it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed. Of each
+cell the file keeps the result of the most training.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from typing import Annotated, Literal, NotRequired
 import matplotlib as mpl
 import numpy as np
 import tyro
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from scipy import stats
 from typing_extensions import TypedDict
 
@@ -39,6 +40,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 Digits = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
+Decimal = Annotated[str, Field(pattern=r"^-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?$")]
 REFERENCE = Path(__file__).parent / "reference" / "tables.csv"
 
 
@@ -150,9 +152,14 @@ def train(
             why = str(error)
             look(False)
         seconds = before["seconds"] + time.monotonic() - begun
-        both = {name: " ".join(dict.fromkeys(filter(None, (before.get(name), x)))) for name, x in origin.items()}
+        both = {name: joined(before.get(name, ""), x) for name, x in origin.items()}
         runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **both})
         return "done" if done else why or "stopped"
+
+
+def joined(before: str, now: str) -> str:
+    """What was measured at several commits or on several days has all of them, each once."""
+    return before if f" {now} " in f" {before} " else f"{before} {now}".strip()
 
 
 # WHAT CAME OUT
@@ -207,15 +214,15 @@ def markdown(args: Args, results: list[dict]) -> str:
         return ", ".join(dict.fromkeys(row[name] for row in results if row["seeds"]))
 
     settings = f", with {' '.join(args.set)}" if args.set else ""
-    scaled = (
-        f"**Not the published setting**: {args.scale:g} of its steps{settings}. Compare the order of the cells only."
-    )
+    parts = f"{' to '.join(dict.fromkeys(f'{part:.2g}' for part in parts_of(results)))} of its steps"
+    scaled = f"**Not the published setting**: {parts}{settings}. Compare the order of the cells only."
+    commands = dict.fromkeys(row["command"] for row in results if row["seeds"]) or [command_of(args)]
     lines = [
         f"# {args.table}",
         "Published beside ours: the mean of what each run logged last, and its 95 % interval over seeds (Student's).",
         f"{origin('machine')}, JAX {origin('jax')}, commit {origin('commit')}, {origin('date')}:",
-        f"    {command_of(args)}",
-        *([scaled] if args.scale != 1 or args.set else []),
+        "\n".join(f"    {command}" for command in commands),
+        *([scaled] if parts_of(results) != (1, 1) or args.set else []),
     ]
     columns = ("cell", "published", "ours", "95 %", "seeds", "steps", "minutes", "")
     table = [columns, ["---"] * len(columns)]
@@ -253,38 +260,67 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
     plt.close(figure)
 
 
+Number, Count = Decimal | Literal[""], Digits | Literal[""]
+# What is read of a row of a result.
+Result = TypedDict("Result", {
+    "cell": str, "metric": str, "command": str, "ours": Number, "low": Number, "high": Number, "seeds": Digits,
+    "published steps": Count, "steps": Count, "seconds": Count,
+})  # fmt: skip
+Result.__pydantic_config__ = ConfigDict(extra="allow")
+
+
+def read_results(args: Args) -> list[dict]:
+    """The rows of an earlier OUT/TABLE.csv, as `summarize` gives them; none if there is no such file.
+
+    Raises UsageError if it is damaged or of runs with another --set.
+    """
+    path = Path(args.out) / f"{args.table}.csv"
+    if not path.exists():
+        return []
+    rows = files.read(path, list[Result], "--out", "move it away, or give another folder")
+    for row in rows:
+        given = row["command"].partition(" --set ")[2]
+        same = sorted(given.split()) == sorted(shlex.join(args.set).split())
+        check(same, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
+    floats, integers = ("ours", "low", "high"), ("seeds", "steps", "seconds")
+    return [
+        row
+        | {name: float(row[name] or "nan") for name in floats}
+        | {name: int(row[name]) if row[name] else "" for name in integers}
+        for row in rows
+    ]
+
+
+def training(row: dict) -> int:
+    """How many environment steps are in a row of a result."""
+    return row["seeds"] * (row["steps"] or 0)
+
+
+def parts_of(results: list[dict]) -> tuple[float, float]:
+    """The least and the largest part of a published run's steps that cells were trained for."""
+    done = [row for row in results if row["seeds"] and row["steps"] and row["published steps"]]
+    parts = [row["steps"] / int(row["published steps"]) for row in done] or [1.0]
+    return min(parts), max(parts)
+
+
 def write(args: Args, cells: list[tuple]) -> list[dict]:
-    """OUT/TABLE.csv, .md and .png of the runs that are done, unless the files there are of more training than that."""
-    results = [summarize(row, flags, folders, args) for row, flags, folders in cells]
+    """OUT/TABLE.csv, .md and .png: of each cell the runs that are done, or what is there of more training than that."""
     out = Path(args.out) / args.table
     with files.take(out.parent, wait=True):
-        if steps_in(results) < steps_of(out.with_suffix(".csv")):
-            return results
+        old = {(row["cell"], row["metric"]): row for row in read_results(args)}
+        here = [summarize(row, flags, folders, args) for row, flags, folders in cells]
+        results = []
+        for row in here:
+            before = old.get((row["cell"], row["metric"]), row)
+            known = {name: row[name] for name in ("published", "note")}
+            results.append(before | known if training(before) > training(row) else row)
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
         with files.whole(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
-        title = args.table if args.scale == 1 else f"{args.table}, {args.scale:g} of the steps"
-        draw(out.with_suffix(".png"), title, results)
+        least, most = parts_of(results)
+        draw(out.with_suffix(".png"), args.table if least == 1 else f"{args.table}, {most:.2g} of the steps", results)
     return results
-
-
-def steps_in(rows: Iterable[dict]) -> int:
-    """How many environment steps of training are in the rows of a result."""
-    return sum(int(row["seeds"]) * int(row["steps"] or 0) for row in rows)
-
-
-class Result(TypedDict):
-    """What is read of a row of a result."""
-
-    seeds: Digits
-    steps: Digits | Literal[""]
-
-
-def steps_of(path: Path) -> int:
-    if not path.exists():
-        return 0
-    return steps_in(files.read(path, list[Result], "--out", "move it away, or give another folder"))
 
 
 def main(args: Args) -> list[dict]:
@@ -306,7 +342,7 @@ def main(args: Args) -> list[dict]:
         cells.append((row, flags, [folder_of(root, row, flags, seed) for seed in args.seeds] if flags else []))
     for flag, folder in (("--runs", root), ("--out", out.parent)):
         files.make_folder(folder, flag)
-    steps_of(out.with_suffix(".csv"))  # before anything is run
+    read_results(args)  # before anything is run
     asked = {
         folder: (row, flags, seed)
         for row, flags, folders in cells
@@ -334,9 +370,6 @@ def main(args: Args) -> list[dict]:
     for future in begun:
         future.result()
     results = write(args, cells)
-    before, now = steps_of(out.with_suffix(".csv")), steps_in(results)
-    if now < before:
-        print(f"{out}.csv has {before:,} steps of training, here are {now:,}: it was left as it is")
     print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
     names = {folder: f"{row['cell']}, seed {seed}" for folder, (row, _, seed) in asked.items()}
     failed = {name: why for folder, name in names.items() if (why := read_progress(folder)["why"])}

@@ -3,7 +3,7 @@
 The study's returns are sums of *normalised* rewards: Baselines' VecNormalize (discount .99, clipped to 10), begun anew
 for each evaluation of 32 games with an episode each. Try:
 
-    python -m experiments.study_units runs/tables/*/1/*/ --csv experiments/results/starpilot_study.csv
+    python -m experiments.study_units runs/tables/*_procgen__*/1/*/ --csv experiments/results/starpilot_study.csv
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ import tyro
 import evaluate
 from benchmarks import records
 from common import devices, envs, runs
-from experiments import tables
 
 GAMES = 32
 
@@ -94,14 +93,15 @@ def main(args: Args) -> list[dict]:
     runs.check_limits(args, {"batches": (1, 10**4), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
     path = Path(args.csv)
-    old = tables.read(path) if args.csv else []
+    old = records.read_rows(path) if args.csv else []
     ours = all({"run", "on", "normalized"} <= row.keys() for row in old)
     runs.check(ours, f"--csv {args.csv}: is another table, give another file")
-    rows, shown = [], []
-    for run_dir in args.run_dirs:
-        script, saved, step, policy = evaluate.procgen_policy(run_dir)
+    policies = {run_dir: evaluate.procgen_policy(run_dir) for run_dir in args.run_dirs}
+    for run_dir, (_, saved, _, _) in policies.items():
         even = devices.multiple(saved, GAMES) == GAMES
         runs.check(even, f"RUN_DIR {run_dir}: plays on {saved.num_devices} devices, which must divide {GAMES} games")
+    rows, shown = [], []
+    for run_dir, (script, saved, step, policy) in policies.items():
         about = {"method": method_of(script.SCRIPT, saved), "game": saved.env_id, "encoder": saved.encoder}
         about |= {"hidden": saved.hidden, "training levels": saved.num_levels, "step": step}
         for levels in ("train", "test"):
@@ -111,11 +111,9 @@ def main(args: Args) -> list[dict]:
                 row |= {name: f"{returns.mean():.2f}", f"{name} error": f"{returns.std() / len(returns) ** 0.5:.2f}"}
             shown.append(row)
             rows.append(row | about)
+        if args.csv:
+            records.add_rows(path, [row | records.origin() for row in rows[-2:]], ("run",))
     evaluate.show("the StarPilot study's units and raw returns", shown, {})
-    if args.csv:
-        again = {row["run"] for row in rows}
-        others = [row for row in old if row["run"] not in again]
-        records.write_rows(path, [*others, *(row | records.origin() for row in rows)])
     return rows
 
 

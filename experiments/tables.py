@@ -4,7 +4,6 @@ python -m experiments.tables           # after a new result
 python -m experiments.tables --check   # fails if a table is not that of its files
 """
 
-import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -34,13 +33,6 @@ class Args:
     """write nothing; exit code 2 if a page is not up to date"""
 
 
-def read(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 def table(rows: list[dict], columns: dict[str, Callable[[dict], str]]) -> list[str]:
     """A Markdown table with a line a row, and a function of the row for each column."""
     lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
@@ -65,11 +57,11 @@ def throughput() -> list[str]:
     columns |= {"inference": percent("inference %", ".1f"), "update": percent("update %", ".1f")}
     columns |= {"Python and rest": percent("Python and rest %", ".1f"), "GFLOP/s": number("GFLOP/s")}
     columns["gradient against plain Flax"] = number("gradient speed-up", ".1f", " x faster")
-    return table(sorted(read(SPEED / "throughput.csv"), key=lambda row: -float(row["steps/s"])), columns)
+    return table(sorted(records.read_rows(SPEED / "throughput.csv"), key=lambda row: -float(row["steps/s"])), columns)
 
 
 def ppo_impala() -> list[str]:
-    rows = read(SPEED / "ppo_impala.csv")
+    rows = records.read_rows(SPEED / "ppo_impala.csv")
     ppo = {row["setting"]: row["steps/s"] for row in rows if row["script"] == "ppo"}
     rows = [row | {"PPO": ppo[row["setting"]]} for row in rows if row["script"] == "impala"]
     rows.sort(key=lambda row: -float(row["PPO"]))
@@ -83,12 +75,12 @@ def apex() -> list[str]:
     columns = {"setting": setting, "steps/s": number("steps/s", ".0f"), "updates/s": number("updates/s", ".2g")}
     columns |= {"update": percent("update %"), "learner waits": percent("learner waits %")}
     columns["sampling and priorities"] = percent("sampling and priorities %", ".1f")
-    return table(read(SPEED / "apex.csv"), columns)
+    return table(records.read_rows(SPEED / "apex.csv"), columns)
 
 
 def rnd() -> list[str]:
     names = {"paper": "the paper's network and epochs, 32 games", "small": "a tiny network, one epoch, 64 games"}
-    rows = read(SPEED / "rnd.csv")
+    rows = records.read_rows(SPEED / "rnd.csv")
     speed = {(row["setting"], row["mode"]): row["steps/s"] for row in rows}
     firsts = sorted((row for row in rows if row["mode"] == "synchronous"), key=lambda row: float(row["steps/s"]))
     for row in firsts:
@@ -106,14 +98,14 @@ def doors() -> list[str]:
     columns |= {"weights that learn": number("weights that learn"), "decisions": number("decisions")}
     columns |= {"gradient steps": number("gradient steps"), "physics and inference": number("rollout s", ".1f", " s")}
     columns |= {"update": number("update s", ".1f", " s"), "decisions/s": number("decisions/s")}
-    return table(read(SPEED / "doors_update.csv"), columns)
+    return table(records.read_rows(SPEED / "doors_update.csv"), columns)
 
 
 def encoders() -> list[str]:
     columns = {"encoder": lambda row: row["encoder"], "parameters": number("parameters"), "MFLOP": number("MFLOP", "g")}
     columns |= {"KiB kept": number("KiB kept", "g"), "forward ms": number("forward ms", "g")}
     columns |= {"gradient ms": number("gradient ms", "g"), "in plain Flax ms": number("plain Flax ms", "g")}
-    return table(read(SPEED / "encoders.csv"), columns)
+    return table(records.read_rows(SPEED / "encoders.csv"), columns)
 
 
 def original_games() -> list[str]:
@@ -123,26 +115,27 @@ def original_games() -> list[str]:
     columns |= {"frames compared": number("frames compared")}
     columns |= {"pixels that differ": percent("pixels that differ %", "g")}
     columns["rewards that differ"] = number("rewards that differ")
-    return table(read(SPEED / "original_games.csv"), columns)
+    return table(records.read_rows(SPEED / "original_games.csv"), columns)
 
 
 def tables() -> list[str]:
     """Each table of the studies that was reproduced, published beside ours."""
     lines = []
     for name in dict.fromkeys(row["table"] for row in reproduce.published()):
-        rows = read(STUDIES / f"{name}.csv")
-        first = next((row for row in rows if row["commit"]), None)
-        if first:
+        rows = records.read_rows(STUDIES / f"{name}.csv")
+        done = [row for row in rows if row["commit"]]
+        if done:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
             columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
             if any(row["note"] for row in rows):
                 columns["note"] = lambda row: row["note"]
-            where = f"{first['machine']}, JAX {first['jax']}, commit {first['commit']}, {first['date']}"
-            lines += [
-                f"**{name}** ([all columns](../experiments/results/{name}.csv); {where}), `{first['command']}`:",
-                "",
-            ]
+            machine, jax, commit, date, command = (
+                ", ".join(dict.fromkeys(row[column] for row in done))
+                for column in ("machine", "jax", "commit", "date", "command")
+            )
+            where = f"{machine}, JAX {jax}, commit {commit}, {date}"
+            lines += [f"**{name}** ([all columns](../experiments/results/{name}.csv); {where}), `{command}`:", ""]
             lines += [*table(rows, columns), "", f"![{name}](../experiments/results/{name}.png)", ""]
     return lines[:-1]
 
@@ -150,10 +143,10 @@ def tables() -> list[str]:
 def starpilot_study() -> list[str]:
     """The StarPilot study's returns beside ours, in its units and raw ones."""
     setting = ("method", "encoder", "hidden", "training levels")
-    reference = read(reproduce.REFERENCE.parent / "starpilot_study.csv")
+    reference = records.read_rows(reproduce.REFERENCE.parent / "starpilot_study.csv")
     published = {tuple(row[name] for name in setting): row for row in reference}
     both = {}
-    for row in read(STUDIES / "starpilot_study.csv"):
+    for row in records.read_rows(STUDIES / "starpilot_study.csv"):
         both.setdefault(row["run"], {})[row["on"]] = row
     rows = []
     for run in both.values():
@@ -171,18 +164,18 @@ def starpilot_study() -> list[str]:
 
 
 def at_the_end(row: dict) -> tuple[float, float, int]:
-    """What ours came to in a row of published.csv: the value (of training returns the mean over the last tenth of the
-    steps), the steps (NaN where the file has none), both means over seeds, and how many seeds there are."""
+    """What ours came to in a row of published.csv: the value, of a curve the mean over the last tenth of its steps, and
+    the steps (NaN where the file has none), both means over seeds; and how many seeds there are."""
     chosen = dict(pair.split("=") for pair in row["rows"].split())
     curves = {}
-    for line in read(STUDIES / row["file"]):
+    for line in records.read_rows(STUDIES / row["file"]):
         if chosen.items() <= line.items() and line[row["column"]]:
             step = float(line.get("global_step") or line.get("step") or "nan")
             curves.setdefault(line.get("seed", ""), []).append((step, float(line[row["column"]])))
     ends = []
     for curve in curves.values():
         steps, values = np.array(curve).T
-        late = steps >= 0.9 * steps[-1] if row["column"] == "episodic_return" else [-1]
+        late = steps >= 0.9 * steps[-1] if row["column"] in ("episodic_return", "test_levels") else [-1]
         ends.append((values[late].mean(), steps[-1]))
     return *np.mean(ends, axis=0), len(ends)
 
@@ -190,7 +183,7 @@ def at_the_end(row: dict) -> tuple[float, float, int]:
 def beside() -> list[str]:
     """What was published beside ours: experiments/reference/published.csv says where each is."""
     rows = []
-    for row in read(reproduce.REFERENCE.parent / "published.csv"):
+    for row in records.read_rows(reproduce.REFERENCE.parent / "published.csv"):
         ours, step, seeds = at_the_end(row)
         theirs, steps = row["published"], row["steps"]
         if theirs.startswith("openai "):
@@ -215,7 +208,7 @@ def sweeps() -> list[str]:
     """Each committed sweep: how many trials, and the best one."""
     rows = []
     for path in sorted((STUDIES / "sweeps").glob("*/results.csv")):
-        trials = read(path)
+        trials = records.read_rows(path)
         columns = list(trials[0])
         metric = columns[2]
         names = columns[4 : columns.index("logged")]

@@ -139,6 +139,7 @@ def test_devices_draw_from_their_own_part_of_the_buffer(tmp_path):
         (ppo, "--num-devices 5", "--num-devices 5", "there are 4"),
         (impala, "--num-devices 4 --num-envs 16 --num-minibatches 8", "a minibatch's unrolls, 2", "1 or 2"),
         (impala, "--actor-devices 4", "--actor-devices 4", "leaves none"),
+        (impala, "--actor-devices 5", "--actor-devices 5", "leaves none"),
         (apex, "--num-devices 3 --actor-devices 1 --batch-size 32", "--batch-size, 32", "1 or 2"),
         (apex, "--num-devices 4 --actor-devices 1", "--num-devices 4", "there are 3"),
         (rnd, "--actor-devices 1", "--actor-devices 1", "--async"),
@@ -188,6 +189,7 @@ def finish(hosts):
 
 
 HOSTS = {
+    trpo: SCRIPTS[trpo] | {"num_devices": 0, "total_timesteps": 400},
     ppo: ACTOR_CRITIC | {"num_devices": 0, "total_timesteps": 1500, "checkpoint_every": 500},
     impala: SCRIPTS[impala] | {"num_devices": 0, "num_actors": 1, "total_timesteps": 400},
 }
@@ -210,12 +212,14 @@ def test_two_hosts_stop_go_on_and_train_as_one_with_two_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hosts_with_actors_train_as_one_with_two_devices(tmp_path):
-    """IMPALA, in lock-step."""
-    finish(on_two_hosts(impala, HOSTS[impala] | {"run_dir": tmp_path / "hosts"}))
+@pytest.mark.parametrize("script", [trpo, impala], ids=lambda script: script.SCRIPT)
+def test_two_hosts_of_other_scripts_train_as_one_with_two_devices(script, tmp_path):
+    """IMPALA in lock-step."""
+    finish(on_two_hosts(script, HOSTS[script] | {"run_dir": tmp_path / "hosts"}))
     (path,) = tmp_path.glob("hosts/*")
-    saved, _ = train(impala, tmp_path / "one", **HOSTS[impala] | {"num_devices": 2})
-    assert_close(saved["state"], checkpoints.load(path)[1]["state"])
+    saved, _ = train(script, tmp_path / "one", **HOSTS[script] | {"num_devices": 2})
+    for x, y in zip(jax.tree.leaves(saved["state"]), jax.tree.leaves(checkpoints.load(path)[1]["state"]), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow
@@ -234,7 +238,7 @@ def test_a_host_that_is_killed_ends_the_others(victim, tmp_path):
     assert checkpoints.load(path)[0] >= 500
 
 
-@pytest.mark.parametrize("script", [apex, rnd, hnppo], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("script", [apex, sac, rnd, hnppo], ids=lambda script: script.SCRIPT)
 def test_scripts_for_one_host_say_so(script, monkeypatch, capfd):
     monkeypatch.setattr(runs.devices, "connect", lambda: None)
     assert_one_sentence(script, ["--distributed"], "--distributed", "trains on one host", monkeypatch, capfd)

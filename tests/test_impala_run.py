@@ -334,6 +334,7 @@ BAD = {
     "replay fraction": (["--replay-fraction", 0.02], "--replay-fraction 0.02", "at least 0.059"),
     "replay of all": (["--replay-fraction", 1], "--replay-fraction 1", "from 0 to 0.95"),
     "replay size": (["--replay-fraction", 0.5, "--replay-size", 8], "--replay-size 8", "from 16"),
+    "replay size of nothing": (["--replay-size", 64], "--replay-size 64", "without --replay-fraction"),
     "lag": (["--max-lag", -1], "--max-lag -1", "from 0 to 64"),
     "lambda": (["--vtrace-lambda", 1.5], "--vtrace-lambda 1.5", "from 0 to 1"),
     "rho": (["--rho-bar", "nan"], "--rho-bar nan", "0 or more"),
@@ -345,13 +346,14 @@ BAD = {
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other script": (["--resume", "other"], "--resume other", "ppo_procgen.py"),
     "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, 2"),
+    "other frames": (["--frame-stack", 8], "--frame-stack 8", "keeps its own, 4"),
     "shapes": (["--num-envs", 8], "does not fit", "(8,) here"),
     "core": (["--core", "lstm"], "bigfish__impala_procgen__1", "does not fit"),
     "no buffer to go on with": (["--replay-fraction", 0.5], "bigfish__impala_procgen__1", "does not fit"),
 }
 
 
-OF_A_RUN = ("other actors", "shapes", "core", "no buffer to go on with")
+OF_A_RUN = ("other actors", "other frames", "shapes", "core", "no buffer to go on with")
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -80,7 +80,7 @@ LOADERS = {
     "progress.json": reproduce.read_progress,
     "member.json": pbt.read_owner,
     "eval.json": lambda folder: evaluate.read_results(folder / "eval.json"),
-    "results.csv": lambda folder: reproduce.steps_of(folder / "results.csv"),
+    "results.csv": lambda folder: reproduce.read_results(reproduce.Args("results", out=str(folder))),
 }
 
 

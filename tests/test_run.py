@@ -57,6 +57,13 @@ def test_resume_equals_uninterrupted(train, uninterrupted, stop):
     assert_same_run(uninterrupted, resumed.path)
 
 
+def test_the_last_evaluation_is_kept_where_a_checkpoint_was_due_too(train):
+    half = train(total_timesteps=128, checkpoint_every=64, eval_every=0, eval_episodes=2)
+    assert "eval/test_levels/mean_return" in read_metrics(half.path)[-1]
+    longer = train(resume=str(half.path), total_timesteps=192, eval_episodes=0)
+    assert len([line for line in read_metrics(longer.path) if "eval/test_levels/mean_return" in line]) == 1
+
+
 def test_evaluation_does_not_disturb_training(train, uninterrupted):
     run = train(**STATEFUL, eval_every=50, eval_episodes=2)
     evaluated = read_metrics(run.path)
@@ -349,7 +356,8 @@ BAD = {
     "augmentation's flags": (["--drac-coef", 1, "--augment", "flip"], "--drac-coef 1", "--augment-mode drac"),
     "whole rollouts": (["--core", "lstm", "--num-minibatches", 128], "--num-minibatches 128", "64 (a core"),
     "negative": (["--vf-clip", -1], "--vf-clip -1", "0 or more"),
-    "nan": (["--clip-coef", "nan"], "--clip-coef nan", "0 or more"),
+    "a target of nothing": (["--kl-coef", 0, "--kl-target", 0.1], "--kl-target 0.1", "without --kl-coef"),
+    "nan": (["--clip-coef", "nan"], "--clip-coef nan", "1e-06 or more"),
     "zero": (["--num-envs", 0], "--num-envs 0", "from 1 to 65536"),
     "seed": (["--seed", 2**31], "--seed", "2147483647"),
     "levels": (["--start-level", 2**31 - 1, "--num-levels", 5], "--start-level", "level"),
