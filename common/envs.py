@@ -549,7 +549,7 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
         record = args.capture_video and levels == "test"
         seed = derive_seed(args.seed, step, 1 + i)
         answer = evaluate(
-            args, policy, levels, episodes=args.eval_episodes, seed=seed, record=record, stop=lambda: run.stop
+            args, policy, levels, episodes=args.eval_episodes, seed=seed, record=record, stop=lambda: run.interrupted
         )
         if answer is None:
             return

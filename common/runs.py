@@ -614,6 +614,11 @@ class Run:
             if devices.hosts(self._args) == 1:
                 self.stop = self._signal
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal came, which other hosts may not know of yet (`stop` they learn of together)."""
+        return bool(self.stop or self._signal)
+
     def say(self, sentence: str) -> None:
         """Prints one line, above the progress line where there is one."""
         self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)

@@ -3,6 +3,8 @@
 import importlib
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,26 @@ def test_commands_in_the_docs_are_valid(script):
     assert len(flags) >= 4
     for words in flags:
         runs.check_args(tyro.cli(module.Args, args=words), script)
+
+
+def test_commands_of_modules_in_the_docs_are_valid():
+    """`python -m ...` with flags, on lines of their own and inside sentences."""
+    pages = [*docs.pages(), ROOT / "benchmarks" / "TODO.md", *ROOT.glob("experiments/results/*/README.md")]
+    seen, wrong = set(), []
+    for page in dict.fromkeys(pages):
+        text = page.read_text()
+        commands = re.findall(r"`(python -m [^`]+)`", text) + re.findall(r"^ *(python -m .+)$", text, re.MULTILINE)
+        for command in commands:
+            name, *words = shlex.split(command.replace("\\\n", " "), comments=True)[2:]
+            if words and name.split(".")[0] in ("benchmarks", "doorgym", "experiments"):
+                module = importlib.import_module("doorgym.__main__" if name == "doorgym" else name)
+                seen.add(name)
+                try:
+                    tyro.cli(module.Args, args=words)
+                except SystemExit as stopped:
+                    wrong += [f"{page.name}: {command}"] if stopped.code else []
+    assert not wrong
+    assert len(seen) > 10
 
 
 def test_the_example_of_a_fork_trains(tmp_path):

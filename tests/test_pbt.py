@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import json
 import os
 import pathlib
@@ -111,10 +112,14 @@ def test_bad_input_is_answered_in_one_sentence(words, names, valid, tmp_path, mo
 
 def test_a_study_goes_on_only_as_it_was(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(pbt.ray, "init", None)
-    (tmp_path / "args.json").write_text(json.dumps({"program": "ppo_procgen.py", "population": 4}))
+    known = dataclasses.asdict(pbt.Args("ppo_procgen.py")) | {"id": "a" * 32}
+    assert known["population"] != 5
+    (tmp_path / "args.json").write_text(json.dumps(known | {"population": 5}))
     with pytest.raises(SystemExit):
         runs.cli(pbt.Args, pbt.main, ["ppo_procgen.py", "--out", str(tmp_path)])
-    assert "another --out" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"--population {known['population']}: the study in {tmp_path} has 5" in said
+    assert "another --out" in said
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "1", '{"id": "*"}', "[" * 100_000, "\0"])
