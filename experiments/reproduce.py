@@ -10,7 +10,6 @@ cell the file keeps the result of the most training.
 """
 
 import contextlib
-import csv
 import hashlib
 import json
 import shlex
@@ -71,8 +70,7 @@ class Args:
 
 def published() -> list[dict]:
     """The rows of all published tables."""
-    with REFERENCE.open() as file:
-        return list(csv.DictReader(file))
+    return records.read_rows(REFERENCE)
 
 
 def read_table(name: str) -> list[dict]:

@@ -143,6 +143,9 @@ def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
         (folder / "progress.json").write_text(json.dumps(content))
         assert_refused(reproduce, words, capfd, f"--runs {folder / 'progress.json'}: ", "delete it")
     (folder / "progress.json").unlink()
+    for text in ("seeds\n1\n", "seeds,steps\n1\n", "seeds,steps\n1,x\n", "seeds,steps\n-1,2\n"):
+        (out / "small.csv").write_text(text)
+        assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "move it away")
     result = {"cell": "a", "metric": "b", "command": "c --set gamma=0.5", "ours": "1.5", "low": "", "high": "",
               "seeds": "1", "published steps": "100", "steps": "10", "seconds": ""}  # fmt: skip
     for name, bad in {"seeds": "-1", "steps": "x", "ours": "one", "published steps": "1.5", "low": "nan"}.items():
@@ -356,11 +359,8 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
     assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "differs", "--robot")
     for path, seed, critic in zip(paths[:2], (1, 2), ("fresh", "hyper"), strict=True):  # which PPO has not
         write(path, 2, method="ppo", seed=seed, critic=critic)
-    assert [row["seed"] for row in matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "ppo")))] == [
-        "",
-        1,
-        2,
-    ]
+    rows = matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "ppo")))
+    assert [row["seed"] for row in rows] == ["", 1, 2]
     capfd.readouterr()
     write(paths[0], 6, critic="hyper", seed=1)
     write(paths[1], 6, critic="hyper", seed=1)
