@@ -9,6 +9,7 @@ and a line search that takes only what is better. --penalty trades the trust reg
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -604,16 +605,19 @@ def main(args: Args) -> runs.Run:
     agent = make_agent(args)
     runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
 
-    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
-        saved, numbers = run.saved, devices.games_of_host(args)
-        make = partial(envs.make_levels, args)
-        games = envs.Games(make, numbers, envs.derive_seed(args.seed, 0), args.restart_every)
+    numbers, seed = devices.games_of_host(args), envs.derive_seed(args.seed, 0)
+    with (
+        runs.Run(args, SCRIPT, partial(load, args, agent)) as run,
+        closing(envs.Games(partial(envs.make_levels, args), numbers, seed, args.restart_every)) as games,
+    ):
+        saved = run.saved
         episodes, watch = envs.EpisodeStatistics(len(numbers)), runs.Stopwatch()
         start_from = saved or devices.run_once(initial, args, agent)
         state = devices.share(args, start_from["state"], STATE)
-        carry = devices.put(args, start_from["carry"], CARRY)
+        carry = start_from["carry"] if "carry" in start_from else initial_carry(args, numbers)
+        carry = devices.put(args, carry, CARRY)
         step = int(state.global_step)
-        if saved and "games" in saved:  # there are as many hosts as there were
+        if saved and "games" in saved:  # else there are not as many hosts as there were, and games start anew
             episodes.restore(saved["episodes"])
             games.restore(saved["games"], run)
 
@@ -638,7 +642,6 @@ def main(args: Args) -> runs.Run:
             if run.checkpoint_due(step):
                 save()
         save()
-        games.close()
     return run
 
 

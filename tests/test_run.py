@@ -71,6 +71,15 @@ def test_evaluation_does_not_disturb_training(train, uninterrupted):
     assert [x for x in evaluated if "losses/loss" in x] == read_metrics(uninterrupted)
 
 
+def test_an_error_closes_the_games(train, monkeypatch):
+    closed = []
+    monkeypatch.setattr(ppo.envs.Games, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(ppo, "collect", lambda *given, **how: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert len(closed) == 1
+
+
 def test_sigterm_during_an_evaluation(train, monkeypatch):
     """The evaluation is given up, and made after the resume."""
     flags = STATEFUL | {"eval_every": 100, "eval_episodes": 2}
