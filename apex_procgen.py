@@ -456,7 +456,8 @@ def main(args: Args) -> runs.Run:
             tree = {"state": state} | ({"replay": buffer} if args.save_replay else {})
             run.save(step, tree, {"fleet": fleet.save(), "episodes": episodes.save()})
 
-        fleet.start(int(state.iterations), state.params)
+        if not run.over(step):
+            fleet.start(int(state.iterations), state.params)
         while True:
             envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params))
             if run.over(step):

@@ -339,7 +339,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     return TrainState(
         embeddings=jnp.zeros((SLOTS, args.task_embedding_dim)),
         targets=jnp.zeros((SLOTS, agent.size)),
-        matrix=jnp.full((SLOTS, SLOTS), jnp.nan),
+        matrix=jnp.full((SLOTS, SLOTS), jnp.nan, jnp.float32),
         key=key,
         task=jnp.int32(-1),
         finished=jnp.int32(0),

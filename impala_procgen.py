@@ -494,20 +494,15 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
     return parts | {"loss": total}
 
 
-def join(parts: Sequence):
-    """Trees of arrays [T, n, ...] of several games each, as one."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
-
-
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 @devices.spread([MEMORY, [ROLLOUT], [envs.STEPS], SAME, SAME], (MEMORY, STEPS))
 def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps], step: int, i: int):
     """Makes the i-th update's batch of the actors' rollouts and steps [T, n], at environment step `step`: returns the
     memory and Unrolls, the new ones first, then those replayed."""
-    gamma, steps = runs.parse_schedule(args.gamma)(step), envs.join_steps(steps)
+    gamma, steps = runs.parse_schedule(args.gamma)(step), envs.join_games(steps, axis=-1)
     reward_filter, rewards = shaping.prepare_rewards(args, memory.reward_filter, steps, gamma)
-    frames, actions, logits = join([(r.frames, r.actions, r.logits) for r in rollouts])
-    core = join([jax.tree.map(lambda x: x[None], r.first_core) for r in rollouts])
+    frames, actions, logits = envs.join_games([(r.frames, r.actions, r.logits) for r in rollouts], axis=1)
+    core = envs.join_games([jax.tree.map(lambda x: x[None], r.first_core) for r in rollouts], axis=1)
     new = Unrolls(frames, core, Batch(actions, logits, rewards, steps.terminated, steps.done))
     if not args.replay_fraction:
         return memory._replace(reward_filter=reward_filter), new
@@ -522,7 +517,8 @@ def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: Seq
     written = memory.written + num_envs
     # Counted modulo the size once it is full, so that it never overflows.
     written = jnp.where(written < 2 * size, written, written - size)
-    return Memory(reward_filter, replay, written), join([new, old])
+    together = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), new, old)
+    return Memory(reward_filter, replay, written), together
 
 
 def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
@@ -706,7 +702,8 @@ def main(args: Args) -> runs.Run:
         def save():
             run.save(step, {"state": state, "memory": memory}, {"fleet": fleet.save(), "episodes": episodes.save()})
 
-        fleet.start(int(state.updates), params)
+        if not run.over(step):
+            fleet.start(int(state.updates), params)
         while True:
             envs.evaluate_if_due(args, run, step, make_policy(args, agent, params))
             if run.over(step):
@@ -726,7 +723,7 @@ def main(args: Args) -> runs.Run:
             step, params = int(state.global_step), devices.here(args, state.params)
             fleet.publish(i + 1, params)
             run.check_finite(step, metrics)
-            episodes.add(envs.join_steps(steps))
+            episodes.add(envs.join_games(steps, axis=-1))
             metrics |= fleet.metrics(i, items) | episodes.metrics() | watch.fractions()
             metrics["charts/return_std"] = np.sqrt(memory.reward_filter.var)
             metrics["charts/SPS"] = run.steps_per_second(step)

@@ -136,7 +136,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
-    params = {"agent": agent.init(jax.random.PRNGKey(args.seed), frames), "log_alpha": jnp.log(args.alpha)}
+    params = {"agent": agent.init(jax.random.PRNGKey(args.seed), frames), "log_alpha": jnp.log(jnp.float32(args.alpha))}
     return TrainState(
         params=params,
         target=jax.tree.map(jnp.copy, params["agent"]),
@@ -384,7 +384,8 @@ def main(args: Args) -> runs.Run:
             tree = {"state": state} | ({"replay": buffer} if args.save_replay else {})
             run.save(step, tree, {"fleet": fleet.save(), "episodes": episodes.save()})
 
-        fleet.start(int(state.iterations), state.params)
+        if not run.over(step):
+            fleet.start(int(state.iterations), state.params)
         while True:
             envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params["agent"]))
             if run.over(step):

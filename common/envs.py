@@ -255,10 +255,18 @@ class Steps(NamedTuple):
 STEPS = devices.layout(Steps, games="restarts", steps="rewards terminated truncated done age")
 
 
-def join_steps(parts: Sequence[Steps]) -> Steps:
-    """The steps of several actors' games as one, in this order."""
-    xp = jnp if isinstance(parts[0].rewards, jax.Array) else np
-    return jax.tree.map(lambda *x: xp.concatenate(x, axis=-1), *parts)
+def join_games(parts: Sequence, axis: int):
+    """Trees of arrays of several actors' games, of which this axis has n, as one: the first of each, the second, ...
+
+    So their order is the same on however many devices, each of which has its part of every actor's games.
+    """
+
+    def join(*x):
+        before, after = x[0].shape[:axis], x[0].shape[axis:][1:]
+        xp = jnp if isinstance(x[0], jax.Array) else np
+        return xp.stack(x, axis=len(before) + 1).reshape(*before, -1, *after)
+
+    return jax.tree.map(join, *parts)
 
 
 class Mark(NamedTuple):

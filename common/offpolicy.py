@@ -233,7 +233,7 @@ def add(args: Any, buffer: replay.Replay, items: Sequence[Item]) -> tuple[replay
     """The buffer with what the actors hand over, and their steps side by side."""
     rollouts, steps = zip(*(item.unroll for item in items), strict=True)
     buffer = jax.block_until_ready(insert(args, buffer, *move(args, rollouts, steps)))
-    return buffer, envs.join_steps(steps)
+    return buffer, envs.join_games(steps, axis=-1)
 
 
 def move(args: Any, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]) -> tuple:
@@ -250,8 +250,8 @@ def move(args: Any, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]) ->
 def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]):
     """Adds the actors' rollouts and steps [T, n], side by side; each device has the part of its own games."""
     parts = [(r.frames, r.actions, r.action_value, r.state_value) for r in rollouts]
-    frames, actions, action_value, state_value = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
-    steps = envs.join_steps(steps)
+    frames, actions, action_value, state_value = envs.join_games(parts, axis=1)
+    steps = envs.join_games(steps, axis=-1)
     new = replay.Rows(
         frames=frames,
         actions=actions,

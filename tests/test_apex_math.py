@@ -416,7 +416,7 @@ def test_the_learner_sees_what_the_actors_saw():
                 i=i, watch=runs.Stopwatch(), check_stop=lambda: None,
             )  # fmt: skip
             unrolls.append(unroll)
-        steps = envs.join_steps([unroll.steps for unroll in unrolls])
+        steps = envs.join_games([unroll.steps for unroll in unrolls], axis=-1)
         ends, restarts = ends + steps.ended.sum(), restarts + steps.restarts.sum()
         buffer = offpolicy.insert(args, buffer, *offpolicy.move(args, *zip(*unrolls, strict=True)))
     assert ends > 2

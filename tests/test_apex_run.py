@@ -25,7 +25,7 @@ from conftest import (
 
 import apex_procgen as apex
 import evaluate
-from common import checkpoints, devices, envs, offpolicy, replay, runs
+from common import actors, checkpoints, devices, envs, offpolicy, replay, runs
 
 # Small enough to compile in seconds; the games are real. Everything that has a state of its own is on; the replay
 # buffer goes round, and the games start anew after every 64 steps. What is compiled is the same in most of these tests.
@@ -126,6 +126,13 @@ def test_a_buffer_in_the_hosts_memory(train, uninterrupted):
         assert line["charts/updates"] == same["charts/updates"]
     moved = train(replay_device="device", total_timesteps=350, num_devices=1, resume=str(half)).path
     assert read_metrics(moved)[-1]["charts/updates"] == int(0.5 * (read_metrics(moved)[-1]["global_step"] - 100) / 16)
+
+
+def test_no_actor_plays_for_a_run_that_is_over(train, uninterrupted, monkeypatch):
+    monkeypatch.setattr(actors.Fleet, "start", lambda *given: pytest.fail("an actor was started"))
+    before = read_metrics(uninterrupted)
+    train(resume=str(uninterrupted))
+    assert read_metrics(uninterrupted) == before
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import rnd_montezuma as rnd
 import sac_procgen as sac
 import trpo_procgen as trpo
 from benchmarks.scaling import variables_of_hosts
-from common import checkpoints, devices, offpolicy, replay, runs
+from common import checkpoints, devices, envs, offpolicy, replay, runs
 
 # One minibatch, of all samples, so that no device decides which are in it.
 ACTOR_CRITIC = TINY | {"num_minibatches": 1, "sticky_actions": 0.25, "normalize_rewards": True, "num_envs": 8}
@@ -122,6 +122,33 @@ def test_parts_of_a_batch_on_several_devices_are_the_batch(script):
     assert_close(*results)
 
 
+def test_a_column_of_the_buffer_is_of_the_same_game_wherever_the_buffer_is():
+    """So that a run which goes on with other devices, or from the host's memory, mixes no games."""
+    columns = []
+    for flags in ({"num_devices": 1}, {"num_devices": 2}, {"num_devices": 4}, {"replay_device": "host"}):
+        args = apex.Args(**SCRIPTS[apex] | {"num_actors": 2} | flags)
+        rollouts, steps = [], []
+        for numbers in np.arange(8, dtype=np.int32).reshape(2, 4):
+            rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, numbers), 0)
+            rollouts.append(rollout._replace(actions=rollout.actions + numbers))
+            no = np.zeros((16, 4), bool)
+            steps.append(envs.Steps(np.float32(no + numbers), no, no, no, np.zeros((17, 4), np.int32), numbers > 9))
+        given = offpolicy.move(args, tuple(rollouts), tuple(steps))
+        rows = offpolicy.insert(args, offpolicy.make_buffer(args, None), *given).rows
+        np.testing.assert_array_equal(rows.rewards[:16], rows.actions[:16])
+        columns.append(rows.actions[0].tolist())
+    assert sorted(columns[0]) == list(range(8))
+    assert columns == columns[:1] * 4
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.SCRIPT)
+def test_a_first_state_has_the_types_of_the_next(script):
+    """Else all that takes it is compiled twice, the second time in the midst of training."""
+    args = script.Args(**SCRIPTS[script] | {"num_devices": 1})
+    state = jax.eval_shape(lambda: script.initial_state(args, script.make_agent(args)))
+    assert not [jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(state) if x.weak_type]
+
+
 def test_devices_draw_from_their_own_part_of_the_buffer(tmp_path):
     """Ape-X learns on four devices, and priorities are set where they were drawn."""
     flags = SCRIPTS[apex] | {"num_devices": 4, "num_envs": 8, "learning_starts": 160, "total_timesteps": 400}
@@ -209,6 +236,10 @@ def test_two_hosts_stop_go_on_and_train_as_one_with_two_devices(tmp_path):
     for x, y in zip(jax.tree.leaves(saved["state"]), jax.tree.leaves(checkpoints.load(path)[1]["state"]), strict=True):
         np.testing.assert_array_equal(x, y)
     assert [line["losses/loss"] for line in lines] == [line["losses/loss"] for line in read_metrics(path)]
+    # One host alone goes on with what was learnt, and begins its games anew.
+    step = checkpoints.load(path)[0]
+    ppo.main(ppo.Args(**HOSTS[ppo] | {"resume": str(path), "num_devices": 2, "total_timesteps": step + 1}))
+    assert read_metrics(path)[-1]["global_step"] > step
 
 
 @pytest.mark.slow

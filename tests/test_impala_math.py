@@ -286,11 +286,11 @@ def test_replay_holds_the_newest_and_draws_from_them():
         rollouts = []
         for actor in range(2):
             # Each game's core carries its number: which update, which game.
-            number = jnp.float32(100 * i + 2 * actor) + jnp.arange(2.0)
+            number = jnp.float32(100 * i + actor) + 2 * jnp.arange(2.0)
             carry = impala.initial_carry(args, np.arange(2))._replace(core=(jnp.tile(number[:, None], (1, 8)),) * 2)
             rollouts.append(impala.begin_rollout(args, carry, i))
         parts = [random_steps(rng, STEPS, NUM_ENVS // 2) for _ in range(2)]
-        steps = envs.join_steps(parts)
+        steps = envs.join_games(parts, axis=-1)
         memory, unrolls = impala.remember(args, memory, rollouts, parts, 0, i)
         numbers = np.asarray(unrolls.core[0][0, :, 0])
         assert numbers[:4].tolist() == [100 * i + k for k in range(4)]
@@ -326,7 +326,7 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
         ]  # fmt: skip
         unrolls, carries = zip(*collected, strict=True)
         parts = [unroll.steps for unroll in unrolls]
-        steps = envs.join_steps(parts)
+        steps = envs.join_games(parts, axis=-1)
         assert steps.restarts.all() == (i % 2 == 1)
         memory, unrolls = impala.remember(args, memory, [unroll.rollout for unroll in unrolls], parts, 0, i)
         ends += steps.ended.sum()
