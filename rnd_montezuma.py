@@ -113,13 +113,6 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
             what, parts = f"the number of games, {self.num_envs} (a core learns from whole rollouts)", self.num_envs
         check(parts % self.num_minibatches == 0, f"--num-minibatches {self.num_minibatches}: must divide {what}")
         check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
-        runs.check_devices(self)
-        sample = batch // self.num_minibatches // devices.count(self)
-        check(
-            round(self.update_proportion * sample) >= 1,
-            f"--update-proportion {self.update_proportion}: leaves the predictor nothing of each device's {sample} "
-            f"samples of a minibatch, give {1 / sample:.2g} or more",
-        )
         runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
 
     def shares(self) -> dict[str, int]:
@@ -127,6 +120,15 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         size = self.num_envs * (self.num_steps if self.core == "none" else 1) // self.num_minibatches
         what = "samples" if self.core == "none" else "games"
         return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": size}
+
+    def check_training(self) -> None:
+        """Raises UsageError, one sentence, if so many devices leave the predictor nothing to learn from."""
+        sample = self.num_envs * self.num_steps // self.num_minibatches // devices.count(self)
+        check(
+            round(self.update_proportion * sample) >= 1,
+            f"--update-proportion {self.update_proportion}: leaves the predictor nothing of each device's {sample} "
+            f"samples of a minibatch, give {1 / sample:.2g} or more",
+        )
 
 
 # NETWORKS
@@ -189,7 +191,7 @@ def policy_and_value(agent: Agent, params: dict, frames: jax.Array, first: jax.A
 
 class Features(nn.Module):
     """What RND's target makes of a frame and its predictor learns to: whitened frames float32 [B, 84, 84, 1] ->
-    [B, hidden] (Burda et al. 2018, appendix A.4)."""
+    [B, hidden] (Burda et al. 2018, appendix A.5)."""
 
     channels: str
     hidden: int
@@ -787,12 +789,14 @@ def load(args: Args, agent: Agent, run_dir: str) -> dict:
 def kept(args: Args, agent: Agent) -> tuple:
     """What a run keeps, for `runs.check_memory`."""
     carry = initial_carry(args, devices.games_of_host(args))
-    return initial(args, agent), begin_rollout(args, carry, 0)
+    rollout = begin_rollout(args, carry, 0)
+    return initial(args, agent), (rollout,) * (2 if args.async_ else 1)  # one is played while another is learnt from
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
+    args.check_training()
     agent = make_agent(args)
     runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
 

@@ -419,6 +419,10 @@ BAD = {
 }
 
 
+def test_how_many_devices_there_are_here_is_no_reason_not_to_play_a_run():
+    runs.check_flags(rnd.Args(update_proportion=0.0004, num_devices=4))
+
+
 @pytest.mark.parametrize("whole", [SYNC], indirect=True, ids=["sync"])
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
