@@ -139,7 +139,7 @@ def main(args: Args) -> None:
             for f in fields(EncoderArgs)
             if getattr(one, f.name) != getattr(EncoderArgs, f.name)
         }
-        rows[-1]["flags"] = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in changed.items())
+        rows[-1]["flags"] = " ".join(runs.as_given(*flag) for flag in changed.items())
     Console().print(table)
     if args.csv:
         records.write_rows(Path(args.csv), rows)

@@ -47,12 +47,12 @@ def measure(script, flags: str, updates: int) -> dict[str, float]:
         args = tyro.cli(script.Args, args=[*shlex.split(flags), *fixed])
         args = tyro.cli(
             script.Args,
-            args=["--total-timesteps", str(args.num_envs * args.num_steps * (updates + 1))],
+            args=["--total-timesteps", str(args.num_envs * args.num_steps * (updates + 2))],
             default=args,
         )
         run = script.main(args)
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    timed = lines[2:]
+    timed = lines[2 : 2 + updates]
     seconds = timed[-1]["time"] - lines[1]["time"]
 
     def percent(*parts):

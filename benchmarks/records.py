@@ -40,7 +40,10 @@ def commit() -> str:
 
     def git(*words):
         command = ["git", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+        try:
+            return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+        except FileNotFoundError:  # no git here, as in the image of the Dockerfile
+            return ""
 
     changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!experiments/results")
     return git("rev-parse", "--short=9", "HEAD").strip() + ("+" if changed else "")
@@ -52,8 +55,14 @@ def origin() -> dict[str, str]:
 
 
 def append_rows(path: str, rows: list[dict]) -> None:
-    """Appends rows to a CSV file, with a header if it is new; does nothing without a path."""
+    """Appends rows to a CSV file, with a header if it is new; does nothing without a path.
+
+    Raises UsageError if the file has other columns.
+    """
     if path:
+        there = read_rows(Path(path))
+        same = not there or list(there[0]) == list(rows[0])
+        runs.check(same, f"{path}: has other columns than {', '.join(rows[0])}; move it away, or give another file")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         new = not Path(path).exists()
         with files.full_disk_explained(Path(path)), Path(path).open("a", newline="") as file:

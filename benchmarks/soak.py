@@ -189,7 +189,7 @@ def read_rows(path: Path) -> list[dict]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]
+        return [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
 
 
 def start(args: Args, folder: Path, lock) -> subprocess.Popen:

@@ -14,9 +14,12 @@ out=${OUT:-runs/all_games}/${script%.py}
 python=${PYTHON:-python}
 flags="$*"
 
+if ! command -v "$python" > /dev/null; then
+  echo "error: PYTHON=$python: is no command, give a Python that has the scripts' packages" >&2
+  exit 2
+fi
 mkdir -p "$out"
-[ -e "$out/flags" ] || printf '%s' "$flags" > "$out/flags"
-if [ "$(cat "$out/flags")" != "$flags" ]; then
+if [ -e "$out/flags" ] && [ "$(cat "$out/flags")" != "$flags" ]; then
   echo "error: $out has runs with the flags '$(cat "$out/flags")', not '$flags': give another OUT" >&2
   exit 2
 fi
@@ -28,6 +31,7 @@ if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 
   exit 2
 fi
 
+printf '%s' "$flags" > "$out/flags"
 stopped=
 child=
 trap 'stopped=1; waiting=1; [ -z "$child" ] || kill -TERM "$child" || true' INT TERM HUP

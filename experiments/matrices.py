@@ -49,7 +49,9 @@ def read_rates(path: Path, tasks: tuple[str, ...], method: str | None = None) ->
     """
     rows = files.read(path, list[dict[str, str]], "RUN_DIRS", "leave it out")
     texts = [[row.get(task, "?") for task in tasks] for row in rows if row.get("method") == method]
-    good = 0 < len(texts) <= len(tasks) and all(re.fullmatch(r"(0|1|[01]?\.\d+)?", x) for row in texts for x in row)
+    good = 0 < len(texts) <= len(tasks) and all(
+        re.fullmatch(r"(0?\.\d+|[01](\.0*)?)?", x) for row in texts for x in row
+    )
     check(good, f"RUN_DIRS {path}: is no table of success rates on {', '.join(tasks)}, leave it out")
     return np.array([[float(x or "nan") for x in row] for row in texts])
 

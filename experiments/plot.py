@@ -74,7 +74,8 @@ class Args:
     each_run: bool = False
     """draw the runs of a group too, thin"""
     points: int = 400
-    """at most this many rows a run in the CSV, and points a line in the picture; a mean over runs has at most 120"""
+    """about this many rows a run in the CSV, evaluations besides, and points a line in the picture; a mean over runs
+    has at most 120"""
     aggregate: bool = False
     """also score the groups over all games with rliable: OUT_aggregate.csv and OUT_aggregate.png"""
     score_metric: str = "eval/test_levels/mean_return"
@@ -215,9 +216,10 @@ def read_reference(name: str, games: list[str]) -> dict[tuple[str, str], np.ndar
 
 
 def thin(lines: list[dict], points: int) -> list[dict]:
-    """Every n-th line, and each that holds an evaluation."""
-    every = max(1, len(lines) // points)
-    return [x for i, x in enumerate(lines) if i % every == 0 or any(k.startswith("eval/") for k in x)]
+    """Every n-th line, about so many; and the last, and each that holds an evaluation."""
+    every = -(-len(lines) // points) or 1
+    last = len(lines) - 1
+    return [x for i, x in enumerate(lines) if i % every == 0 or i == last or any(k.startswith("eval/") for k in x)]
 
 
 def can_be_drawn(value: float) -> bool:
@@ -346,7 +348,7 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
-            label = f"{name}, {count(group)}"
+            label = f"{name}, {count([run for run in of_panel if curve(run.lines, clock, metric).size] or group)}"
             draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=label)
         if metric == args.metrics[0] and args.random is not None:
             axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")

@@ -61,8 +61,8 @@ class Args:
     """run nothing, only gather the runs that are done"""
     runs: str = "runs/tables"
     """folder of the runs"""
-    out: str = "experiments/results"
-    """where to write: OUT/TABLE.csv, .md and .png"""
+    out: str = "runs/tables"
+    """where to write: OUT/TABLE.csv, .md and .png (those of the repository are in experiments/results)"""
 
 
 # WHAT TO RUN
@@ -146,6 +146,8 @@ def train(
             done = True
         except trials.Stopped:
             pass
+        except files.FullError:  # no fault of the cell's
+            raise
         except RuntimeError as error:
             why = str(error)
             look(False)
@@ -261,7 +263,8 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
 Number, Count = Decimal | Literal[""], Digits | Literal[""]
 # What is read of a row of a result.
 Result = TypedDict("Result", {
-    "cell": str, "metric": str, "command": str, "ours": Number, "low": Number, "high": Number, "seeds": Digits,
+    "cell": str, "metric": str, "command": str, "flags": str, "machine": str,
+    "ours": Number, "low": Number, "high": Number, "seeds": Digits,
     "published steps": Count, "steps": Count, "seconds": Count,
 })  # fmt: skip
 Result.__pydantic_config__ = ConfigDict(extra="allow")
@@ -270,16 +273,21 @@ Result.__pydantic_config__ = ConfigDict(extra="allow")
 def read_results(args: Args) -> list[dict]:
     """The rows of an earlier OUT/TABLE.csv, as `summarize` gives them; none if there is no such file.
 
-    Raises UsageError if it is damaged or of runs with another --set.
+    Raises UsageError if it is damaged, or of runs with another --set or other flags than the table's.
     """
     path = Path(args.out) / f"{args.table}.csv"
     if not path.exists():
         return []
     rows = files.read(path, list[Result], "--out", "move it away, or give another folder")
+    flags = {(row["cell"], row["metric"]): row["flags"] for row in read_table(args.table)}
     for row in rows:
+        if row["seeds"] == "0":  # nothing is in it
+            continue
         given = row["command"].partition(" --set ")[2]
         same = sorted(given.split()) == sorted(shlex.join(args.set).split())
         check(same, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
+        now = flags.get((row["cell"], row["metric"]), row["flags"])
+        check(row["flags"] == now, f"--out {path}: has {row['cell']!r} with older flags; give another folder")
     floats, integers = ("ours", "low", "high"), ("seeds", "steps", "seconds")
     return [
         row
@@ -317,7 +325,10 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
         with files.whole(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
         least, most = parts_of(results)
-        draw(out.with_suffix(".png"), args.table if least == 1 else f"{args.table}, {most:.2g} of the steps", results)
+        part = f"{most:.2g}" if least == most else f"{least:.2g} to {most:.2g}"
+        draw(
+            out.with_suffix(".png"), args.table if least == most == 1 else f"{args.table}, {part} of the steps", results
+        )
     return results
 
 

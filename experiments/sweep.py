@@ -421,6 +421,8 @@ def main(args: Args) -> optuna.Study:
     """Runs trials until the study has enough; returns it."""
     runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS), "count": (0, 1_000_000), "seed": (0, None)})
     sweep = read_sweep(args.sweep, args.set)
+    drawn = args.sampler == "auto" or sweep["method"] == "bayes"
+    check(drawn, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
     check(args.count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
     count = args.count or len(grid_of(sweep))
     out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()

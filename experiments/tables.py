@@ -188,7 +188,8 @@ def beside() -> list[str]:
         theirs, steps = row["published"], row["steps"]
         if theirs.startswith("openai "):
             ((_, curve),) = plot.read_reference("easy-all", [theirs.split()[1]]).items()
-            theirs, steps = f"{np.interp(step, *curve):.2f}", f"{step}"
+            late = np.linspace(0.9 * step, step, 101)  # as ours
+            theirs, steps = f"{np.interp(late, *curve).mean():.2f}", f"{step}"
         where = (STUDIES / row["file"]).parent
         where = where / ("" if (where / "README.md").exists() else Path(row["file"]).name)
         rows.append({
@@ -218,7 +219,9 @@ def sweeps() -> list[str]:
             continue
         best = max(done, key=lambda row: sign * float(row[metric]))
         link = f"[{path.parent.name}](../experiments/results/sweeps/{path.parent.name})"
-        rows.append({"sweep": link, "trials": str(len(trials)), "pruned": str(len(trials) - len(done))})
+        rows.append(
+            {"sweep": link, "trials": str(len(trials)), "pruned": str(sum(x["state"] == "pruned" for x in trials))}
+        )
         rows[-1] |= {"metric": metric, "best": short(best[metric]), "commit": best["commit"]}
         rows[-1]["at"] = ", ".join(f"{name} {short(best[name])}" for name in names)
     return table(rows, {name: lambda row, name=name: row[name] for name in rows[0]}) if rows else []

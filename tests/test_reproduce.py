@@ -146,13 +146,20 @@ def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
     for text in ("seeds\n1\n", "seeds,steps\n1\n", "seeds,steps\n1,x\n", "seeds,steps\n-1,2\n"):
         (out / "small.csv").write_text(text)
         assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "move it away")
-    result = {"cell": "a", "metric": "b", "command": "c --set gamma=0.5", "ours": "1.5", "low": "", "high": "",
-              "seeds": "1", "published steps": "100", "steps": "10", "seconds": ""}  # fmt: skip
+    result = {"cell": "a", "metric": "b", "command": "c --set gamma=0.5", "flags": row["flags"], "machine": "here",
+              "ours": "1.5", "low": "", "high": "", "seeds": "1", "published steps": "100", "steps": "10",
+              "seconds": ""}  # fmt: skip
     for name, bad in {"seeds": "-1", "steps": "x", "ours": "one", "published steps": "1.5", "low": "nan"}.items():
         records.write_rows(out / "small.csv", [result | {name: bad}])
         assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "move it away")
     records.write_rows(out / "small.csv", [result])
     assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of --set gamma=0.5", "another folder")
+    of_cell = {"cell": row["cell"], "metric": row["metric"], "command": "c", "flags": "gamma=0.7"}
+    records.write_rows(out / "small.csv", [result | of_cell])
+    assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "older flags", "another folder")
+    empty = [result | {"seeds": "0"}, result | of_cell | {"seeds": "0"}]
+    records.write_rows(out / "small.csv", empty)
+    assert len(reproduce.read_results(reproduce.Args("small", out=str(out)))) == 2
 
 
 def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
