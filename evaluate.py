@@ -144,14 +144,26 @@ def script_of(run_dir: str) -> tuple[ModuleType, Any]:
     return script, saved
 
 
+def policy_of(script: ModuleType, saved: envs.GameArgs, run_dir: str) -> tuple[int, Callable]:
+    """The step of a run of Procgen or an exported agent, and its policy as `envs.play_episodes` calls it."""
+    agent = script.make_agent(saved)
+    state = devices.put(saved, script.trained(saved, agent, run_dir), SAME)
+    return int(state["global_step"]), script.make_policy(saved, agent, state["params"])
+
+
 def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, int, Callable]:
     """The script of a run or an exported agent, its arguments, its step, and its policy as `envs.play_episodes` calls
     it. Raises UsageError, also if it is not of Procgen."""
     script, saved = script_of(run_dir)
     runs.check(isinstance(saved, envs.GameArgs), f"RUN_DIR {run_dir}: is of {script.SCRIPT}.py, give a run of Procgen")
-    agent = script.make_agent(saved)
-    state = devices.put(saved, script.trained(saved, agent, run_dir), SAME)
-    return script, saved, int(state["global_step"]), script.make_policy(saved, agent, state["params"])
+    return script, saved, *policy_of(script, saved, run_dir)
+
+
+def evaluate(script: ModuleType, saved: Any, run_dir: str, **how) -> runs.Evaluation:
+    """Plays what a run has learnt, or random actions: Procgen as `envs.evaluate_checkpoint`, all else as its script."""
+    if isinstance(saved, envs.GameArgs):
+        return envs.evaluate_checkpoint(saved, *policy_of(script, saved, run_dir), **how)
+    return script.evaluate(saved, run_dir, **how)
 
 
 def play(args: Args, run_dir: str) -> dict:
@@ -162,7 +174,8 @@ def play(args: Args, run_dir: str) -> dict:
     if args.export:
         path = Path(args.export)
         export(script, saved, run_dir, path)
-    answer = script.evaluate(
+    answer = evaluate(
+        script,
         saved,
         str(path),
         episodes=args.episodes,
@@ -186,7 +199,7 @@ def play(args: Args, run_dir: str) -> dict:
         print(f"film strip: {strip}")
     if args.human:
         how = {"episodes": 1, "seed": args.seed, "random": args.random, "video": True}
-        films = {name: script.evaluate(saved, str(path), levels=levels, **how).film for name, levels in SIDES.items()}
+        films = {name: evaluate(script, saved, str(path), levels=x, **how).film for name, x in SIDES.items()}
         both = path / "videos" / f"{'random_' if args.random else ''}side_by_side_{answer.step}.mp4"
         runs.write_video(both, runs.side_by_side(films), answer.fps)
         print(f"side by side: {both}")

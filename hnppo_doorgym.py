@@ -632,7 +632,7 @@ def trained(args: Args, agent: Agent, run_dir: str) -> dict:
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *actors)
         return {"actor": stacked, "finished": state.finished, "global_step": state.global_step}
 
-    return agents.load(run_dir, partial(initial_state, args, agent), partial(load, args, agent), part)
+    return agents.load(run_dir, partial(initial_state, args, agent), part)
 
 
 def evaluate(

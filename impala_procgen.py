@@ -647,15 +647,7 @@ def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     def part(state):
         return {"params": state.params, "global_step": state.global_step}
 
-    return agents.load(run_dir, partial(initial_state, args, agent), partial(load, args, agent), part)
-
-
-def evaluate(args: Args, run_dir: str, **how) -> runs.Evaluation:
-    """For evaluate.py: plays what a run has learnt (see `envs.evaluate_checkpoint`)."""
-    agent = make_agent(args)
-    saved = devices.put(args, trained(args, agent, run_dir), SAME)
-    policy = make_policy(args, agent, saved["params"])
-    return envs.evaluate_checkpoint(args, int(saved["global_step"]), policy, **how)
+    return agents.load(run_dir, partial(initial_state, args, agent), part)
 
 
 # MAIN

@@ -723,7 +723,7 @@ def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     def part(state):
         return {"params": state.params["agent"], "global_step": state.global_step, "updates": state.updates}
 
-    return agents.load(run_dir, partial(initial_state, args, agent), partial(load, args, agent), part)
+    return agents.load(run_dir, partial(initial_state, args, agent), part)
 
 
 def evaluate(

@@ -12,28 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from common import checkpoints, files
+from common import checkpoints, files, runs
 from common.files import UsageError, check
 
 FILE = "agent.safetensors"
 
 
-def load(
-    run_dir: str, initial: Callable[[], Any], load_run: Callable[[str], dict], part: Callable[[Any], dict]
-) -> dict:
+def load(run_dir: str, initial: Callable[[], Any], part: Callable[[Any], dict]) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of a folder that `evaluate.py --export` wrote.
 
     Args:
       run_dir: either of them.
       initial: makes a training state, whose shapes must be those of what is loaded.
-      load_run: load_run(run_dir) -> the newest checkpoint, of which "state" is a training state.
       part: what evaluation needs of such a state: dicts of arrays.
 
     Raises UsageError if there is neither, or it does not fit.
     """
     path = Path(run_dir, FILE)
     if not path.exists():
-        return part(load_run(run_dir)["state"])
+        return part(runs.load(run_dir, {"state": jax.eval_shape(initial)})["state"])
     template = jax.eval_shape(lambda: part(initial()))
     tree = checkpoints.restore_tree(template, read(path), run_dir)
     return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), tree, template)
