@@ -72,11 +72,11 @@ def task_names(args: DoorArgs) -> tuple[str, ...]:
 def make_doors(
     args: DoorArgs, task: str, num_envs: int, *, seed: int, num_worlds: int, in_turn: bool = False
 ) -> doorgym.DoorVectorEnv:
-    """So many doors of a task, whose episodes have DECISIONS steps."""
+    """So many doors of a task, whose episodes have DECISIONS steps; each is begun by `reset`."""
     return doorgym.make_vec(
         task, num_envs, seed, args.num_threads or None,
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
-        max_episode_steps=ACTION_REPEAT * DECISIONS, in_turn=in_turn,
+        max_episode_steps=ACTION_REPEAT * DECISIONS, autoreset=False, in_turn=in_turn,
     )  # fmt: skip
 
 
@@ -113,12 +113,11 @@ def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | N
         actions.append(np.asarray(policy(obs, t)))
         if film is not None:
             film.append(env.frame())
-        obs, reward, _, truncated, info = env.step(actions[-1])
+        obs, reward, _, _, info = env.step(actions[-1])
         rewards.append(reward)
-        seen.append(info["final_obs"] if truncated.any() else obs)
+        seen.append(obs)
     rollout = Rollout(np.stack(seen), np.stack(actions), np.stack(rewards).astype(np.float32))
-    final = info["final_info"]
-    return rollout, Ends(rollout.rewards.sum(axis=0), final["success"], final["freed"], final["max_knob_angle"])
+    return rollout, Ends(rollout.rewards.sum(axis=0), info["success"], info["freed"], info["max_knob_angle"])
 
 
 def evaluate(

@@ -306,11 +306,15 @@ def test_each_part_has_its_learning_rate(method, rates):
 
 
 def test_a_rollout_ends_with_the_episodes_last_observation():
-    """`play` against steps by hand: the last observation is the episode's own, not the next one's first."""
+    """`play`, in a second episode too, against steps by hand of doors whose next episode begins by itself."""
     args = hn.Args()
     actions = normal(np.random.default_rng(0), DECISIONS, 4, 6)
     with closing(doors.make_doors(args, "Pull-Right-Pull", 4, seed=1, num_worlds=3)) as env:
+        doors.play(env, lambda obs, t: actions[-t], 3)
         rollout, ends = doors.play(env, lambda obs, t: actions[t], 7)
+    steps = {"action_repeat": doors.ACTION_REPEAT, "max_episode_steps": doors.ACTION_REPEAT * DECISIONS}
+    how = {"robot": args.robot, "hardness": args.hardness, "num_worlds": 3}
+    with closing(doorgym.make_vec("Pull-Right-Pull", 4, 1, **how, **steps)) as env:
         obs, rewards = [env.reset(seed=7)[0]], []
         for t in range(DECISIONS):
             new, reward, _, truncated, info = env.step(actions[t])
