@@ -35,8 +35,10 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     LIMITS: ClassVar = {
         "epsilon": (0, 1), "epsilon_alpha": (0, None), "num_atoms": (1, 1024), "v_min": (-1e9, 1e9),
         "v_max": (-1e9, 1e9), "num_quantiles": (0, 1024), "munchausen_alpha": (0, 1), "munchausen_tau": (1e-6, None),
-        "target_network_frequency": (1, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "l2": (0, None),
+        "target_network_frequency": (1, 2**31 - 1), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
+        "l2": (0, None),
     }  # fmt: skip
+    FIXED: ClassVar = ("num_atoms", "v_min", "v_max", "num_quantiles", "dueling")  # what the network's outputs mean
 
     hidden: int = 512
     """units of the dense layer of each stream"""
@@ -179,7 +181,7 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `update` multiplies it by the scheduled learning rate."""
+    """The direction of a step; `improve` multiplies it by the scheduled learning rate."""
     clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 

@@ -87,12 +87,14 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
 def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
     """Writes a run's agent to a folder, and says how large it is. Raises UsageError if that has another run's."""
     anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
-    content = {"script": script.SCRIPT, "args": dataclasses.asdict(dataclasses.replace(saved, **anywhere))}
+    run = runs.read_args(run_dir, "RUN_DIR").get("run", Path(run_dir).name)
+    content = {"script": script.SCRIPT, "run": run, "args": dataclasses.asdict(dataclasses.replace(saved, **anywhere))}
     if (folder / "args.json").exists():
         there = runs.read_args(str(folder), "--export")
         kept = (name for name in runs.fixed(type(saved)) if name in there["args"])  # what a resumed run keeps
         args = json.loads(json.dumps(content["args"]))  # tuples are lists there
-        same = there["script"] == script.SCRIPT and all(there["args"][name] == args[name] for name in kept)
+        same = there["script"] == script.SCRIPT and there.get("run", run) == run
+        same = same and all(there["args"][name] == args[name] for name in kept)
         runs.check(same, f"--export {folder}: has an agent of another run, give another folder")
     tree = script.trained(saved, script.make_agent(saved), run_dir)
     agents.write(folder, content, jax.device_get(tree))
@@ -118,6 +120,8 @@ def main(args: Args) -> list[dict]:
         alone = len(args.run_dirs) == 1 and (args.export or Path(agent, agents.FILE).exists())
         runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
         agents.check_hub(args.push_to_hub)
+    for run_dir in args.run_dirs:
+        script_of(run_dir)  # all of them before the first is played
     summaries = [play(args, run_dir) for run_dir in args.run_dirs]
     if len(summaries) > 1:
         rows = [
@@ -184,12 +188,11 @@ def play(args: Args, run_dir: str) -> dict:
         random=args.random,
         video=args.video,
     )
-    show(f"{path.name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
-
     old = read_results(path / "eval.json")
     same_step = old if old.get("global_step") == answer.step else {}
     entry = {answer.name: answer.summary | (answer.details or {})}
     runs.write_json(path / "eval.json", same_step | {"global_step": answer.step} | entry)
+    show(f"{path.name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
     if args.video:
         video = path / "videos" / f"{answer.name}_{answer.step}.mp4"
         runs.write_video(video, answer.film, answer.fps)

@@ -221,7 +221,7 @@ class Carry(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `update` multiplies it by the scheduled learning rate."""
+    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
     clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))

@@ -173,7 +173,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers last_action core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `update` multiplies it by the scheduled learning rate."""
+    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
     clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 

@@ -256,7 +256,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `update` multiplies it by the scheduled learning rate."""
+    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
     clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
@@ -418,7 +418,7 @@ def add_frames(stats: FrameStatistics, frames: jax.Array) -> FrameStatistics:
 
 def whiten(stats: FrameStatistics, frames: jax.Array) -> jax.Array:
     """Frames uint8 [B, 84, 84, 1] as RND sees them: float32, by the running mean and std of each pixel, within +-5."""
-    return jnp.clip((frames - stats.mean) / jnp.sqrt(stats.var + 1e-4), -5, 5)  # in grey levels: 0.01 at the least
+    return jnp.clip((frames - stats.mean) / jnp.sqrt(stats.var + 1e-4), -5, 5)  # a std of 0.01 grey levels at the least
 
 
 def novelty(args: Args, stats: FrameStatistics, target: dict, predictor: dict, frames: jax.Array) -> jax.Array:

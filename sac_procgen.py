@@ -33,7 +33,7 @@ MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses 
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "alpha": (1e-6, 10), "target_entropy_scale": (0.01, 0.99), "alpha_learning_rate": (1e-6, 1), "tau": (1e-6, 1),
-        "target_network_frequency": (1, None), "q_clip": (0, None), "entropy_penalty": (0, None),
+        "target_network_frequency": (1, 2**31 - 1), "q_clip": (0, None), "entropy_penalty": (0, None),
         "max_grad_norm": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
@@ -128,7 +128,7 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `update` multiplies it by the scheduled learning rate."""
+    """The direction of a step; `improve` multiplies it by the scheduled learning rate."""
     clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
     return optax.chain(clip, optax.scale_by_adam())
 

@@ -21,7 +21,7 @@ TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is n
 
 def steps_in(run_dir: str | Path) -> list[int]:
     """The steps of a run's checkpoints, oldest first."""
-    return sorted(int(path.name) for path in Path(run_dir, "checkpoints").glob("*") if path.name.isdigit())
+    return sorted(int(path.name) for path in Path(run_dir, "checkpoints").glob("*") if path.name.isdecimal())
 
 
 def _orbax():
@@ -120,6 +120,8 @@ def _read(path: Path) -> dict[str, Any]:
     """One checkpoint; raises many kinds of error, ValueError if its checksum is wrong, UsageError if it has none."""
     with _orbax() as orbax:
         tree = orbax.restore(path)
+    if not tree:
+        raise ValueError("it is empty")
     check("checksum" in tree, f"checkpoint {path}: has no checksum, it is of an earlier version of the scripts")
     if not np.array_equal(tree.pop("checksum"), checksum(tree)):
         raise ValueError("its checksum differs")

@@ -4,9 +4,9 @@ import csv
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from common import files
 from common.runs import Run
 
 
@@ -18,9 +18,9 @@ def report(run: Run, step: int, matrix: np.ndarray, names: tuple[str, ...], *, t
     summary = metrics(matrix[:, : len(matrix)])
     rates = {f"eval/{name}/success_rate": rate for name, rate in zip(names, matrix[-1], strict=True)}
     run.log(step, rates | {f"eval/{name}": value for name, value in summary.items()})
-    show(f"{title}: {note}", matrix, names, summary)
     write_csv(run.path / "matrix.csv", matrix, names)
     run.save_picture(step, "matrix", draw(matrix, names, title))
+    run.show(f"{title}: {note}", table_of(matrix, names), "  ".join(f"{name} {x:.3f}" for name, x in summary.items()))
 
 
 def metrics(matrix: np.ndarray) -> dict[str, float]:
@@ -46,24 +46,22 @@ def cell(value: float, digits: int) -> str:
     return "" if np.isnan(value) else f"{value:.{digits}f}"
 
 
-def show(title: str, matrix: np.ndarray, names: tuple[str, ...], summary: dict[str, float]) -> None:
-    """Prints success rates [M, N] after each of M tasks and what they say."""
+def table_of(matrix: np.ndarray, names: tuple[str, ...]) -> Table:
+    """Success rates [M, N] after each of M tasks."""
     table = Table()
     for column in ("after", *names):
         table.add_column(column.replace("-", "\n"), justify="right")
     for name, row in zip(names, matrix, strict=False):
         table.add_row(name, *(cell(x, 2) for x in row))
-    Console().print(title, table, "  ".join(f"{name} {x:.3f}" for name, x in summary.items()), sep="\n")
+    return table
 
 
 def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:
     """A row for each task learnt (`matrix` [M, N], M of N), a column for each task; whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="") as file:
+    with files.whole(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["after", *names])
         writer.writerows([name, *(cell(x, 4) for x in row)] for name, row in zip(names, matrix, strict=False))
-    temporary.replace(path)
 
 
 def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndarray:

@@ -78,8 +78,8 @@ class GameArgs:
         "num_levels": (0, MAX_SEED), "start_level": (0, MAX_SEED), "sticky_actions": (0, 0.99), "frame_stack": (1, 64),
         "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
     }  # fmt: skip
-    # With another restart_every, games would start anew where the steps before them did not say so; another stack may
-    # have as many frames.
+    # With another restart_every, games would start anew where the steps before them did not say so; a stack of
+    # other frames, as many, has the shapes of the saved one.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
         "frame_stack", "gap_stack", "restart_every",
@@ -227,7 +227,7 @@ def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "t
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed for the games from the run's seed, the step, and whatever else tells them apart."""
+    """A seed for the games from the run's seed, the step, and whatever else tells them apart, but for 0s at the end."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] % MAX_SEED)
 
 

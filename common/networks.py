@@ -25,6 +25,11 @@ class EncoderArgs:
     """The network that sees the frames."""
 
     LIMITS: ClassVar = {"width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536)}
+    # What was learnt with one network makes no sense in another, also where it would fit.
+    FIXED: ClassVar = (
+        "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "activation",
+        "spectral_norm", "pool",
+    )  # fmt: skip
 
     encoder: str = "impala"
     """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see docs)"""

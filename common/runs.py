@@ -194,6 +194,8 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     try:
         _check_old_flags(args_class, argv)
         default = None
+        given = [word for word in argv if word.partition("=")[0] == "--resume"]
+        check(len(given) <= 1, "--resume: is given twice, give one run directory")
         run_dir = _flag_value(argv, "--resume")
         check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
         if run_dir:
@@ -622,6 +624,10 @@ class Run:
     def say(self, sentence: str) -> None:
         """Prints one line, above the progress line where there is one."""
         self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+
+    def show(self, *parts: Any) -> None:
+        """Prints texts and Rich's tables, each on lines of its own."""
+        self._console.print(*parts, sep="\n", markup=False)
 
     def _clock(self) -> float:
         """Seconds that this run has run, over all its resumes, by a clock that nobody sets."""

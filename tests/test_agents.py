@@ -126,10 +126,12 @@ def test_what_cannot_be_done_with_an_agent_is_refused(bigfish, hub, capfd, words
     assert not hub.create_repo.called
 
 
-def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, capfd):
+def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, tmp_path, capfd):
     assert_refused(evaluate, [str(run_dir), "--push-to-hub", "me/x"], capfd, "--push-to-hub me/x", "--export")
     assert_refused(evaluate, [str(run_dir), "--export", str(run_dir)], capfd, f"--export {run_dir}", "run directory")
     assert_refused(evaluate, [str(run_dir), "--export", str(bigfish)], capfd, f"--export {bigfish}", "of another run")
+    runs.write_json(tmp_path / "args.json", runs.read_args(str(run_dir), "") | {"run": "another, of the same flags"})
+    assert_refused(evaluate, [str(run_dir), "--export", str(tmp_path)], capfd, f"--export {tmp_path}", "of another run")
     doors = str(ROOT / "agents" / "hnppo_six_doors")
     assert_refused(evaluate, [doors, "--human"], capfd, "--human", "without levels")
 

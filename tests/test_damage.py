@@ -115,16 +115,20 @@ def test_no_flipped_bit_goes_unnoticed(run_dir):
     assert noticed > 20
 
 
-@pytest.mark.parametrize("kind", ["flipped", "half", "empty", "gone"])
+@pytest.mark.parametrize("kind", ["flipped", "half", "empty", "gone", "hollow"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(run_dir, whole, kind, capfd):
     newest = checkpoints.steps_in(run_dir)[-1]
     folder = run_dir / "checkpoints" / str(newest)
     data = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
-    data.write_bytes({"flipped": content, "half": content[: len(content) // 2], "empty": b"", "gone": b""}[kind])
+    data.write_bytes({"flipped": content, "half": content[: len(content) // 2]}.get(kind, b""))
     if kind == "gone":
         data.unlink()
+    elif kind == "hollow":
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder.parent / "²").mkdir()  # no step, though a digit
     resume(run_dir)
     said = [line for line in capfd.readouterr().err.splitlines() if "run directory" not in line]
     assert len(said) == 1

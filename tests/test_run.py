@@ -333,7 +333,7 @@ def bad(tmp_path, finished, case):
     elif case == "other version":
         folder.mkdir()
         (folder / "args.json").write_text('{"script": "ppo_procgen", "args": {"num_envs": "many"}}')
-    elif case in ("truncated", "shapes", "other game", "other seed"):
+    elif case in ("truncated", "shapes", "other game", "other seed", "other network"):
         subprocess.run(["cp", "-r", finished, folder], check=True)
         data = max((f for f in (folder / "checkpoints").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         if case == "truncated":
@@ -344,6 +344,7 @@ def bad(tmp_path, finished, case):
     elif case == "file":
         folder.write_text("not a folder")
     more = {"shapes": ["--hidden", 32], "other game": ["--env-id", "coinrun"], "other seed": ["--seed", 9]}
+    more["other network"] = ["--activation", "gelu"]
     return ["--resume", folder, *more.get(case, [])]
 
 
@@ -378,6 +379,8 @@ BAD = {
     "start of all levels": (["--start-level", 5], "--start-level 5", "--num-levels 1"),
     "other game": (None, "--env-id coinrun", "bigfish"),
     "other seed": (None, "--seed 9", "keeps its own, 1"),
+    "other network": (None, "--activation gelu", "keeps its own, relu"),
+    "two runs": (["--resume", "a", "--resume=b"], "--resume", "one run directory"),
     "other version": (None, "--resume", "version"),
     "not even a dict": (None, "--resume", "run directory"),
     "other script": (None, "--resume", "impala_procgen.py"),
