@@ -544,6 +544,7 @@ class Run:
         (self.path / "checkpoints").mkdir(exist_ok=True)
         checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
+        undo.callback(self._metrics.close)
         self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)

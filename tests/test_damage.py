@@ -218,6 +218,8 @@ def test_a_full_disk_at_the_first_write(words, run_dir, tmp_path, monkeypatch, c
     assert "the disk is full" in said
     assert contents(tmp_path) == before
     assert not [*(tmp_path / "new").glob("*")]
+    held = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not [path for path in held if "metrics.jsonl" in path]
     files.take(run_dir).close()  # it is free again
 
 
