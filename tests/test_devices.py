@@ -131,11 +131,15 @@ def test_a_column_of_the_buffer_is_of_the_same_game_wherever_the_buffer_is():
         for numbers in np.arange(8, dtype=np.int32).reshape(2, 4):
             rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, numbers), 0)
             rollouts.append(rollout._replace(actions=rollout.actions + numbers))
-            no = np.zeros((16, 4), bool)
-            steps.append(envs.Steps(np.float32(no + numbers), no, no, no, np.zeros((17, 4), np.int32), numbers > 9))
+            rewards, no = np.float32(np.tile(numbers, (16, 1))), np.zeros((16, 4), bool)
+            terminated, truncated = no.copy(), no.copy()
+            terminated[3], truncated[5] = numbers % 2 == 0, True
+            steps.append(envs.Steps(rewards, terminated, truncated, no, np.zeros((17, 4), np.int32), no[0]))
         given = offpolicy.move(args, tuple(rollouts), tuple(steps))
         rows = offpolicy.insert(args, offpolicy.make_buffer(args, None), *given).rows
         np.testing.assert_array_equal(rows.rewards[:16], rows.actions[:16])
+        np.testing.assert_array_equal(rows.terminated[3], rows.actions[3] % 2 == 0)
+        assert (rows.terminated[5].any(), rows.ended[5].all()) == (False, True)  # its time limit is no death
         columns.append(rows.actions[0].tolist())
     assert sorted(columns[0]) == list(range(8))
     assert columns == columns[:1] * 4

@@ -85,6 +85,23 @@ def test_games_come_back_where_they_were(make, rollouts):
     np.testing.assert_array_equal(games.obs, copy.obs)
 
 
+def test_a_rollouts_steps_are_what_the_games_say(make):
+    """Rewards, and which episodes were ended by the game and which by its time limit."""
+    rng, by_hand = np.random.default_rng(0), envs.Games(make, range(3), seed=5, restart_every=10**6)
+    actions = rng.integers(0, 15, (400, 3))
+    choices = iter(actions)
+    steps = envs.Games(make, range(3), 5, 10**6).play(lambda obs, age: next(choices), 400, runs.Stopwatch())
+    said = zip(*(by_hand.step(action) for action in actions), strict=True)
+    for mine, theirs in zip((steps.rewards, steps.terminated, steps.truncated), said, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert steps.terminated.sum() > 3
+
+
+def test_each_game_has_levels_of_its_own(make):
+    games = envs.Games(make, range(8), seed=5, restart_every=10**6)
+    assert len(np.unique(games.info["level_seed"])) > 6
+
+
 def test_a_game_is_the_same_beside_whichever_others_it_is_played(make):
     """Games 4 and 5 of six, which another host may play by themselves, over a point where they start anew."""
     actions = np.random.default_rng(0).integers(0, 15, (80, 6))

@@ -331,6 +331,26 @@ def test_a_rollout_ends_with_the_episodes_last_observation():
     np.testing.assert_array_equal(ends.returns, rollout.rewards.sum(axis=0))
 
 
+def test_a_row_of_the_matrix_asks_each_tasks_own_policy(monkeypatch):
+    args, agent = make()
+    state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
+    embeddings = normal(np.random.default_rng(0), *state.embeddings.shape)
+    state = state._replace(task=jnp.int32(1), finished=jnp.int32(2), embeddings=embeddings)
+    obs, said = normal(np.random.default_rng(1), 3, 15), []
+
+    def evaluate(args, policy, task, **how):
+        said.append(policy(obs, 0))
+        return doors.Ends(*np.zeros((4, 3)))
+
+    monkeypatch.setattr(hn.doors, "evaluate", evaluate)
+    monkeypatch.setattr(hn, "end_task", lambda args, agent, state: state)
+    monkeypatch.setattr(hn.continual, "report", lambda *given, **how: None)
+    hn.finish_task(args, agent, None, state)
+    for i in range(2):
+        np.testing.assert_allclose(said[i], hn.act(agent, hn.policy_for(agent, state, i), obs), rtol=1e-5, atol=1e-6)
+    assert np.abs(said[0] - said[1]).max() > 1e-3
+
+
 def test_each_update_plays_episodes_of_its_own():
     args, agent = make()
     state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))

@@ -277,6 +277,24 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
     assert before[0].global_step == (~junk).sum()
 
 
+def test_an_update_goes_down(tiny):
+    """Its step is against the gradient of the loss, and the next one's minibatches are other ones."""
+    unrolls = random_unrolls(tiny.rng, tiny.args)
+    before = devices.run_once(impala.initial_state, tiny.args, tiny.agent)
+    after, _ = run_update(tiny, unrolls, before)
+    minibatch = impala.minibatch_of(tiny.args, unrolls, np.arange(unrolls.batch.done.shape[1]), None)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        parts = impala.loss(tiny.args, tiny.agent, params, minibatch, gamma=0.99, ent_coef=0.01)
+        return jnp.where(minibatch[1].done, 0, parts["loss"]).sum()
+
+    slopes = jax.tree.map(lambda g, x, y: (g * (y - x)).sum(), gradient(before.params), before.params, after.params)
+    assert sum(jax.tree.leaves(slopes)) < 0
+    assert (after.key != before.key).any()
+
+
 def test_replay_holds_the_newest_and_draws_from_them():
     args = make_args(
         num_devices=1, replay_fraction=0.5, replay_size=6, num_actors=2, normalize_rewards=True, core="lstm"
@@ -296,6 +314,8 @@ def test_replay_holds_the_newest_and_draws_from_them():
         assert numbers[:4].tolist() == [100 * i + k for k in range(4)]
         assert len(numbers) == 8
         np.testing.assert_array_equal(unrolls.batch.done[:, :4], steps.done)
+        np.testing.assert_array_equal(unrolls.batch.terminated[:, :4], steps.terminated)
+        np.testing.assert_array_equal(np.sign(unrolls.batch.rewards[:, :4]), np.sign(steps.rewards))  # normalised
         held = list(seen)[-6:] or numbers[:4]  # the first update has no older ones
         assert set(numbers[4:]) <= set(held)
         drawn += numbers[4:].tolist()

@@ -228,6 +228,37 @@ def test_transitions_do_change_the_update(tiny):
     assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True))
 
 
+def test_updates_lower_the_loss(tiny):
+    state, losses = devices.run_once(ppo.initial_state, tiny.args, tiny.agent), []
+    for _ in range(5):
+        key = np.asarray(state.key)
+        state, metrics = ppo.update(tiny.args, tiny.agent, state, tiny.rollout, tiny.steps)
+        losses.append(float(metrics["losses/policy_loss"]))  # advantages are normalised: the same each time
+        assert (np.asarray(state.key) != key).any()  # the next one's minibatches are other ones
+    assert (np.diff(losses) < 0).all()
+
+
+def test_the_adapted_kl_coefficient_is_in_the_loss(tiny):
+    logits = tiny.rollout.logits + np.float32(tiny.rng.normal(size=tiny.rollout.logits.shape))
+    lines = []
+    for coef in (0.1, 10.0):
+        state = devices.run_once(ppo.initial_state, tiny.args, tiny.agent)._replace(kl_coef=jnp.float32(coef))
+        rollout = tiny.rollout._replace(logits=logits)
+        lines.append(jax.device_get(ppo.update(tiny.args, tiny.agent, state, rollout, tiny.steps)[1]))
+    assert lines[1]["losses/loss"] - lines[0]["losses/loss"] > 5 * lines[1]["losses/approx_kl"] > 0.1
+
+
+def test_what_was_recorded_is_what_the_network_says(tiny):
+    first = tiny.steps.age == 0
+    for t in (0, 5, 8):
+        frames = tiny.rollout.frames.stack(t)
+        logits, values, _ = ppo.policy_and_value(tiny.agent, tiny.state.params["agent"], frames, first[t], ())
+        if t < 8:
+            np.testing.assert_allclose(tiny.rollout.logits[t], logits, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(tiny.rollout.values[t], values, rtol=1e-4, atol=1e-5)
+    assert np.abs(tiny.rollout.values).max() > 1e-3
+
+
 def test_history_continues_the_rollout(tiny):
     images = tiny.rollout.frames.images
     np.testing.assert_array_equal(tiny.carry.history, images[-1 - len(tiny.carry.history) : -1])

@@ -220,6 +220,7 @@ def test_four_thousand_frames(tmp_path):
     returns = np.concatenate(list(by_level.values()))
     assert (len(returns), returns.mean()) == (4, pytest.approx(after["train_levels"]["mean_return"]))
     assert after["test_levels"] == before["test_levels"]
+    assert all(int(level) >= 3 for level in before["test_levels"]["returns_by_level"])  # none that it has trained on
     video = run_dir / "videos" / f"train_levels_{after['global_step']}.mp4"
     import av
 
