@@ -267,12 +267,12 @@ def assert_resumes_after_sigterm(script, flags, tmp_path):
     step = checkpoints.load(run_dir)[0]
     assert step == read_metrics(run_dir)[-1]["global_step"] < script.Args(**flags).total_timesteps
     resumed = start(f"{script.SCRIPT}.py", "--resume", run_dir)
-    assert resumed.wait(600) == 0, resumed.communicate()[0]
+    assert resumed.wait(120) == 0, resumed.communicate()[0]
     assert_same_run(whole, run_dir)
     return run_dir
 
 
-def wait_for(condition, process, seconds=600):
+def wait_for(condition, process, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0]
