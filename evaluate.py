@@ -120,9 +120,8 @@ def main(args: Args) -> list[dict]:
         alone = len(args.run_dirs) == 1 and (args.export or Path(agent, agents.FILE).exists())
         runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
         agents.check_hub(args.push_to_hub)
-    for run_dir in args.run_dirs:
-        script_of(run_dir)  # all of them before the first is played
-    summaries = [play(args, run_dir) for run_dir in args.run_dirs]
+    chosen = [script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
+    summaries = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
     if len(summaries) > 1:
         rows = [
             {"run": Path(run_dir).name} | summary for run_dir, summary in zip(args.run_dirs, summaries, strict=True)
@@ -170,10 +169,9 @@ def evaluate(script: ModuleType, saved: Any, run_dir: str, **how) -> runs.Evalua
     return script.evaluate(saved, run_dir, **how)
 
 
-def play(args: Args, run_dir: str) -> dict:
+def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
     """Evaluates one of them."""
     path = Path(run_dir)
-    script, saved = script_of(run_dir)
     files.make_folder(path, "RUN_DIR")
     if args.export:
         path = Path(args.export)

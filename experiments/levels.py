@@ -79,9 +79,8 @@ def draw(answer: dict, title: str) -> plot.plt.Figure:
             )
             edges = {"ls": style["ls"], "lw": 1, "marker": "_", "ms": 9}
             plot.draw_band(top, x, least, most, color=style["color"], alpha=0.06, **edges)
-            top.errorbar(
-                x, mean, np.maximum((mean - low, high - mean), 0), **style | {"ms": 7}, capsize=4, label=name, zorder=3
-            )
+            sides = np.maximum((mean - low, high - mean), 0)  # rounding may have made one negative
+            top.errorbar(x, mean, sides, **style | {"ms": 7}, capsize=4, label=name, zorder=3)
             bottom.plot(x, variance, **style | {"ms": 7})
     for axis, split in zip(axes[0], ("training", "test"), strict=True):
         axis.set(title=f"{split} levels", xscale="log")

@@ -312,10 +312,12 @@ def draw_band(axis, x: np.ndarray, low: np.ndarray, high: np.ndarray, color: str
 
 def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, style: dict, label: str) -> None:
     """The mean of a group's runs with its interval, or its one run; on returns also the evaluations."""
-    curves = [points for run in group if (points := curve(run.lines, clock, metric)).size]
+    drawn = [(run, points) for run in group if (points := curve(run.lines, clock, metric)).size]
+    curves = [points for _, points in drawn]
     if curves:
         grid, values = common_grid(curves, args.points if len(curves) == 1 else min(args.points, 120))
         mean, low, high = bootstrap_mean(values)
+        label += f", {count([run for run, _ in drawn])}"
         every = max(1, len(grid) // 8)
         axis.plot(grid, mean, **style, markevery=every, label=label, zorder=3, path_effects=HALO)
         if len(curves) > 1:
@@ -348,8 +350,7 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
-            label = f"{name}, {count([run for run in of_panel if curve(run.lines, clock, metric).size] or group)}"
-            draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=label)
+            draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=name)
         if metric == args.metrics[0] and args.random is not None:
             axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
         shown = references if metric == args.metrics[0] and clock == "global_step" else {}

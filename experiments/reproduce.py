@@ -326,9 +326,8 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
             temporary.write_text(markdown(args, results))
         least, most = parts_of(results)
         part = f"{most:.2g}" if least == most else f"{least:.2g} to {most:.2g}"
-        draw(
-            out.with_suffix(".png"), args.table if least == most == 1 else f"{args.table}, {part} of the steps", results
-        )
+        title = args.table if least == most == 1 else f"{args.table}, {part} of the steps"
+        draw(out.with_suffix(".png"), title, results)
     return results
 
 

@@ -219,9 +219,8 @@ def sweeps() -> list[str]:
             continue
         best = max(done, key=lambda row: sign * float(row[metric]))
         link = f"[{path.parent.name}](../experiments/results/sweeps/{path.parent.name})"
-        rows.append(
-            {"sweep": link, "trials": str(len(trials)), "pruned": str(sum(x["state"] == "pruned" for x in trials))}
-        )
+        pruned = sum(row["state"] == "pruned" for row in trials)
+        rows.append({"sweep": link, "trials": str(len(trials)), "pruned": str(pruned)})
         rows[-1] |= {"metric": metric, "best": short(best[metric]), "commit": best["commit"]}
         rows[-1]["at"] = ", ".join(f"{name} {short(best[name])}" for name in names)
     return table(rows, {name: lambda row, name=name: row[name] for name in rows[0]}) if rows else []
