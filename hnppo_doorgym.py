@@ -36,7 +36,7 @@ from common.runs import check
 SCRIPT = Path(__file__).stem
 # Of the doors that the matrix is of, to which evaluate.py adds --seed, and of those that parameters are chosen by.
 EVAL_SEED, SELECT_SEED = 1000, 2**40
-HYPER = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate")  # of --method hnppo
+HYPER = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate", "critic")  # of --method hnppo
 
 
 @dataclass(frozen=True)

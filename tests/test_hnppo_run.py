@@ -309,6 +309,7 @@ BAD = {
     "no decisions": (["--task-timesteps", 0], "--task-timesteps 0", "from 1"),
     "minibatches": (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
     "no hypernetwork": (["--method", "ppo", "--beta", 1e-3], "--beta 0.001", "--method hnppo"),
+    "no generated critic": (["--method", "finetune", "--critic", "fresh"], "--critic fresh", "--method hnppo"),
     "anew in any case": (["--method", "ppo", "--keep-std"], "--keep-std", "--method hnppo or finetune"),
     "discount": (["--gamma", 1.5], "--gamma 1.5", "from 0 to 1"),
     "worlds": (["--num-worlds", 0], "--num-worlds 0", "from 1"),
