@@ -4,6 +4,8 @@ The study's returns are sums of *normalised* rewards: Baselines' VecNormalize (d
 for each evaluation of 32 games with an episode each. Try:
 
     python -m experiments.study_units runs/tables/*_procgen__*/1/*/ --csv experiments/results/starpilot_study.csv
+
+Beside the file goes a picture of its rows: returns over the number of training levels, published and ours.
 """
 
 from dataclasses import dataclass
@@ -15,8 +17,10 @@ import tyro
 import evaluate
 from benchmarks import records
 from common import devices, envs, runs
+from experiments import plot, reproduce
 
-GAMES = 32
+GAME, GAMES = "starpilot", 32
+REFERENCE = reproduce.REFERENCE.parent / "starpilot_study.csv"
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Args:
     seed: int = 0
     """of the games and the policy's draws"""
     csv: str = ""
-    """also write the table to this file, among the rows of other runs that it has"""
+    """also write the table to this file, among the rows of other runs that it has; a picture goes beside it"""
 
 
 class Normalized:
@@ -88,6 +92,44 @@ def method_of(script: str, saved) -> str:
     return f"penalty {penalty:g}" if penalty else script.split("_")[0].upper()
 
 
+def setting_of(row: dict) -> tuple[str, ...]:
+    """What a line of the picture is of."""
+    return row["method"], f"{row['encoder']} encoder", f"{row['hidden']} units"
+
+
+def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
+    """Returns in the study's units over the number of training levels: on these to the left, unseen ones to the right.
+
+    Published is hollow and dotted; ours a mark for each run, with its standard error, and a line through their means.
+    """
+    counts = sorted({int(row["training levels"]) for row in [*ours, *theirs]}, key=lambda n: n or np.inf)
+    at = {n: n or 3 * max(1, *counts) for n in counts}  # all levels are drawn at the right end
+    figure, axes = plot.plt.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout="constrained")
+    groups = list(dict.fromkeys(setting_of(row) for row in ours))
+    for i, group in enumerate(groups):
+        style = plot.style_of(i)
+        hollow = style | {"ls": (0, (1, 2)), "mfc": "w", "ms": 6}
+        published = [row for row in theirs if setting_of(row) == group]
+        x_published = [at[int(row["training levels"])] for row in published]
+        for axis, on in zip(axes, ("train", "test"), strict=True):
+            rows = [row for row in ours if row["on"] == on and setting_of(row) == group]
+            x = np.array([at[int(row["training levels"])] for row in rows])
+            y = np.array([float(row["normalized"]) for row in rows])
+            error = [float(row["normalized error"]) for row in rows]
+            axis.errorbar(x, y, error, **style | {"ls": "none"}, capsize=3, label=f"{', '.join(group)}: ours")
+            means = {n: y[x == n].mean() for n in np.unique(x)}
+            axis.plot(list(means), list(means.values()), color=style["color"], lw=style["lw"])
+            if published:
+                y_published = [float(row[on]) for row in published]
+                axis.plot(x_published, y_published, **hollow, label=f"{', '.join(group)}: published")
+    for axis, title in zip(axes, ("training levels", "unseen levels"), strict=True):
+        axis.set(title=title, xscale="log", xlabel="number of training levels", ylim=(0, None))
+        axis.set_xticks(list(at.values()), [str(n) if n else "all" for n in counts], fontsize=7, rotation=90)
+        axis.minorticks_off()
+    axes[0].set_ylabel("return, of normalised rewards")
+    return figure
+
+
 def main(args: Args) -> list[dict]:
     """Evaluates each run; returns the table's rows."""
     runs.check_limits(args, {"batches": (1, 10**4), "seed": (0, runs.MAX_SEED)})
@@ -113,6 +155,9 @@ def main(args: Args) -> list[dict]:
             rows.append(row | about)
         if args.csv:
             records.add_rows(path, [row | records.origin() for row in rows[-2:]], ("run",))
+    played = [row for row in records.read_rows(path) if row["game"] == GAME] if args.csv else []
+    if played:
+        plot.write_picture(str(path.with_suffix("")), ".png", draw(played, records.read_rows(REFERENCE)))
     evaluate.show("the StarPilot study's units and raw returns", shown, {})
     return rows
 

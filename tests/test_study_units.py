@@ -75,3 +75,23 @@ def test_an_agent_gets_a_row(tmp_path, capfd):
     other = str(ROOT / "experiments" / "reference" / "tables.csv")
     assert_refused(study_units, [args.run_dirs[0], "--csv", other], capfd, f"--csv {other}", "another table")
     assert_refused(study_units, [str(ROOT / "agents" / "hnppo_six_doors")], capfd, "RUN_DIR", "give a run of Procgen")
+
+
+def test_the_picture_has_each_run_beside_the_published():
+    """Two runs of 10 levels with a line through their mean, one of all levels at the right end."""
+    setting = {"method": "PPO", "encoder": "nature", "hidden": "32", "normalized error": "0.5"}
+    ours = [
+        setting | {"on": on, "training levels": levels, "normalized": str(value + (on == "test"))}
+        for levels, value in (("10", 3), ("10", 5), ("0", 7))
+        for on in ("train", "test")
+    ]
+    theirs = [setting | {"training levels": "10", "train": "11.4", "test": "6.5"}]
+    theirs += [setting | {"method": "TRPO", "training levels": "1000", "train": "1", "test": "1"}]
+    figure = study_units.draw(ours, theirs)
+    for axis, more, published in zip(figure.axes, (0, 1), (11.4, 6.5), strict=True):
+        seen = [tuple(zip(*line.get_data(), strict=True)) for line in axis.lines]
+        assert ((10, 3 + more), (10, 5 + more), (3000, 7 + more)) in seen
+        assert ((10, 4 + more), (3000, 7 + more)) in seen
+        assert ((10, published),) in seen
+        assert not any(y == 1 for line in seen for _, y in line)  # of a method that ours are not
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["10", "1000", "all"]
