@@ -3,7 +3,7 @@
 Runs the script itself, as a user does, and reads its metrics from the first second after learning started; prints a
 table and appends a row to a CSV file. The flags in quotes are those of apex_procgen.py:
 
-python -m benchmarks.apex nature --flags="--encoder nature --width 1 --pool flatten --num-envs 32 --batch-size 512"
+    python -m benchmarks.apex nature --flags="--encoder nature --width 1 --pool flatten --num-envs 32 --batch-size 512"
 """
 
 import json

@@ -2,8 +2,8 @@
 
 Prints three tables and appends their rows to CSV files (OUT.csv, OUT_physics.csv and OUT_update.csv). Try:
 
-python -m benchmarks.doors
-python -m benchmarks.doors --parts physics
+    python -m benchmarks.doors
+    python -m benchmarks.doors --parts physics
 """
 
 import os

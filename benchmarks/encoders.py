@@ -1,7 +1,9 @@
-"""What an encoder costs, in parameters, arithmetic, memory and time on this machine; with flags, of the one they make:
+"""What an encoder costs, in parameters, arithmetic, memory and time on this machine.
 
-python -m benchmarks.encoders
-python -m benchmarks.encoders --encoder "xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"
+With flags, of the one that they make:
+
+    python -m benchmarks.encoders
+    python -m benchmarks.encoders --encoder "xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"
 """
 
 import contextlib

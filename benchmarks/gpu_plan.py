@@ -4,9 +4,9 @@ script's programs, what crosses between GPUs, and a model of their time. No line
 Needs the wheel jax-cuda12-plugin, which `make gpu-plan` installs in an environment of its own, but neither GPU nor
 driver. The flags in quotes are those of the scripts whose programs are planned:
 
-python -m benchmarks.gpu_plan
-python -m benchmarks.gpu_plan ppo.act ppo.update --flags="--num-envs 256 --num-steps 32" --game-ms 0.5 --dump plans
-python -m benchmarks.gpu_plan ppo impala --gpus 8 --scaling strong
+    python -m benchmarks.gpu_plan
+    python -m benchmarks.gpu_plan ppo.act ppo.update --flags="--num-envs 256 --num-steps 32" --game-ms 0.5 --dump plans
+    python -m benchmarks.gpu_plan ppo impala --gpus 8 --scaling strong
 
 The model: a kernel takes 3 us to launch and then as long as its bytes at the memory's full rate, or its FLOPs at 40 %
 of the peak rate, whichever is more. A sum over n GPUs takes as long as 2 (n - 1) / n times its bytes over NVLink, and

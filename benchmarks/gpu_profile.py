@@ -3,7 +3,7 @@
 Beside the plan (`make gpu-plan`), which says what they would take if every kernel were as fast as it can be. Prints two
 tables and writes them as CSV files. The flags in quotes are those of ppo_procgen.py:
 
-python -m benchmarks.gpu_profile default --flags="--env-id starpilot"
+    python -m benchmarks.gpu_profile default --flags="--env-id starpilot"
 """
 
 import collections

@@ -3,7 +3,7 @@
 Runs the scripts themselves, as a user does, and reads their metrics; prints a table and appends its rows to a CSV
 file. The flags in quotes go to both scripts, then to each:
 
-python -m benchmarks.ppo_impala nature --flags="--encoder nature --width 1 --pool flatten --num-envs 64 --num-steps 64"
+    python -m benchmarks.ppo_impala small --flags="--width 1 --pool flatten --num-envs 64 --num-steps 64"
 """
 
 import json

@@ -1,8 +1,8 @@
 """How long a GPU lets those wait who share it: a model of its one queue, in which programs run in the order in which
 they were asked for. Nothing is measured: the times are given, for instance those that benchmarks/gpu_plan.py models.
 
-python -m benchmarks.queue_model --act-ms 0.19 --update-ms 85 --game-ms 0.3 --steps 128
-python -m benchmarks.queue_model --act-ms 0.12 --update-ms 33 --game-ms 0.2 --steps 200 --actors 2
+    python -m benchmarks.queue_model --act-ms 0.19 --update-ms 85 --game-ms 0.3 --steps 128
+    python -m benchmarks.queue_model --act-ms 0.12 --update-ms 33 --game-ms 0.2 --steps 200 --actors 2
 
 What it leaves out: that a program's launches overlap with the one before, that games share the host's cores with each
 other, and Python's lock. Acting for half the games takes as long as for all: its launches do.

@@ -3,8 +3,8 @@
 Runs the script itself, as a user does, and reads its metrics; prints a table and appends its rows to a CSV file. The
 flags in quotes are those of rnd_montezuma.py:
 
-python -m benchmarks.rnd paper
-python -m benchmarks.rnd small --flags="--channels 4,4,4 --hidden 16 --update-epochs 1"
+    python -m benchmarks.rnd paper
+    python -m benchmarks.rnd small --flags="--channels 4,4,4 --hidden 16 --update-epochs 1"
 """
 
 import json

@@ -4,7 +4,7 @@ processes with a device each, in turns, in one run.
 On a CPU "one device" has all cores, as far as XLA's own threads use them. Prints a table and appends its rows to a CSV
 file. The flags in quotes are the script's:
 
-python -m benchmarks.scaling ppo_procgen --flags="--encoder nature --width 1 --pool flatten --num-steps 64"
+    python -m benchmarks.scaling ppo_procgen --flags="--encoder nature --width 1 --pool flatten --num-steps 64"
 """
 
 import json

@@ -6,7 +6,7 @@ this program makes the script write a checkpoint; with the same --out and flags 
 with counting minutes. At the end and at each stop it draws OUT.png and says how fast memory grows. Linux only. The
 flags in quotes are the script's:
 
-python -m benchmarks.soak ppo_procgen.py --minutes 120 --out benchmarks/results/soak_ppo --flags="--env-id bigfish"
+    python -m benchmarks.soak ppo_procgen.py --minutes 120 --out benchmarks/results/soak_ppo --flags="--env-id bigfish"
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 Prints a table and appends a row to a CSV file. The flags in quotes are those of ppo_procgen.py:
 
-python -m benchmarks.throughput default
-python -m benchmarks.throughput small --flags="--width 1 --pool flatten --frame-stack 1 --num-steps 256"
+    python -m benchmarks.throughput default
+    python -m benchmarks.throughput small --flags="--width 1 --pool flatten --frame-stack 1 --num-steps 256"
 """
 
 import resource

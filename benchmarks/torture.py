@@ -4,7 +4,7 @@ the same flags that was left alone.
 The games are real, the networks tiny, and there are checkpoints all the time. A third of the kills comes while a
 checkpoint is being written; some come in a start that has to compile everything; some runs are killed more than once:
 
-python -m benchmarks.torture --kills 20 --seed 1
+    python -m benchmarks.torture --kills 20 --seed 1
 
 Prints a line a kill; the exit code is 1 if a run did not end the same. The seed draws the moments, but what they hit
 depends on the machine's speed.

@@ -1,7 +1,9 @@
-"""Draws a door of each of six tasks, or opens random doors by a script: a proof that a hook can.
+"""Draws a door of each of six tasks, or opens random doors by a script.
 
-python -m doorgym doors.png
-python -m doorgym --check
+That is a proof that a hook can:
+
+    python -m doorgym doors.png
+    python -m doorgym --check
 """
 
 import sys

@@ -1,6 +1,8 @@
-"""Draws every augmentation of common/augment.py on frames of real games:
+"""Draws every augmentation of common/augment.py.
 
-python -m experiments.augmentations --out experiments/results/augmentations.png
+On frames of real games, a row each:
+
+    python -m experiments.augmentations --out experiments/results/augmentations.png
 """
 
 from dataclasses import dataclass

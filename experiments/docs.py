@@ -1,7 +1,7 @@
 """Checks the links of all Markdown files, and keeps those to functions of a script on the line where they are:
 
-python -m experiments.docs           # rewrites line numbers, and says which links lead nowhere
-python -m experiments.docs --check   # changes nothing; fails if there is something to do
+    python -m experiments.docs           # rewrites line numbers, and says which links lead nowhere
+    python -m experiments.docs --check   # changes nothing; fails if there is something to do
 
 A link to code is [`name`](../file.py#L12): the line of `def name`, `class name`, or of a field or
 constant of that name.

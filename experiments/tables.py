@@ -1,7 +1,9 @@
-"""Writes the tables of docs and README from the committed CSV files, each between its two marks, wherever these are:
+"""Writes the tables of docs and README from the committed CSV files.
 
-python -m experiments.tables           # after a new result
-python -m experiments.tables --check   # fails if a table is not that of its files
+Each goes between its two marks, wherever these are:
+
+    python -m experiments.tables           # after a new result
+    python -m experiments.tables --check   # fails if a table is not that of its files
 """
 
 from collections.abc import Callable
