@@ -90,7 +90,10 @@ def flags_of(row: dict, args: Args) -> dict:
 
 
 def check_overrides(args: Args, rows: list[dict]) -> None:
-    """Raises UsageError if --set has a flag that a script lacks, that is not free, or in which the cells differ."""
+    """Raises UsageError if --set has a flag that a script lacks, that is not free, or in which the cells differ.
+
+    Ends as a script would if it does not take a value.
+    """
     given = trials.read_settings(args.set)
     for program in {row["script"] for row in rows if row["script"]}:
         trials.check_flags("--set", program, given, own=("seed",))
@@ -98,6 +101,9 @@ def check_overrides(args: Args, rows: list[dict]) -> None:
     for name in given:
         same = len({flags.get(name) for flags in own}) == 1 and not name.endswith("_timesteps")
         check(same, f"--set {name}: cells of {args.table} differ in it; give another flag, or --scale for steps")
+    first = {row["script"]: row for row in reversed(rows) if row["script"]}
+    for program, row in first.items() if given else ():
+        trials.ask_script(program, flags_of(row, args))
 
 
 def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:

@@ -75,6 +75,12 @@ def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[
         check(free, f"{source} {name}={value}: {flag_of(name)} is not free here, each run is given its own")
 
 
+def ask_script(program: str, flags: dict) -> None:
+    """Ends as the script would, with its sentence and exit code 2, if it does not take these values of its flags."""
+    script = importlib.import_module(Path(program).stem)
+    runs.cli(script.Args, runs.check_flags, words_of(flags))
+
+
 @functools.cache
 def origin() -> dict[str, str]:
     """Where and when, as records.py has it; in a process of its own, since JAX takes most of a GPU's memory."""

@@ -117,6 +117,7 @@ BAD = {
     "what the cells differ in": (["gamma", "--set", "gamma=0.9"], "--set gamma", "differ"),
     "steps": (["gamma", "--set", "total_timesteps=9"], "--set total_timesteps", "--scale"),
     "no such cell": (["gamma", "--cells", "0.99", "width"], "--cells width", "0.99, bigfish"),
+    "a value that the script refuses": (["gamma", "--set", "learning_rate=-1"], "--learning-rate '-1'", "0 or more"),
     "an unknown flag": (["gamma", "--set", "lr=9"], "lr", "no flag"),
 }
 
