@@ -135,20 +135,25 @@ def set_aside(run_dir: Path, after: int) -> None:
             files.set_aside(run_dir / "checkpoints" / str(step), run_dir / "damaged")
 
 
+class MisfitError(UsageError):
+    """A checkpoint is of other arguments: of other names or shapes than they make."""
+
+
 def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
-    """Gives a loaded tree the structure of `template`; raises UsageError if names or shapes differ."""
+    """Gives a loaded tree the structure of `template`; raises MisfitError if names or shapes differ."""
     from flax import serialization
 
     differ = f"{run_dir}: its checkpoint does not fit these arguments"
     try:
         tree = serialization.from_state_dict(template, saved)
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{differ} ({str(error).splitlines()[0]})") from None
+        raise MisfitError(f"{differ} ({str(error).splitlines()[0]})") from None
     except AttributeError:  # Flax found None where there should be a tuple
-        raise UsageError(f"{differ}: something that they need is not in it") from None
-    same = len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)) == len(jax.tree.leaves(saved))
-    check(same, f"{differ}: there is something in it that they do not need")
+        raise MisfitError(f"{differ}: something that they need is not in it") from None
+    if not len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)) == len(jax.tree.leaves(saved)):
+        raise MisfitError(f"{differ}: there is something in it that they do not need")
     for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
         name = jax.tree_util.keystr(path)
-        check(want.shape == got.shape, f"{differ} ({name} is {got.shape} there, {want.shape} here)")
+        if want.shape != got.shape:
+            raise MisfitError(f"{differ} ({name} is {got.shape} there, {want.shape} here)")
     return tree

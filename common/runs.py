@@ -445,6 +445,21 @@ def load(run_dir: str, template: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
+def _load_for(args: Any, script: str, load: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The checkpoint that a run goes on from; of one that does not fit, says which flags differ from the run's own."""
+    try:
+        return load(args.resume)
+    except checkpoints.MisfitError as error:
+        saved = saved_args(type(args), args.resume, "--resume", script)
+        changed = {
+            as_given(name, new): getattr(saved, name)
+            for name, new in dataclasses.asdict(args).items()
+            if name != "resume" and new != getattr(saved, name)
+        }
+        told = "; ".join(f"{flag} here, {old} there" for flag, old in changed.items())
+        raise UsageError(f"{error}; flags differ: {told}" if told else str(error)) from None
+
+
 class _Checkpoint(dict):
     """Parts of a checkpoint; raises UsageError for one that is not in it."""
 
@@ -531,7 +546,7 @@ class Run:
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self._lock = files.take(self.path)
         undo.callback(lambda: self._lock and self._lock.close())
-        self.saved = load(args.resume) if args.resume and load else None
+        self.saved = _load_for(args, script, load) if args.resume and load else None
         if self.saved and devices.hosts(args) > 1:
             steps = {int(x) for x in devices.of_each_host(args, np.int64(self.saved["run"]["step"])).values()}
             check(len(steps) == 1, f"--resume {args.resume}: hosts read those of steps {sorted(steps)}, try again")

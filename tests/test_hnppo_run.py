@@ -321,7 +321,7 @@ BAD = {
     "other robot": (None, "--robot gripper", "keeps its own, hook"),
     "other number of doors": (None, "--num-envs 4", "keeps its own, 2"),
     "other tasks": (None, "--tasks '0,3'", "Lever-Right-Pull"),
-    "shapes": (None, "does not fit", "here"),
+    "shapes": (None, "does not fit", "--hidden 16 here, 8 there"),
 }
 
 

@@ -348,7 +348,7 @@ BAD = {
     "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, 2"),
     "other frames": (["--frame-stack", 8], "--frame-stack 8", "keeps its own, 4"),
     "shapes": (["--num-envs", 8], "does not fit", "(8,) here"),
-    "core": (["--core", "lstm"], "bigfish__impala_procgen__1", "does not fit"),
+    "core": (["--core", "lstm"], "does not fit", "--core lstm here, none there"),
     "no buffer to go on with": (["--replay-fraction", 0.5], "bigfish__impala_procgen__1", "does not fit"),
 }
 
