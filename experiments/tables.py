@@ -6,6 +6,7 @@ Each goes between its two marks, wherever these are:
     python -m experiments.tables --check   # fails if a table is not that of its files
 """
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -142,6 +143,11 @@ def tables() -> list[str]:
     return lines[:-1]
 
 
+def all_for_0(levels: str) -> str:
+    """A number of training levels; --num-levels 0 is all of them."""
+    return "all" if levels == "0" else levels
+
+
 def starpilot_study() -> list[str]:
     """The StarPilot study's returns beside ours, in its units and raw ones."""
     setting = ("method", "encoder", "hidden", "training levels")
@@ -159,7 +165,8 @@ def starpilot_study() -> list[str]:
         for name in ("normalized", "raw"):
             row[name] = " / ".join(f"{each[name]} ({each[f'{name} error']})" for each in (on_train, on_test))
         rows.append(row)
-    columns = {"method": lambda row: row["method"], "training levels": number("training levels")}
+    rows.sort(key=lambda row: (row["method"], int(row["training levels"]) or np.inf))
+    columns = {"method": itemgetter("method"), "training levels": lambda row: all_for_0(row["training levels"])}
     columns |= {"steps": number("step"), "published, training / test levels": lambda row: row["published"]}
     columns |= {"ours, in the same units": lambda row: row["normalized"], "ours, raw": lambda row: row["raw"]}
     return table(rows, columns)
@@ -168,12 +175,12 @@ def starpilot_study() -> list[str]:
 def at_the_end(row: dict) -> tuple[float, float, int]:
     """What ours came to in a row of published.csv: the value, of a curve the mean over the last tenth of its steps, and
     the steps (NaN where the file has none), both means over seeds; and how many seeds there are."""
-    chosen = dict(pair.split("=") for pair in row["rows"].split())
+    chosen = dict(pair.split("=") for pair in shlex.split(row["rows"]))
     curves = {}
     for line in records.read_rows(STUDIES / row["file"]):
         if chosen.items() <= line.items() and line[row["column"]]:
             step = float(line.get("global_step") or line.get("step") or "nan")
-            curves.setdefault(line.get("seed", ""), []).append((step, float(line[row["column"]])))
+            curves.setdefault(line.get("seed") or line.get("run", ""), []).append((step, float(line[row["column"]])))
     ends = []
     for curve in curves.values():
         steps, values = np.array(curve).T

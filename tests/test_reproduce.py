@@ -241,8 +241,12 @@ def test_what_stands_beside_the_published(tmp_path, monkeypatch):
     rows[-1]["test_levels"] = rows[-2]["test_levels"] = ""  # not evaluated
     records.write_rows(tmp_path / "a.csv", rows)
     records.write_rows(tmp_path / "b.csv", [{"whose": "ours", "ACC": 0.9}, {"whose": "published", "ACC": 0.8}])
+    runs_of = [{"run": str(n), "training levels": n // 2, "step": n, "normalized": n} for n in (2, 3, 4)]
+    records.write_rows(tmp_path / "c.csv", runs_of)
     monkeypatch.setattr(tables, "STUDIES", tmp_path)
     assert tables.at_the_end({"file": "a.csv", "rows": "", "column": "episodic_return"}) == (96.5, 100, 2)
+    runs_of_one = {"file": "c.csv", "rows": "'training levels=1'", "column": "normalized"}
+    assert tables.at_the_end(runs_of_one) == (2.5, 2.5, 2)
     assert tables.at_the_end({"file": "a.csv", "rows": "seed=2", "column": "test_levels"}) == (187, 98, 1)
     value, step, seeds = tables.at_the_end({"file": "b.csv", "rows": "whose=ours", "column": "ACC"})
     assert (value, seeds) == (0.9, 1)
