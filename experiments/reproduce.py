@@ -242,7 +242,9 @@ def markdown(args: Args, results: list[dict]) -> str:
 
 
 def draw(path: Path, title: str, results: list[dict]) -> None:
-    """Each cell's published value (a square) and ours (a dot with its interval), told apart without colours."""
+    """Each cell's published value (a square) and ours (a dot with its interval), told apart without colours; without
+    the cells that have neither."""
+    results = [row for row in results if row["seeds"] or number(row["published"])] or results
     figure, axis = plt.subplots(figsize=(8, 1.6 + 0.3 * len(results)), dpi=120, layout="constrained")
     for i, row in enumerate(results):
         if number(row["published"]):

@@ -139,7 +139,11 @@ def tables() -> list[str]:
             )
             where = f"{machine}, JAX {jax}, commit {commit}, {date}"
             lines += [f"**{name}** ([all columns](../experiments/results/{name}.csv); {where}), `{command}`:", ""]
-            lines += [*table(rows, columns), "", f"![{name}](../experiments/results/{name}.png)", ""]
+            shown = [row for row in rows if row["commit"] or row["published"]]
+            lines += [*table(shown, columns), ""]
+            if len(shown) < len(rows):
+                lines += [f"Cells that have not run: {len(rows) - len(shown)}.", ""]
+            lines += [f"![{name}](../experiments/results/{name}.png)", ""]
     return lines[:-1]
 
 

@@ -234,6 +234,28 @@ def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
         tables.main(tables.Args())
 
 
+def test_a_table_shows_the_cells_that_have_something(tmp_path, monkeypatch):
+    """What has run or was published; how many have neither is said. A picture has no place for these."""
+    names = dict.fromkeys(
+        ["note", "low", "high", "seconds", "steps", "machine", "jax", "date", "command", "metric"], ""
+    )
+    rows = [
+        names | {"cell": "ours", "published": "", "ours": 2.5, "seeds": 1, "commit": "abc"},
+        names | {"cell": "theirs", "published": "3.5", "ours": "", "seeds": 0, "commit": ""},
+        names | {"cell": "neither", "published": "", "ours": "", "seeds": 0, "commit": ""},
+    ]
+    records.write_rows(tmp_path / "gamma.csv", rows)
+    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    lines = tables.tables()
+    cells = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
+    assert cells == ["cell", "---", "ours", "theirs"]
+    assert "Cells that have not run: 1." in lines
+    drawn = []
+    monkeypatch.setattr(reproduce.plt, "close", drawn.append)
+    reproduce.draw(tmp_path / "gamma.png", "gamma", [row | {"low": "nan", "high": "nan"} for row in rows])
+    assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["ours", "theirs"]
+
+
 def test_what_stands_beside_the_published(tmp_path, monkeypatch):
     """Of curves the mean over the last tenth of the steps, of other numbers the last; then over seeds."""
     rows = [{"seed": seed, "global_step": i, "episodic_return": i + seed} for seed in (1, 2) for i in range(101)]
