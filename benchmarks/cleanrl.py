@@ -37,9 +37,9 @@ import matplotlib.pyplot as plt
 
 # Its settings, which are OpenAI's but for the reward normaliser's discount, in our flags.
 SETTINGS = (
-    "--frame-stack 1 --encoder impala --width 1 --pool flatten --num-envs 64 --num-steps 256 --num-minibatches 8"
-    " --update-epochs 3 --learning-rate 5e-4 --gamma 0.999 --gae-lambda 0.95 --clip-coef 0.2 --kl-coef 0"
-    " --vf-coef 0.5 --vf-clip 0.2 --ent-coef 0.01 --max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards"
+    "--frame-stack 1 --encoder impala --center no --width 1 --pool flatten --num-envs 64 --num-steps 256"
+    " --num-minibatches 8 --update-epochs 3 --learning-rate 5e-4 --gamma 0.999 --gae-lambda 0.95 --clip-coef 0.2"
+    " --kl-coef 0 --vf-coef 0.5 --vf-clip 0.2 --ent-coef 0.01 --max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards"
 )
 EPISODE = re.compile(r"global_step=(\d+), episodic_return=(\S+)")
 FOREVER = 2**30  # steps; the clock ends a run

@@ -27,8 +27,8 @@ class EncoderArgs:
     LIMITS: ClassVar = {"width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536)}
     # What was learnt with one network makes no sense in another, also where it would fit.
     FIXED: ClassVar = (
-        "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "activation",
-        "spectral_norm", "pool",
+        "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
+        "activation", "spectral_norm", "pool",
     )  # fmt: skip
 
     encoder: str = "impala"
@@ -47,6 +47,8 @@ class EncoderArgs:
     """GroupNorm after each convolution, or none; auto is none but in mobilenet"""
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
+    center: Literal["auto", "yes", "no"] = "auto"
+    """subtract 128 from pixels, then divide; auto is no in nature, and yes, as the competition entry, in the others"""
     init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
     """initial weights of convolutions and dense layer"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
@@ -81,8 +83,8 @@ class EncoderArgs:
             f"--width {self.width}: has no effect where --channels gives the channels; leave it at {EncoderArgs.width}",
         )
         check(
-            not self.spectral_norm or (name == "impala" and not self.separable),
-            "--spectral-norm: only impala without --separable has it",
+            not self.spectral_norm or (name == "impala" and self.blocks and not self.separable),
+            "--spectral-norm: is of impala's residual blocks, without --separable",
         )
         make_encoder(self)
 
@@ -177,7 +179,13 @@ class Layers:
     residual_norm: str  # of residual blocks' kernels, see `conv`
     pool: str
     hidden: int
+    center: bool
     dtype: jnp.dtype
+
+    def pixels(self, frames: jax.Array, scale: float = 255) -> jax.Array:
+        """uint8 frames as numbers of `dtype`: divided by `scale`, and grey is zero if `center`."""
+        x = frames.astype(self.dtype)
+        return (x - 128) / scale if self.center else x / scale
 
     def residual_conv(self, x: jax.Array, features: int) -> jax.Array:
         """`conv`, of a residual block."""
@@ -255,7 +263,7 @@ class ImpalaCNN(nn.Module):
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
         act, conv, residual_conv = self.layers.act, self.layers.conv, self.layers.residual_conv
-        x = (frames.astype(self.layers.dtype) - 128) / 255
+        x = self.layers.pixels(frames)
         for features in self.channels:
             x = max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
             for _ in range(self.blocks):
@@ -280,7 +288,7 @@ class XResNet(nn.Module):
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
         act, conv = self.layers.act, self.layers.conv
-        x = (frames.astype(self.layers.dtype) - 128) / 73.9
+        x = self.layers.pixels(frames, 73.9)
         if self.stem:
             x = max_pool(act(conv(x, self.blocks[0][0])))
         for i, (features, stride) in enumerate(self.blocks):
@@ -326,7 +334,7 @@ class NatureCNN(nn.Module):
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
         first, second, third = self.channels
-        x = frames.astype(self.layers.dtype) / 255
+        x = self.layers.pixels(frames)
         x = self.layers.act(self.layers.conv(x, first, 8, 4, "VALID"))
         x = self.layers.act(self.layers.conv(x, second, 4, 2, "VALID"))
         x = self.layers.act(self.layers.conv(x, third, 3, 1, "VALID"))
@@ -347,7 +355,7 @@ class MobileNet(nn.Module):
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
         act, conv = self.layers.act, self.layers.conv
-        x = (frames.astype(self.layers.dtype) - 128) / 255
+        x = self.layers.pixels(frames)
         x = act(conv(x, self.channels[0], stride=2))
         for stage, features in enumerate(self.channels):
             for block in range(self.blocks):
@@ -375,6 +383,7 @@ def make_encoder(args) -> nn.Module:
         residual_norm="spectral" if args.spectral_norm else "none",
         pool=args.pool,
         hidden=args.hidden,
+        center=on(args.center, name != "nature"),
         dtype=jnp.bfloat16 if bfloat16 else jnp.float32,
     )
     max_pool = args.downsample == "maxpool" or (args.downsample == "auto" and name == "impala")

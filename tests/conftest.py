@@ -44,7 +44,7 @@ TINY = {
 # What each flag of an encoder is changed to where it must change the network (tests/test_networks.py).
 ENCODER_FLAGS = {
     "channels": "4,8,8", "blocks": 1, "downsample": "stride", "separable": 1, "norm": "group", "conv_bias": "no",
-    "init": "orthogonal", "activation": "elu", "spectral_norm": True,
+    "center": "no", "init": "orthogonal", "activation": "elu", "spectral_norm": True,
 }  # fmt: skip
 
 # Flags of what the scripts share: PPO's tests change them, another script's those with which it does something itself.

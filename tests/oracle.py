@@ -228,8 +228,8 @@ def max_pool(x):
     )
 
 
-def impala_cnn(params, frames, channels, blocks, pool, by_stride=False, separable=False, norm=False):
-    hand, x = Hand(params), (frames.astype(np.float64) - 128) / 255
+def impala_cnn(params, frames, channels, blocks, pool, by_stride=False, separable=False, norm=False, center=True):
+    hand, x = Hand(params), (frames.astype(np.float64) - 128 * center) / 255
 
     def conv(x, stride=1):
         x = hand.conv(x, stride)
@@ -333,11 +333,11 @@ def apex_loss(args, support, weight, chosen, next_online, next_target, reward, d
 
     action = max(range(len(next_online)), key=lambda a: value((next_online if args.double_q else next_target)[a]))
     following = next_target[action]
-    td = reward + discount * value(following) - value(chosen)
     if len(support) == 1:
+        td = reward + discount * value(following) - value(chosen)
         return weight * huber(td), abs(td)
     goal = project(support, reward, discount, softmax(following))
-    return -weight * sum(goal * np.log(softmax(chosen))), abs(td)
+    return -weight * sum(goal * np.log(softmax(chosen))), abs(goal @ support - value(chosen))
 
 
 def huber(td):

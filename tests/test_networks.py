@@ -278,8 +278,8 @@ NAMES = {
         lambda p, x: oracle.impala_cnn(p, x, 1, 1, "flatten"),
     ),
     "impala, in parts": (
-        replace(SMALL, channels="4", blocks=0, pool="max6"),
-        lambda p, x: oracle.impala_cnn(p, x, 1, 0, "max6"),
+        replace(SMALL, channels="4", blocks=0, pool="max6", center="no"),
+        lambda p, x: oracle.impala_cnn(p, x, 1, 0, "max6", center=False),
     ),
     "impala, strides": (
         replace(SMALL, channels="4,6", blocks=0, downsample="stride", pool="max"),
