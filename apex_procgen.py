@@ -139,11 +139,14 @@ class Agent(nn.Module):
             """Values start around 0, as one atom's do, and not in the middle of the support, which is above all that
             most games pay: what is far too high bootstraps itself and is slow to come down. A bell of a twentieth of
             the support, with straight slopes: a bell's own are hundreds of logits deep, and what lies down there is
-            hardly learnt."""
+            hardly learnt. Atoms wider apart than that would miss it: of these the two around 0, by their distance."""
             if atoms == 1:
                 return jnp.zeros(shape, dtype)
-            z = np.abs(self.support) / (0.05 * (self.support[-1] - self.support[0]))
-            logits = -np.where(z < 1, z**2 / 2, z - 0.5)  # as Huber's loss
+            apart, width = self.support[1] - self.support[0], 0.05 * (self.support[-1] - self.support[0])
+            z = np.abs(self.support) / width
+            bell = -np.where(z < 1, z**2 / 2, z - 0.5)  # as Huber's loss
+            around = np.clip(1 - np.abs(self.support) / apart, 0, 1)
+            logits = bell if apart <= width else np.log(around + 0.01 / atoms)
             return jnp.tile(jnp.asarray(logits, dtype), shape[0] // atoms)
 
         if not self.dueling:
@@ -292,7 +295,8 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
 
     For distributions the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), or the loss of
     quantiles. One atom has no distribution to learn: it is the value itself, with Huber's loss, as in DQN
-    (Mnih et al. 2015). The TD error is that of means in all, since those are what actors can compute too.
+    (Mnih et al. 2015). The TD error is that of means in all, since those are what actors can compute too, but of a
+    target that the support can hold: what is beyond it is not there to be learnt.
 
     Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the reward of the first of n steps is more by
     alpha tau log pi(a | s), clipped at -1, and what follows is worth its mean under pi, entropy included.
@@ -322,6 +326,7 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
         losses = optax.huber_loss(td)
     else:
         goal = project(jnp.array(support), returns, batch.discounts, nn.softmax(following))
+        td = jnp.matmul(goal, jnp.array(support), precision="highest") - value
         losses = -(goal * nn.log_softmax(chosen)).sum(axis=-1)
     chex.assert_equal_shape([losses, td, batch.weight])
     return {"loss": batch.weight * losses, "q_values": value, "td_error": jnp.abs(td)}
@@ -444,7 +449,7 @@ def main(args: Args) -> runs.Run:
             if not buffer.written:
                 state = state._replace(learn_from=state.global_step + args.learning_starts)
                 run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
-        run.say(offpolicy.describe(buffer))
+        run.say(offpolicy.describe(args, buffer, int(state.learn_from)))
 
         def save():
             tree = {"state": state} | ({"replay": buffer} if args.save_replay else {})

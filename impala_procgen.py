@@ -671,7 +671,7 @@ def kept(args: Args, agent: Agent) -> tuple:
     """What a run keeps, for `runs.check_memory`."""
     carry = initial_carry(args, devices.games_of_host(args))
     rollout = begin_rollout(args, carry, 0)
-    return initial(args, agent), rollout, rollout  # one unroll is played while another is learnt from
+    return initial(args, agent), (rollout,) * (args.max_lag + 1)  # learnt from, waiting or played
 
 
 def main(args: Args) -> runs.Run:

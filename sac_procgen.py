@@ -266,8 +266,8 @@ def loss(
 def tune(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
     """The temperature's next logarithm (Christodoulou 2019, equation 11, whose gradient this is).
 
-    By a plain step and not by Adam, whose memory of the first updates, far above the target, holds a temperature back
-    that has to rise within a hundred of them, before a policy that has collapsed unlearns all other actions.
+    That is the gradient by alpha, taken for its logarithm. By a plain step and not by Adam, whose memory of the first
+    updates, far above the target, holds back a temperature that has to rise again.
     """
     gap = args.target_entropy_scale * MAX_ENTROPY - entropy
     return jnp.clip(log_alpha + args.alpha_learning_rate * gap, jnp.log(1e-6), jnp.log(10.0))
@@ -370,7 +370,7 @@ def main(args: Args) -> runs.Run:
             if not buffer.written:
                 state = state._replace(learn_from=state.global_step + args.learning_starts)
                 run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
-        run.say(offpolicy.describe(buffer))
+        run.say(offpolicy.describe(args, buffer, int(state.learn_from)))
 
         def save():
             tree = {"state": state} | ({"replay": buffer} if args.save_replay else {})

@@ -467,7 +467,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     downhill = jax.tree.map(jnp.negative, grads)
     direction = conjugate_gradients(fisher, downhill, args.cg_iterations)
     image = fisher(direction)
-    # The quadratic form of the KL divergence is max_kl at this length.
+    # The quadratic form of the KL divergence, with the damping's part, is max_kl at this length.
     curvature = dot(direction, image)
     length = jnp.where(curvature > 0, jnp.sqrt(2 * args.max_kl / curvature), 0.0)
     step = jax.tree.map(lambda d: length * d, direction)

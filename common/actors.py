@@ -1,7 +1,7 @@
 """A fleet of actor threads: each plays its own games and hands the learner one unroll after the other.
 
-An actor's i-th unroll is learnt from in update i, together with the i-th of every other actor, so what the learner
-sees does not depend on which thread was faster. Parameters have a version, the number of updates that made them.
+An actor's i-th unroll is learnt from in iteration i, together with the i-th of every other actor, so what the learner
+sees does not depend on which thread was faster. Parameters have a version, the number of iterations that made them.
 Unroll i is played with the newest parameters, and waits for version i - max_lag where the learner is not so far yet:
 that bounds the policy's lag and the queue, as no more than max_lag + 1 unrolls of an actor can wait. In
 lock-step it is played with exactly version i - max_lag.

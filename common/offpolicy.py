@@ -64,9 +64,9 @@ class OffPolicyArgs(actors.FleetArgs):
             "return",
         )
         check(
-            games * unroll <= self.learning_starts <= self.buffer_size,
-            f"--learning-starts {self.learning_starts}: must be from {games * unroll}, {games} games times an unroll "
-            f"and an n-step return, to --buffer-size, {self.buffer_size}",
+            least <= self.learning_starts <= self.buffer_size,
+            f"--learning-starts {self.learning_starts}: must be from {least}, {games} games times an unroll, an n-step "
+            f"return and the frames of stacks, to --buffer-size, {self.buffer_size}",
         )
         platforms = jax.config.jax_platforms or "cpu"
         check(
@@ -201,10 +201,13 @@ def make_buffer(args: Any, saved: dict | None) -> replay.Replay:
     return jax.jit(partial(initial_replay, args), out_shardings=home)()
 
 
-def describe(buffer: replay.Replay) -> str:
+def describe(args: Any, buffer: replay.Replay, learn_from: int) -> str:
+    """Where the buffer is and how large, and whether anything is learnt from it."""
     size, count = sum(x.nbytes for x in jax.tree.leaves(buffer)), buffer.priorities.size
     where = ", ".join(map(str, buffer.written.devices()))
-    return f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {where}"
+    idle = updates_due(args, learn_from, 0, args.total_timesteps) == 0
+    note = "; no update is due in this run, by --learning-starts, --replay-ratio and --total-timesteps" if idle else ""
+    return f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {where}{note}"
 
 
 def check_memory(args: Any, initial: Callable[[], dict]) -> None:
@@ -212,7 +215,7 @@ def check_memory(args: Any, initial: Callable[[], dict]) -> None:
 
     def kept():
         rollout = begin_rollout(args, initial_carry(args, devices.games_of_host(args)), 0)
-        return initial(), rollout, rollout  # one unroll is played while another is learnt from
+        return initial(), (rollout,) * (args.max_lag + 1)  # learnt from, waiting or played
 
     buffer, others = jax.eval_shape(partial(initial_replay, args)), jax.eval_shape(kept)
     on_host = args.replay_device == "host"

@@ -101,8 +101,8 @@ def insert(replay: Replay, new: Rows, restarts: jax.Array, *, n_step: int, gamma
 
     Args:
       new: its frames come after those that their stacks reach back to, as `envs.Frames.after` has them.
-      restarts: bool [N], whether a game starts anew after these rows. Then its last row leads nowhere, and its
-        unfinished episode is truncated at the row before that.
+      restarts: bool [N], whether a game starts anew after these rows. Then its last row leads nowhere, unless it
+        ended the episode, and an unfinished episode is truncated at the row before that.
     """
     steps, num_envs = new.actions.shape
     length, past, now = len(replay.priorities), new.frames.past, replay.written
@@ -114,9 +114,10 @@ def insert(replay: Replay, new: Rows, restarts: jax.Array, *, n_step: int, gamma
 
     rows = jax.tree.map(put, replay.rows, new)
     last, before = (now + steps - 1) % length, (now + steps - 2) % length
+    lost = restarts & ~rows.terminated[last]
     rows = rows._replace(
-        done=rows.done.at[last].set(rows.done[last] | restarts),
-        ended=rows.ended.at[before].set(rows.ended[before] | (restarts & ~rows.done[before])),
+        done=rows.done.at[last].set(rows.done[last] | lost),
+        ended=rows.ended.at[before].set(rows.ended[before] | (lost & ~rows.done[before])),
     )
     # The rows after the new ones are the oldest; their stacks reach back to frames that are gone.
     priorities = put(replay.priorities, jnp.zeros((steps, num_envs)))
@@ -133,23 +134,23 @@ def insert(replay: Replay, new: Rows, restarts: jax.Array, *, n_step: int, gamma
 
 
 def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, n_step: int, gamma: float) -> Batch:
-    """Draws transitions with probabilities proportional to their priorities: one of each of B equal parts of their sum.
+    """Draws transitions with probabilities proportional to their priorities: rows by B equal parts of the sum.
 
-    The sum is taken anew, first over rows and then within one: of 200,000 numbers that is less work than a network has
-    with one frame. `beta` says how far the importance weights correct for the priorities. Where each device has games
-    of its own, it draws the same number of them as the others, for which the weights correct too.
+    The sum is taken anew, first over rows and then within one, with a number for each: float32 has too few digits for
+    one of a million. It is less work than a network has with one frame. `beta` says how far the importance weights
+    correct for the priorities. Where each device has games of its own, it draws the same number of them as the others,
+    for which the weights correct too.
     """
     rows, priorities = replay.rows, replay.priorities
-    draw_key, sample_key = jax.random.split(key)
+    row_key, env_key, sample_key = jax.random.split(key, 3)
     upto = jnp.cumsum(priorities.sum(axis=1))
-    part = jnp.arange(batch_size) + jax.random.uniform(draw_key, (batch_size,))
-    point = part / batch_size * upto[-1]
+    part = jnp.arange(batch_size) + jax.random.uniform(row_key, (batch_size,))
     # By comparing all: searchsorted's own method is a loop of some twenty tiny kernels on a GPU.
-    row = jnp.searchsorted(upto, point, side="right", method="compare_all")
+    row = jnp.searchsorted(upto, part / batch_size * upto[-1], side="right", method="compare_all")
     row = jnp.minimum(row, len(upto) - 1)
     within = jnp.cumsum(priorities[row], axis=1)
-    rest = point - jnp.where(row > 0, upto[row - 1], 0)
-    env = jnp.minimum((within <= rest[:, None]).sum(axis=1), priorities.shape[1] - 1)
+    point = jax.random.uniform(env_key, (batch_size,)) * within[:, -1]
+    env = jnp.minimum((within <= point[:, None]).sum(axis=1), priorities.shape[1] - 1)
     # 0 at an edge, where rounding chose what cannot be drawn.
     probability = priorities[row, env] / upto[-1] / devices.size()
     weight = jnp.where(probability > 0, (devices.total((priorities > 0).sum()) * probability) ** -beta, 0)

@@ -28,7 +28,10 @@ class NormalizeArgs:
 
 
 def shape_reward(reward: jax.Array) -> jax.Array:
-    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards stay, large ones shrink (Pohlen et al. 2018, section 3.2)."""
+    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards stay, large ones shrink.
+
+    Pohlen et al. 2018, section 3.2, of values; .001 is R2D2's (Kapturowski et al. 2019, section 2.3).
+    """
     return jnp.sign(reward) * (jnp.sqrt(jnp.abs(reward) + 1) - 1) + 0.001 * reward
 
 

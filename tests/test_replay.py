@@ -36,7 +36,7 @@ def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
     for i in restart_after:
         restarts[i, i % 2 :: 2] = True
         for n in np.flatnonzero(restarts[i]):
-            lost[(i + 1) * rows - 1, n] = True
+            lost[(i + 1) * rows - 1, n] = not steps.terminated[(i + 1) * rows - 1, n]
             start_anew(steps, (i + 1) * rows, n)
     images = np.zeros((*steps.done.shape, 64, 64, 3), np.uint8)
     images[..., 0, 0, 0], images[..., 0, 0, 1] = np.arange(len(images))[:, None], np.arange(GAMES)
