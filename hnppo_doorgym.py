@@ -47,7 +47,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
         "update_epochs": (1, 1000), "learning_rate": (0, None), "hyper_learning_rate": (0, None), "gamma": (0, 1),
         "gae_lambda": (0, 1), "clip_coef": (1e-6, None), "ent_coef": (0, None), "noise_color": (0, 2),
         "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None),
-        "stop_at_success": (0, None),
+        "stop_at_success": (0, 2),
     }  # fmt: skip
     FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # it is in what was learnt
 
@@ -614,7 +614,8 @@ def evaluate_task(args: Args, agent: Agent, state: TrainState, task: str) -> tup
     policy = make_policy(agent, policy_for(agent, state, state.task))
     ends = doors.evaluate(args, policy, task, episodes=args.eval_episodes, seed=SELECT_SEED)
     state = keep_best(args, state, ends.success.mean())
-    return state, ends.means("eval/") | {"eval/mean_return": ends.returns.mean()}
+    best = {"eval/best_success_rate": state.best.success}
+    return state, ends.means("eval/") | best | {"eval/mean_return": ends.returns.mean()}
 
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:
@@ -743,11 +744,11 @@ def initial(args: Args, agent: Agent) -> dict:
 
 
 def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run. Raises UsageError if a task that it has begun is not in its place."""
+    """The newest checkpoint of a run. Raises UsageError if its tasks, which it was evaluated on, are not kept."""
     saved = runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
-    names = doors.task_names(args)
-    begun = doors.task_names(runs.saved_args(Args, run_dir, "--resume", SCRIPT))[: int(saved["state"].task) + 1]
-    check(names[: len(begun)] == begun, f"--tasks {args.tasks!r}: this run has begun {', '.join(begun)}")
+    own = doors.task_names(runs.saved_args(Args, run_dir, "--resume", SCRIPT))
+    kept = doors.task_names(args)[: len(own)] == own
+    check(kept, f"--tasks {args.tasks!r}: this run is of {', '.join(own)}; give these, and others after them")
     return saved
 
 

@@ -64,6 +64,13 @@ def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:
         writer.writerows([name, *(cell(x, 4) for x in row)] for name, row in zip(names, matrix, strict=False))
 
 
+def heat_map(axis, matrix: np.ndarray, **options) -> None:
+    """Success rates [M, N] in colours and numbers, on matplotlib's axes; `options` are those of its text."""
+    axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    for (i, j), value in np.ndenumerate(matrix):
+        axis.text(j, i, cell(value, 2), ha="center", va="center", color="k" if value > 0.5 else "w", **options)
+
+
 def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndarray:
     """A heat map of `matrix` [M, N]: uint8 [H, W, 3]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: it takes a second
@@ -72,9 +79,7 @@ def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndar
     rows, columns = matrix.shape
     figure = Figure(figsize=(2 + 0.65 * columns, 2 + 0.45 * rows), dpi=120, layout="constrained")
     axis = figure.subplots()
-    axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis")
-    for (i, j), value in np.ndenumerate(matrix):
-        axis.text(j, i, cell(value, 2), ha="center", va="center", color="k" if value > 0.5 else "w")
+    heat_map(axis, matrix)
     axis.set_xticks(range(columns), names, rotation=35, ha="right", fontsize=8)
     axis.set_yticks(range(rows), names[:rows], fontsize=8)
     axis.set(xlabel="doors opened in task", ylabel="after learning", title=title)

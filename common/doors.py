@@ -29,7 +29,7 @@ class DoorArgs:
     """Tasks of DoorGym, one after another, and how their policies are evaluated."""
 
     LIMITS: ClassVar = {
-        "num_worlds": (1, 10**6), "num_threads": (0, 4096), "eval_every": (0, None), "eval_episodes": (1, 10**6),
+        "num_worlds": (1, 20_000), "num_threads": (0, 4096), "eval_every": (0, None), "eval_episodes": (1, 20_000),
     }  # fmt: skip
     FIXED: ClassVar = ("robot", "hardness", "num_worlds")
     env_id: ClassVar[str] = "DoorGym"

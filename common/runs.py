@@ -596,7 +596,9 @@ class Run:
         if isinstance(error, FullError) and self.first:
             error.args = (f"{error}; {self._kept()}",)
         if self.stop and kind is None:
-            self.say(f"stopped by {self.stop}; continue with: {self._how_to_go_on()}")
+            kept = checkpoints.steps_in(self.path)
+            how = f"continue with: {self._how_to_go_on()}" if kept else "there was no checkpoint yet, begin again"
+            self.say(f"stopped by {self.stop}; {how}")
         if self._wandb:
             self._wandb.finish(exit_code=0 if kind is None else 1)
         if self._board:

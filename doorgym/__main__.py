@@ -65,6 +65,8 @@ def main(args: Args) -> None:
         raise ValueError(f"{given}: must be 1 or more, and 0 or more")
     if not args.check and (args.num_worlds, args.seed) != (Args.num_worlds, Args.seed):
         raise ValueError(f"{given}: are of --check, which is not given")
+    if args.check and args.path != Args.path:
+        raise ValueError(f"{args.path}: --check writes no picture, leave it out")
     if args.check:
         sys.exit(0 if check(args) else 1)
     rows = [

@@ -36,10 +36,11 @@ class Args:
 
 
 def name_of(args: hnppo_doorgym.Args) -> str:
-    """The method of a run, as the reference calls it."""
+    """The method of a run, as the reference calls it if it is with hooks and hard doors, as there."""
     names = {"ppo": "PPO for each task", "finetune": "fine-tuning"}
     critic = "" if args.critic == "hyper" else ", fresh critic"
-    return names.get(args.method, "HN-PPO" + critic + (", beta 0" if args.beta == 0 else ""))
+    method = names.get(args.method, "HN-PPO" + critic + (", beta 0" if args.beta == 0 else ""))
+    return method + ", gripper" * (args.robot == "gripper") + ", easy" * (args.hardness == "easy")
 
 
 def read_rates(path: Path, tasks: tuple[str, ...], method: str | None = None) -> np.ndarray:
@@ -107,10 +108,7 @@ def draw(tasks: tuple[str, ...], ours: dict[str, Method], theirs: dict[str, np.n
             axis.set_axis_on()
             axis.grid(visible=False)
             axis.set_title(f"{name}: {whose}", fontsize=9)
-            axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-            for (row, column), value in np.ndenumerate(matrix):
-                color = "k" if value > 0.5 else "w"
-                axis.text(column, row, continual.cell(value, 2), ha="center", va="center", color=color, fontsize=8)
+            continual.heat_map(axis, matrix, fontsize=8)
             axis.set_ylim(len(tasks) - 0.5, -0.5)  # also of runs that go on
             axis.set_yticks(range(len(tasks)), tasks if axis is panels[0][0] else [""] * len(tasks), fontsize=7)
             axis.set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", fontsize=7)

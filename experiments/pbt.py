@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, NotRequired, get_type_hints
 
-import jax
 import tyro
 from matplotlib.figure import Figure
 from pydantic import ConfigDict, Field
@@ -156,7 +155,6 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     limits |= {"resample": (0, 1), "jobs": (1, 1000), "cpus": (0.001, None), "gpus": (0, None), "seed": (0, 2**30)}
     runs.check_limits(args, limits)
     check(args.jobs == 1 or not args.address, f"--jobs {args.jobs}: has no effect with --address")
-    jax.config.update("jax_platforms", "cpu")  # this process must not take the members' GPU
     script = importlib.import_module(stem)
     kinds = {name.rstrip("_"): kind for name, kind in get_type_hints(script.Args).items()}
     check("total_timesteps" in kinds, f"PROGRAM {args.program}: has no --total-timesteps to measure generations by")
@@ -169,12 +167,9 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
         check(name not in flags, f"--set {name}={flags.get(name)}: --mutate changes it already")
     flags["total_timesteps"] = args.interval * args.generations
 
-    def accept(args):
-        runs.check_args(args, script.SCRIPT)
-
     for end in ("low", "high"):  # the script itself says what it does not like
         ends = {name: r.clamp(getattr(r, end)) for name, r in ranges.items()}
-        runs.cli(script.Args, accept, trials.words_of(flags | ends | {"wandb_mode": "disabled"}))
+        trials.ask_script(args.program, flags | ends)
     return ranges, flags
 
 

@@ -101,9 +101,14 @@ def check_overrides(args: Args, rows: list[dict]) -> None:
     for name in given:
         same = len({flags.get(name) for flags in own}) == 1 and not name.endswith("_timesteps")
         check(same, f"--set {name}: cells of {args.table} differ in it; give another flag, or --scale for steps")
-    first = {row["script"]: row for row in reversed(rows) if row["script"]}
-    for program, row in first.items() if given else ():
-        trials.ask_script(program, flags_of(row, args))
+    for row in rows if given else ():
+        if row["script"] and is_asked(args, row):
+            trials.ask_script(row["script"], flags_of(row, args))
+
+
+def is_asked(args: Args, row: dict) -> bool:
+    """Whether a cell is to be run."""
+    return any(part in row["cell"] for part in args.cells or [""])
 
 
 def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
@@ -281,7 +286,7 @@ Result.__pydantic_config__ = ConfigDict(extra="allow")
 def read_results(args: Args) -> list[dict]:
     """The rows of an earlier OUT/TABLE.csv, as `summarize` gives them; none if there is no such file.
 
-    Raises UsageError if it is damaged, or of runs with another --set or other flags than the table's.
+    Raises UsageError if it is damaged, or has runs with another --set, or of cells that the table has no more.
     """
     path = Path(args.out) / f"{args.table}.csv"
     if not path.exists():
@@ -294,8 +299,8 @@ def read_results(args: Args) -> list[dict]:
         given = row["command"].partition(" --set ")[2]
         same = sorted(given.split()) == sorted(shlex.join(args.set).split())
         check(same, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
-        now = flags.get((row["cell"], row["metric"]), row["flags"])
-        check(row["flags"] == now, f"--out {path}: has {row['cell']!r} with older flags; give another folder")
+        now = flags.get((row["cell"], row["metric"]))
+        check(row["flags"] == now, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
     floats, integers = ("ours", "low", "high"), ("seeds", "steps", "seconds")
     return [
         row
@@ -363,7 +368,7 @@ def main(args: Args) -> list[dict]:
         folder: (row, flags, seed)
         for row, flags, folders in cells
         for folder, seed in zip(folders, args.seeds, strict=bool(folders))
-        if any(part in row["cell"] for part in args.cells or [""])
+        if is_asked(args, row)
     }  # cells that differ in their metric only share their runs
     wanted = {folder: run for folder, run in asked.items() if not read_progress(folder)["done"]}
     stopping = threading.Event()

@@ -193,6 +193,11 @@ def grid_of(sweep: dict) -> list[dict]:
     return [dict(zip(values, cell, strict=True)) for cell in itertools.product(*values.values())]
 
 
+def first_of(spec: dict) -> Any:
+    """A value that a parameter can have."""
+    return spec["value"] if "value" in spec else spec["values"][0] if "values" in spec else spec["min"]
+
+
 def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
     """A value as W&B would draw it from a parameter's specification."""
     if "value" in spec:
@@ -421,6 +426,7 @@ def main(args: Args) -> optuna.Study:
     """Runs trials until the study has enough; returns it."""
     runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS), "count": (0, 1_000_000), "seed": (0, None)})
     sweep = read_sweep(args.sweep, args.set)
+    trials.ask_script(sweep["program"], {name: first_of(spec) for name, spec in sweep["parameters"].items()})
     drawn = args.sampler == "auto" or sweep["method"] == "bayes"
     check(drawn, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
     check(args.count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")

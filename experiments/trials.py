@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -77,6 +78,7 @@ def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[
 
 def ask_script(program: str, flags: dict) -> None:
     """Ends as the script would, with its sentence and exit code 2, if it does not take these values of its flags."""
+    jax.config.update("jax_platforms", "cpu")  # this process must not take the runs' GPU
     script = importlib.import_module(Path(program).stem)
     runs.cli(script.Args, runs.check_flags, words_of(flags))
 
@@ -85,13 +87,20 @@ def ask_script(program: str, flags: dict) -> None:
 def origin() -> dict[str, str]:
     """Where and when, as records.py has it; in a process of its own, since JAX takes most of a GPU's memory."""
     command = [sys.executable, "-m", "benchmarks.records"]
-    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if told.returncode:
+        raise FailedError(f"JAX does not start: {(told.stderr.strip() or 'it said nothing').splitlines()[-1]}")
+    return json.loads(told.stdout)
 
 
 def find_run(folder: Path) -> Path | None:
-    """The newest run directory in a folder, if there is one."""
+    """The newest run directory in a folder that has a checkpoint, else the newest, if there is one."""
     found = [path.parent for path in folder.glob("*/args.json")]
-    return max(found, key=lambda run: (run / "args.json").stat().st_ctime, default=None)
+
+    def by_age(run):
+        return bool(checkpoints.steps_in(run)), (run / "args.json").stat().st_ctime
+
+    return max(found, key=by_age, default=None)
 
 
 def read_metrics(run: Path | None) -> list[dict]:

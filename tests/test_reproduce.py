@@ -118,6 +118,11 @@ BAD = {
     "steps": (["gamma", "--set", "total_timesteps=9"], "--set total_timesteps", "--scale"),
     "no such cell": (["gamma", "--cells", "0.99", "width"], "--cells width", "0.99, bigfish"),
     "a value that the script refuses": (["gamma", "--set", "learning_rate=-1"], "--learning-rate '-1'", "0 or more"),
+    "a value that one cell refuses": (
+        ["doorgym_continual", "--set", "hyper_width=128"],
+        "--hyper-width 128",
+        "--method hnppo",
+    ),
     "an unknown flag": (["gamma", "--set", "lr=9"], "lr", "no flag"),
 }
 
@@ -157,7 +162,9 @@ def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
     assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of --set gamma=0.5", "another folder")
     of_cell = {"cell": row["cell"], "metric": row["metric"], "command": "c", "flags": "gamma=0.7"}
     records.write_rows(out / "small.csv", [result | of_cell])
-    assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "older flags", "another folder")
+    assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of an older table", "another folder")
+    records.write_rows(out / "small.csv", [result | {"command": "c"}])  # of a cell that is in the table no more
+    assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of an older table")
     empty = [result | {"seeds": "0"}, result | of_cell | {"seeds": "0"}]
     records.write_rows(out / "small.csv", empty)
     assert len(reproduce.read_results(reproduce.Args("small", out=str(out)))) == 2
@@ -389,8 +396,11 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
         assert_refused(matrices, paths, capfd, f"RUN_DIRS {paths[2]}", "no table of success rates")
     Path(paths[2], "matrix.csv").unlink()
     assert_refused(matrices, paths, capfd, f"RUN_DIRS {paths[2]}", "no matrix.csv yet")
-    write(paths[1], 6, critic="hyper", seed=2, robot="gripper")
-    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "differs", "--robot")
+    write(paths[1], 6, critic="hyper", seed=2, beta=2.0)
+    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "differs", "--beta")
+    write(paths[1], 6, critic="hyper", seed=2, robot="gripper")  # what was published is of hooks
+    rows = matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "gripper")))
+    assert [(row["method"], row["whose"]) for row in rows[1:]] == [("HN-PPO", "ours"), ("HN-PPO, gripper", "ours")]
     for path, seed, critic in zip(paths[:2], (1, 2), ("fresh", "hyper"), strict=True):  # which PPO has not
         write(path, 2, method="ppo", seed=seed, critic=critic)
     rows = matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "ppo")))

@@ -169,7 +169,7 @@ SCRIPT = """
 # Lets a sweep have a program that is none of ours, and takes where it ran for known: finding out takes a second.
 ANY_PROGRAM = """
 from experiments import sweep, trials
-trials.check_flags = lambda *_: None
+trials.check_flags = trials.ask_script = lambda *_: None
 trials.origin = lambda: {"machine": "this one"}
 sweep.runs.cli(sweep.Args, sweep.main)
 """
@@ -180,6 +180,7 @@ def quick(tmp_path, monkeypatch):
     """quick(parameters, *words) runs a sweep of the stand-in in tmp_path/out, or starts one as a process, `apart`."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     monkeypatch.setattr(trials, "check_flags", lambda *_: None)
+    monkeypatch.setattr(trials, "ask_script", lambda *_: None)
     monkeypatch.setattr(trials, "origin", lambda: {"machine": "this one"})
 
     def run_sweep(parameters, *words, method="grid", apart=False):
@@ -289,6 +290,15 @@ def test_a_run_goes_on_from_whole_checkpoints_only(tmp_path, checkpoint, flag):
     with files.take(tmp_path / "0") as lock:
         trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
     assert flag in (tmp_path / "0/output.txt").read_text()
+
+
+def test_of_two_runs_the_one_with_a_checkpoint_goes_on(tmp_path):
+    """Also where a copy of the folder has another order."""
+    for name in ("trained", "killed before its first checkpoint"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text("{}")
+    (tmp_path / "trained/checkpoints/383").mkdir(parents=True)
+    assert trials.find_run(tmp_path).name == "trained"
 
 
 def test_a_trial_is_pruned(tmp_path):
@@ -401,6 +411,7 @@ BAD = {
     "another run": ({"parameters": {"resume": {"value": "/x"}}}, [], "resume={'value': '/x'}", "each run is given its"),
     "another run's folder": ({}, ["--set", "run-dir=/x"], "--set run_dir=/x", "each run is given its own"),
     "another project": ({}, ["--set", "wandb_project=x"], "--set wandb_project=x", "each run is given its own"),
+    "a value that the script refuses": ({}, ["--set", "l2=-1"], "--l2 -1", "0 or more"),
     "a file to write in": ({}, ["--out", "/dev/null"], "--out /dev/null: cannot write there", "another folder"),
     "a long name": ({}, ["--out", "/tmp/" + "a" * 300], "--out /tmp/aaa", "File name too long"),
 }  # fmt: skip
