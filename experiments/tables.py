@@ -193,10 +193,10 @@ def at_the_end(row: dict) -> tuple[float, float, int]:
     return *np.mean(ends, axis=0), len(ends)
 
 
-def beside() -> list[str]:
+def beside(chosen: Callable[[dict], bool] = lambda row: True) -> list[str]:
     """What was published beside ours: experiments/reference/published.csv says where each is."""
     rows = []
-    for row in records.read_rows(reproduce.REFERENCE.parent / "published.csv"):
+    for row in filter(chosen, records.read_rows(reproduce.REFERENCE.parent / "published.csv")):
         ours, step, seeds = at_the_end(row)
         theirs, steps = row["published"], row["steps"]
         if theirs.startswith("openai "):
@@ -211,6 +211,11 @@ def beside() -> list[str]:
             "why they differ": row["why"],
         })  # fmt: skip
     return table(rows, {name: itemgetter(name) for name in rows[0]})
+
+
+def headlines() -> list[str]:
+    """`beside`, of what the README shows."""
+    return beside(lambda row: row["readme"] == "yes")
 
 
 def millions(steps: str | float) -> str:
@@ -249,7 +254,7 @@ def short(text: str) -> str:
 PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
     "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
-    "sweeps": sweeps, "published": beside,
+    "sweeps": sweeps, "published": beside, "headlines": headlines,
 }  # fmt: skip
 
 
