@@ -35,7 +35,7 @@ from experiments import plot, trials
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-# Its settings, which are OpenAI's but for the reward normaliser's discount, in our flags.
+# Its settings, OpenAI's but for the reward normaliser's discount and PyTorch's initial weights, in our flags.
 SETTINGS = (
     "--frame-stack 1 --encoder impala --center no --width 1 --pool flatten --num-envs 64 --num-steps 256"
     " --num-minibatches 8 --update-epochs 3 --learning-rate 5e-4 --gamma 0.999 --gae-lambda 0.95 --clip-coef 0.2"
