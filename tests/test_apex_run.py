@@ -274,7 +274,7 @@ BAD = {
     "actors": (["--num-actors", 5], "--num-actors 5", "24"),
     "buffer": (["--buffer-size", 100], "--buffer-size 100", "give 1008 or more"),
     "learning starts late": (["--learning-starts", 10**6], "--learning-starts 1000000", "--buffer-size, 200000"),
-    "learning starts early": (["--learning-starts", 10], "--learning-starts 10", "from 864"),
+    "learning starts early": (["--learning-starts", 10], "--learning-starts 10", "from 1008"),
     "support": (["--v-min", 30], "--v-min 30", "0 or less"),
     "no support": (["--num-atoms", 1, "--v-max", 9], "--v-max 9", "--num-atoms 2 or more"),
     "atoms and quantiles": (["--num-quantiles", 8, "--num-atoms", 51], "--num-atoms 51", "--num-quantiles 0"),
@@ -291,7 +291,7 @@ BAD = {
     "no learners": (["--actor-devices", 4], "--actor-devices 4", "leaves none of this machine's to learn"),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other actors": (None, "--num-actors 1", "keeps its own, 2"),
-    "other returns": (None, "--n-step 5", "keeps its own, 3"),
+    "other returns": (None, "--n-step 2", "keeps its own, 3"),
     "shapes": (None, "does not fit", "here"),
     "other buffer": (None, "does not fit", "here"),
 }
@@ -307,7 +307,7 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
     words, names, valid = BAD[case]
     more = {
         "other actors": ["--num-actors", 1],
-        "other returns": ["--n-step", 5],
+        "other returns": ["--n-step", 2],
         "shapes": ["--hidden", 8],
         "other buffer": ["--buffer-size", 1024],
     }

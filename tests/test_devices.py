@@ -155,7 +155,7 @@ def test_a_first_state_has_the_types_of_the_next(script):
 
 def test_devices_draw_from_their_own_part_of_the_buffer(tmp_path):
     """Ape-X learns on four devices, and priorities are set where they were drawn."""
-    flags = SCRIPTS[apex] | {"num_devices": 4, "num_envs": 8, "learning_starts": 160, "total_timesteps": 400}
+    flags = SCRIPTS[apex] | {"num_devices": 4, "num_envs": 8, "learning_starts": 200, "total_timesteps": 400}
     saved, lines = train(apex, tmp_path, **flags)
     assert lines[-1]["charts/updates"] > 3
     priorities = saved["replay"]["priorities"]
