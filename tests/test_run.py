@@ -424,3 +424,10 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
     run._asked -= 3
     with pytest.raises(KeyboardInterrupt):
         run._on_signal(signal.SIGTERM, None)
+
+
+def test_who_is_stopped_before_a_checkpoint_is_not_told_to_resume(tmp_path, capfd):
+    with runs.Run(ppo.Args(**TINY | {"run_dir": str(tmp_path)}), "ppo_procgen") as run:
+        run._on_signal(signal.SIGTERM, None)
+    said = capfd.readouterr()
+    assert "stopped by SIGTERM; there was no checkpoint yet, begin again" in said.out + said.err
