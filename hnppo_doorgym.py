@@ -745,11 +745,10 @@ def initial(args: Args, agent: Agent) -> dict:
 
 def load(args: Args, agent: Agent, run_dir: str) -> dict:
     """The newest checkpoint of a run. Raises UsageError if its tasks, which it was evaluated on, are not kept."""
-    saved = runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
     own = doors.task_names(runs.saved_args(Args, run_dir, "--resume", SCRIPT))
     kept = doors.task_names(args)[: len(own)] == own
     check(kept, f"--tasks {args.tasks!r}: this run is of {', '.join(own)}; give these, and others after them")
-    return saved
+    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
 def main(args: Args) -> runs.Run:

@@ -66,7 +66,7 @@ def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:
 
 def heat_map(axis, matrix: np.ndarray, **options) -> None:
     """Success rates [M, N] in colours and numbers, on matplotlib's axes; `options` are those of its text."""
-    axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis")
     for (i, j), value in np.ndenumerate(matrix):
         axis.text(j, i, cell(value, 2), ha="center", va="center", color="k" if value > 0.5 else "w", **options)
 

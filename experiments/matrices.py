@@ -109,6 +109,7 @@ def draw(tasks: tuple[str, ...], ours: dict[str, Method], theirs: dict[str, np.n
             axis.grid(visible=False)
             axis.set_title(f"{name}: {whose}", fontsize=9)
             continual.heat_map(axis, matrix, fontsize=8)
+            axis.set_aspect("auto")
             axis.set_ylim(len(tasks) - 0.5, -0.5)  # also of runs that go on
             axis.set_yticks(range(len(tasks)), tasks if axis is panels[0][0] else [""] * len(tasks), fontsize=7)
             axis.set_xticks(range(len(tasks)), tasks, rotation=35, ha="right", fontsize=7)
