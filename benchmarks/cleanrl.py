@@ -35,9 +35,9 @@ from experiments import plot, trials
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-# Its settings, OpenAI's but for the reward normaliser's discount and PyTorch's initial weights, in our flags.
+# Its settings, OpenAI's but for the reward normaliser's discount and the initial weights, in our flags.
 SETTINGS = (
-    "--frame-stack 1 --encoder impala --center no --width 1 --pool flatten --num-envs 64 --num-steps 256"
+    "--frame-stack 1 --encoder impala --center no --init pytorch --width 1 --pool flatten --num-envs 64 --num-steps 256"
     " --num-minibatches 8 --update-epochs 3 --learning-rate 5e-4 --gamma 0.999 --gae-lambda 0.95 --clip-coef 0.2"
     " --kl-coef 0 --vf-coef 0.5 --vf-clip 0.2 --ent-coef 0.01 --max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards"
 )

@@ -49,14 +49,15 @@ class EncoderArgs:
     """whether convolutions have a bias; auto is yes in impala and nature"""
     center: Literal["auto", "yes", "no"] = "auto"
     """subtract 128 from pixels, then divide; auto is no in nature, and yes, as the competition entry, in the others"""
-    init: Literal["glorot", "orthogonal", "kaiming"] = "glorot"
-    """initial weights of convolutions and dense layer"""
+    init: Literal["glorot", "orthogonal", "kaiming", "pytorch"] = "glorot"
+    """initial weights of convolutions and dense layer; pytorch is PyTorch's default, whose biases are random too"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
     """the encoder's nonlinearity"""
     spectral_norm: bool = False
     """divide the kernels of residual blocks by their largest singular value (impala)"""
-    pool: Literal["avg", "max", "max6", "flatten"] = "avg"
-    """before the dense layer: average or maximum over all positions, or over parts, 6 x 6 of them, or keep them"""
+    pool: Literal["avg", "act_avg", "max", "max6", "flatten"] = "avg"
+    """before the dense layer: average (act_avg, impala: of the nonlinearity) or maximum over positions, max6 over 6 x 6
+    parts of them, or keep them"""
     hidden: int = 256
     """units of the dense layer, and of a recurrent core"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -86,6 +87,10 @@ class EncoderArgs:
             not self.spectral_norm or (name == "impala" and self.blocks and not self.separable),
             "--spectral-norm: is of impala's residual blocks, without --separable",
         )
+        check(
+            self.pool != "act_avg" or name == "impala",
+            f"--pool act_avg: only impala pools before its nonlinearity, not {name}; leave it at avg",
+        )
         make_encoder(self)
 
 
@@ -94,6 +99,7 @@ INITS = {
     "glorot": nn.initializers.glorot_uniform(),
     "orthogonal": nn.initializers.orthogonal(math.sqrt(2)),
     "kaiming": nn.initializers.he_normal(),
+    "pytorch": nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"),  # within 1 / sqrt(fan_in)
 }
 
 
@@ -216,17 +222,28 @@ class Layers:
             use_bias=bias and self.bias,
             dtype=self.dtype,
             kernel_init=INITS[self.init],
+            bias_init=self.bias_init(size * size * x.shape[3] // groups),
         )(x)
 
     def dense(self, x: jax.Array, features: int) -> jax.Array:
-        return nn.Dense(features, dtype=self.dtype, kernel_init=INITS[self.init])(x)
+        bias_init = self.bias_init(x.shape[1])
+        return nn.Dense(features, dtype=self.dtype, kernel_init=INITS[self.init], bias_init=bias_init)(x)
+
+    def bias_init(self, fan_in: int) -> nn.initializers.Initializer:
+        """Zeros, but PyTorch's are within 1 / sqrt(fan_in), as its kernels."""
+        if self.init != "pytorch":
+            return nn.initializers.zeros
+        bound = 1 / math.sqrt(fan_in)
+        return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
     def act(self, x: jax.Array) -> jax.Array:
         return ACTIVATIONS[self.activation](x)
 
     def reduce(self, x: jax.Array) -> jax.Array:
         """[B, H, W, C] to [B, C], or [B, H * W * C] flattened."""
-        if self.pool == "avg":
+        if self.pool == "act_avg":
+            x = self.act(x)
+        if self.pool in ("avg", "act_avg"):
             return x.mean(axis=(1, 2), dtype=jnp.float32)
         if self.pool == "max":
             return x.max(axis=(1, 2))

@@ -199,7 +199,8 @@ class Hand:
 
     def head(self, x, pool, late=False):
         pools = {"avg": lambda: x.mean(axis=(1, 2)), "max": lambda: x.max(axis=(1, 2)), "flatten": lambda: x}
-        x = (pools | {"max6": lambda: max_in_parts(x, 6)})[pool]()
+        pools |= {"max6": lambda: max_in_parts(x, 6), "act_avg": lambda: self.act(x).mean(axis=(1, 2))}
+        x = pools[pool]()
         return self.act(self.dense(self.act(x.reshape(len(x), -1)) if late else x.reshape(len(x), -1)))
 
 

@@ -277,6 +277,10 @@ NAMES = {
         replace(SMALL, channels="4", blocks=1, pool="flatten", conv_bias="no"),
         lambda p, x: oracle.impala_cnn(p, x, 1, 1, "flatten"),
     ),
+    "impala, averaged late": (
+        replace(SMALL, channels="4", blocks=0, pool="act_avg"),
+        lambda p, x: oracle.impala_cnn(p, x, 1, 0, "act_avg"),
+    ),
     "impala, in parts": (
         replace(SMALL, channels="4", blocks=0, pool="max6", center="no"),
         lambda p, x: oracle.impala_cnn(p, x, 1, 0, "max6", center=False),
@@ -425,6 +429,19 @@ def test_initial_weights_have_the_spread_that_they_should():
         kernel = np.asarray(params["params"]["Dense_0"]["kernel"])
         assert kernel.var() == pytest.approx(want, rel=0.15), init
     np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(32), atol=1e-5)  # orthogonal, gain sqrt(2)
+
+
+def test_initial_weights_as_pytorchs_are_uniform_and_biases_too():
+    """torch.nn.Conv2d and Linear: both within 1 / sqrt(fan-in), where a depthwise kernel has one input channel."""
+    encoder = networks.make_encoder(replace(SMALL, channels="64", blocks=0, separable=8, hidden=256, init="pytorch"))
+    layers = init_params(encoder, jnp.zeros((1, 16, 16, 3), jnp.uint8))["params"]
+    assert layers["Conv_0"]["kernel"].shape == (3, 3, 1, 24)
+    for name, fan_in in {"Conv_0": 9, "Conv_1": 24, "Dense_0": 64}.items():
+        for values in layers[name].values():
+            bound = 1 / np.sqrt(fan_in)
+            assert 0.9 * bound < np.abs(values).max() <= bound
+            assert np.std(values) == pytest.approx(bound / np.sqrt(3), rel=0.25)
+    assert "bias" in layers["Conv_1"]
 
 
 def check_encoder(args):
