@@ -176,28 +176,46 @@ def starpilot_study() -> list[str]:
     return table(rows, columns)
 
 
-def at_the_end(row: dict) -> tuple[float, float, int]:
+def six_doors() -> list[str]:
+    """The study's measures of each method after six doors, published and ours."""
+    names = ("matrices", "fresh_critic", "ordinary")
+    rows = [row for name in names for row in records.read_rows(STUDIES / "doorgym_six" / f"{name}.csv")]
+    rows = [row for row in rows if row["tasks_learnt"] == "6"]
+    theirs = {row["method"]: row for row in rows if row["whose"] == "published"}
+
+    def both(name):
+        return lambda row: f"{float(theirs[row['method']][name]):.2f} / {float(row[name]):.2f}"
+
+    columns = {"published / ours": itemgetter("method")}
+    columns |= {name: both(name) for name in ("ACC", "FWT", "BWT", "BWT+", "REM")}
+    columns["our decisions"] = lambda row: millions(row["step"])
+    return table([row for row in rows if row["whose"] == "ours"], columns)
+
+
+def at_the_end(row: dict) -> tuple[float, float, int, str]:
     """What ours came to in a row of published.csv: the value, of a curve the mean over the last tenth of its steps, and
-    the steps (NaN where the file has none), both means over seeds; and how many seeds there are."""
+    the steps (NaN where the file has none), both means over seeds; how many seeds there are; and of one seed
+    the standard error over an evaluation's episodes, where the file has it."""
     chosen = dict(pair.split("=") for pair in shlex.split(row["rows"]))
-    curves = {}
+    curves, error = {}, ""
     for line in records.read_rows(STUDIES / row["file"]):
         if chosen.items() <= line.items() and line[row["column"]]:
             step = float(line.get("global_step") or line.get("step") or "nan")
             curves.setdefault(line.get("seed") or line.get("run", ""), []).append((step, float(line[row["column"]])))
+            error = line.get(f"{row['column']} error", "")
     ends = []
     for curve in curves.values():
         steps, values = np.array(curve).T
         late = steps >= 0.9 * steps[-1] if row["column"] in ("episodic_return", "test_levels") else [-1]
         ends.append((values[late].mean(), steps[-1]))
-    return *np.mean(ends, axis=0), len(ends)
+    return *np.mean(ends, axis=0), len(ends), error if len(ends) == 1 else ""
 
 
 def beside(chosen: Callable[[dict], bool] = lambda row: True) -> list[str]:
     """What was published beside ours: experiments/reference/published.csv says where each is."""
     rows = []
     for row in filter(chosen, records.read_rows(reproduce.REFERENCE.parent / "published.csv")):
-        ours, step, seeds = at_the_end(row)
+        ours, step, seeds, error = at_the_end(row)
         theirs, steps = row["published"], row["steps"]
         if theirs.startswith("openai "):
             ((_, curve),) = plot.read_reference("easy-all", [theirs.split()[1]]).items()
@@ -206,7 +224,8 @@ def beside(chosen: Callable[[dict], bool] = lambda row: True) -> list[str]:
         where = (STUDIES / row["file"]).parent
         where = where / ("" if (where / "README.md").exists() else Path(row["file"]).name)
         rows.append({
-            "": f"[{row['what']}](../{where.relative_to(records.ROOT)})", "published": theirs, "ours": f"{ours:.2f}",
+            "": f"[{row['what']}](../{where.relative_to(records.ROOT)})", "published": theirs,
+            "ours": f"{ours:.2f}" + (f" ({error})" if error else ""),
             "their steps": millions(steps), "our steps": millions(step), "our seeds": str(seeds),
             "why they differ": row["why"],
         })  # fmt: skip
@@ -254,7 +273,7 @@ def short(text: str) -> str:
 PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
     "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
-    "sweeps": sweeps, "published": beside, "headlines": headlines,
+    "sweeps": sweeps, "published": beside, "headlines": headlines, "six_doors": six_doors,
 }  # fmt: skip
 
 

@@ -271,13 +271,15 @@ def test_what_stands_beside_the_published(tmp_path, monkeypatch):
     records.write_rows(tmp_path / "a.csv", rows)
     records.write_rows(tmp_path / "b.csv", [{"whose": "ours", "ACC": 0.9}, {"whose": "published", "ACC": 0.8}])
     runs_of = [{"run": str(n), "training levels": n // 2, "step": n, "normalized": n} for n in (2, 3, 4)]
+    runs_of = [row | {"normalized error": row["step"] / 10} for row in runs_of]
     records.write_rows(tmp_path / "c.csv", runs_of)
     monkeypatch.setattr(tables, "STUDIES", tmp_path)
-    assert tables.at_the_end({"file": "a.csv", "rows": "", "column": "episodic_return"}) == (96.5, 100, 2)
+    assert tables.at_the_end({"file": "a.csv", "rows": "", "column": "episodic_return"}) == (96.5, 100, 2, "")
     runs_of_one = {"file": "c.csv", "rows": "'training levels=1'", "column": "normalized"}
-    assert tables.at_the_end(runs_of_one) == (2.5, 2.5, 2)
-    assert tables.at_the_end({"file": "a.csv", "rows": "seed=2", "column": "test_levels"}) == (187, 98, 1)
-    value, step, seeds = tables.at_the_end({"file": "b.csv", "rows": "whose=ours", "column": "ACC"})
+    assert tables.at_the_end(runs_of_one) == (2.5, 2.5, 2, "")
+    assert tables.at_the_end(runs_of_one | {"rows": "'training levels=2'"}) == (4, 4, 1, "0.4")
+    assert tables.at_the_end({"file": "a.csv", "rows": "seed=2", "column": "test_levels"}) == (187, 98, 1, "")
+    value, step, seeds, _ = tables.at_the_end({"file": "b.csv", "rows": "whose=ours", "column": "ACC"})
     assert (value, seeds) == (0.9, 1)
     assert np.isnan(step)
 
