@@ -36,7 +36,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         "epsilon": (0, 1), "epsilon_alpha": (0, None), "num_atoms": (1, 1024), "v_min": (-1e9, 1e9),
         "v_max": (-1e9, 1e9), "num_quantiles": (0, 1024), "munchausen_alpha": (0, 1), "munchausen_tau": (1e-6, None),
         "target_network_frequency": (1, 2**31 - 1), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-        "l2": (0, None),
+        "l2": (0, None), "learning_rate": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("num_atoms", "v_min", "v_max", "num_quantiles", "dueling")  # what the network's outputs mean
 
@@ -75,7 +75,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     adam_eps: float = 1.5e-4
     """Adam's epsilon"""
     l2: float = 0.0
-    """coefficient of the squared norm of the convolutions' kernels in the loss"""
+    """coefficient of the squared norm of the convolutions' kernels, whose gradient is added to the loss's"""
 
     @property
     def with_atoms(self) -> bool:
@@ -98,7 +98,6 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         )
         runs.check_needs(self, self.munchausen_alpha, "--munchausen-alpha", ("munchausen_tau",))
         runs.check_needs(self, not self.munchausen_alpha, "--munchausen-alpha 0", ("double_q",))
-        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
 
 
 # NETWORK
@@ -185,8 +184,7 @@ class TrainState(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `improve` multiplies it by the scheduled learning rate."""
-    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
-    return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
+    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -412,11 +410,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-
-    def part(state):
-        return {"params": state.params, "global_step": state.global_step}
-
-    return agents.load(run_dir, partial(initial_state, args, agent), part)
+    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params})
 
 
 # MAIN
@@ -427,18 +421,14 @@ def initial(args: Args, agent: Agent) -> dict:
     return {"state": initial_state(args, agent)}
 
 
-def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run, with its replay buffer if it was saved."""
-    return offpolicy.load(args, partial(initial, args, agent), run_dir)
-
-
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
     offpolicy.check_memory(args, partial(initial, args, agent))
 
-    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, offpolicy.make_fleet(args, agent, act) as fleet:
+    load = partial(offpolicy.load, args, partial(initial, args, agent))
+    with runs.Run(args, SCRIPT, load) as run, offpolicy.make_fleet(args, agent, act) as fleet:
         saved, buffer = run.saved, offpolicy.make_buffer(args, run.saved)
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
         state = devices.put(args, (saved or devices.run_once(initial, args, agent))["state"], SAME)
@@ -446,7 +436,7 @@ def main(args: Args) -> runs.Run:
         if saved:
             episodes.restore(saved["episodes"])
             fleet.restore(saved["fleet"], state.params, run)
-            if not buffer.written:
+            if step and not buffer.written:
                 state = state._replace(learn_from=state.global_step + args.learning_starts)
                 run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
         run.say(offpolicy.describe(args, buffer, int(state.learn_from)))

@@ -88,7 +88,8 @@ def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
     """Writes a run's agent to a folder, and says how large it is. Raises UsageError if that has another run's."""
     anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
     run = runs.read_args(run_dir, "RUN_DIR").get("run", Path(run_dir).name)
-    content = {"script": script.SCRIPT, "run": run, "args": dataclasses.asdict(dataclasses.replace(saved, **anywhere))}
+    content = {"script": script.SCRIPT, "run": run, "env_id": saved.env_id}
+    content["args"] = dataclasses.asdict(dataclasses.replace(saved, **anywhere))
     if (folder / "args.json").exists():
         there = runs.read_args(str(folder), "--export")
         kept = (name for name in runs.fixed(type(saved)) if name in there["args"])  # what a resumed run keeps
@@ -171,11 +172,11 @@ def evaluate(script: ModuleType, saved: Any, run_dir: str, **how) -> runs.Evalua
 
 def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
     """Evaluates one of them."""
-    path = Path(run_dir)
-    files.make_folder(path, "RUN_DIR")
+    path = Path(args.export or run_dir)
     if args.export:
-        path = Path(args.export)
         export(script, saved, run_dir, path)
+    else:
+        files.make_folder(path, "RUN_DIR")
     answer = evaluate(
         script,
         saved,

@@ -38,7 +38,7 @@ class Args(
         "num_steps": (1, 65536), "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
         "replay_size": (1, 2**20), "rho_bar": (0, None), "c_bar": (0, None), "pg_rho_bar": (0, None),
         "vtrace_lambda": (0, 1), "clip_coef": (0, None), "vf_coef": (0, None), "max_grad_norm": (0, None),
-        "adam_eps": (1e-30, None), "l2": (0, None),
+        "adam_eps": (1e-30, None), "l2": (0, None), "learning_rate": (0, None), "ent_coef": (0, None), "gamma": (0, 1),
     }  # fmt: skip
 
     total_timesteps: int = 8_000_000
@@ -80,7 +80,7 @@ class Args(
     adam_eps: float = 1e-8
     """epsilon of Adam, or of RMSProp"""
     l2: float = 0.0
-    """coefficient of the squared norm of the convolutions' kernels in the loss"""
+    """coefficient of the squared norm of the convolutions' kernels, whose gradient is added to the loss's"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 
@@ -105,9 +105,6 @@ class Args(
             batch * self.num_steps <= 2**24,
             f"--num-envs {self.num_envs}: a batch of {batch * self.num_steps} steps is too large, at most {2**24}",
         )
-        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
-        runs.check_schedule("--ent-coef", self.ent_coef, 0, None)
-        runs.check_schedule("--gamma", self.gamma, 0, 1)
 
     def shares(self) -> dict[str, int]:
         """What the devices divide between them."""
@@ -222,7 +219,7 @@ class Carry(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
-    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
+    clip = devices.clip_by_norm(args.max_grad_norm)
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
@@ -643,11 +640,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-
-    def part(state):
-        return {"params": state.params, "global_step": state.global_step}
-
-    return agents.load(run_dir, partial(initial_state, args, agent), part)
+    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params})
 
 
 # MAIN
@@ -656,11 +649,6 @@ def trained(args: Args, agent: Agent, run_dir: str) -> dict:
 def initial(args: Args, agent: Agent) -> dict:
     """All that a resume needs besides the actors and their games; `main` saves the same."""
     return {"state": initial_state(args, agent), "memory": initial_memory(args)}
-
-
-def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run."""
-    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
 def make_fleet(args: Args, agent: Agent) -> actors.Fleet:
@@ -680,7 +668,8 @@ def main(args: Args) -> runs.Run:
     agent = make_agent(args)
     runs.check_memory(args, ("num_envs", "num_steps", "replay_size"), jax.eval_shape(partial(kept, args, agent)))
 
-    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, make_fleet(args, agent) as fleet:
+    load = partial(runs.load, partial(initial, args, agent))
+    with runs.Run(args, SCRIPT, load) as run, make_fleet(args, agent) as fleet:
         episodes, watch = envs.EpisodeStatistics(len(devices.games_of_host(args))), runs.Stopwatch()
         saved = run.saved
         start_from = saved or devices.run_once(initial, args, agent)

@@ -23,7 +23,6 @@ import optax
 
 from common import agents, augment, bonus, devices, envs, networks, runs, shaping
 from common.devices import GAMES, SAME
-from common.runs import check
 
 SCRIPT = Path(__file__).stem
 
@@ -37,7 +36,7 @@ class Args(
         "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "update_epochs": (1, 1000),
         "gae_lambda": (0, 1), "clip_coef": (1e-6, None), "kl_coef": (0, 1000), "kl_target": (1e-8, None),
         "vf_coef": (0, None), "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-        "l2": (0, None),
+        "l2": (0, None), "learning_rate": (0, None), "ent_coef": (0, None), "gamma": (0, 1),
     }  # fmt: skip
     FIXED: ClassVar = ("kl_coef",)  # what a resume cannot change: it has adapted since
 
@@ -74,29 +73,14 @@ class Args(
     adam_eps: float = 1e-8
     """Adam's epsilon"""
     l2: float = 0.0
-    """coefficient of the squared norm of the convolutions' kernels in the loss"""
+    """coefficient of the squared norm of the convolutions' kernels, whose gradient is added to the loss's"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        batch = self.num_envs * self.num_steps
-        if self.core == "none":
-            what, parts = f"the batch, num_envs x num_steps = {batch}", batch
-        else:
-            what, parts = f"the number of games, {self.num_envs} (a core learns from whole rollouts)", self.num_envs
-        check(parts % self.num_minibatches == 0, f"--num-minibatches {self.num_minibatches}: must divide {what}")
-        check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+        runs.check_batch(self)
         runs.check_needs(self, self.kl_coef, "--kl-coef", ("kl_target",))
-        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
-        runs.check_schedule("--ent-coef", self.ent_coef, 0, None)
-        runs.check_schedule("--gamma", self.gamma, 0, 1)
-
-    def shares(self) -> dict[str, int]:
-        """What the devices divide between them."""
-        size = self.num_envs * (self.num_steps if self.core == "none" else 1) // self.num_minibatches
-        what = "samples" if self.core == "none" else "games"
-        return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": size}
 
 
 # NETWORK
@@ -174,8 +158,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers last_action core")
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
-    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
-    return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
+    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -430,10 +413,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     stacked, first = rollout.frames.stack(args.num_steps), rollout.frames.first[-1]
     last_value = policy_and_value(agent, state.params["agent"], stacked, first, rollout.core)[1]
     advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
-        rewards,
-        jnp.concatenate([rollout.values, last_value[None]]),
-        jnp.asarray(steps.terminated),
-        jnp.asarray(steps.truncated),
+        rewards, jnp.concatenate([rollout.values, last_value[None]]), steps.terminated, steps.truncated
     )
     returns = advantages + rollout.values
     mean, var = shaping.masked_moments(advantages, mask)
@@ -552,11 +532,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-
-    def part(state):
-        return {"params": state.params["agent"], "global_step": state.global_step}
-
-    return agents.load(run_dir, partial(initial_state, args, agent), part)
+    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params["agent"]})
 
 
 # MAIN
@@ -565,11 +541,6 @@ def trained(args: Args, agent: Agent, run_dir: str) -> dict:
 def initial(args: Args, agent: Agent) -> dict:
     """All that a resume needs besides the games; `main` saves the same."""
     return {"state": initial_state(args, agent), "carry": initial_carry(args, devices.games_of_host(args))}
-
-
-def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run."""
-    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
 def kept(args: Args, agent: Agent) -> tuple:
@@ -586,7 +557,7 @@ def main(args: Args) -> runs.Run:
 
     numbers, seed = devices.games_of_host(args), envs.derive_seed(args.seed, 0)
     with (
-        runs.Run(args, SCRIPT, partial(load, args, agent)) as run,
+        runs.Run(args, SCRIPT, partial(runs.load, partial(initial, args, agent))) as run,
         closing(envs.Games(partial(envs.make_levels, args), numbers, seed, args.restart_every)) as games,
     ):
         saved = run.saved

@@ -37,12 +37,12 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         "obs_norm_init_steps": (1, 10**6), "num_minibatches": (1, None), "update_epochs": (1, 1000), "gamma": (0, 1),
         "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None),
         "clip_coef": (1e-6, None), "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1),
-        "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
+        "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "learning_rate": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
 
-    checkpoint_every: int = 2_000_000
-    wandb_project: str = "montezuma"
+    checkpoint_every: int = devices.host_only(2_000_000)
+    wandb_project: str = devices.host_only("montezuma")
 
     total_timesteps: int = 163_840_000
     """environment steps to train for"""
@@ -106,20 +106,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         runs.check_needs(self, self.async_, "--async", ("vtrace", "actor_devices"))
-        batch = self.num_envs * self.num_steps
-        if self.core == "none":
-            what, parts = f"the batch, num_envs x num_steps = {batch}", batch
-        else:
-            what, parts = f"the number of games, {self.num_envs} (a core learns from whole rollouts)", self.num_envs
-        check(parts % self.num_minibatches == 0, f"--num-minibatches {self.num_minibatches}: must divide {what}")
-        check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
-        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
-
-    def shares(self) -> dict[str, int]:
-        """What the devices divide between them."""
-        size = self.num_envs * (self.num_steps if self.core == "none" else 1) // self.num_minibatches
-        what = "samples" if self.core == "none" else "games"
-        return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": size}
+        runs.check_batch(self)
 
     def check_training(self) -> None:
         """Raises UsageError, one sentence, if so many devices leave the predictor nothing to learn from."""
@@ -257,8 +244,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers core")
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
-    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
-    return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
+    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -721,7 +707,7 @@ def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
 
     def part(state):
-        return {"params": state.params["agent"], "global_step": state.global_step, "updates": state.updates}
+        return {"params": state.params["agent"], "updates": state.updates}
 
     return agents.load(run_dir, partial(initial_state, args, agent), part)
 
@@ -781,11 +767,6 @@ def initial(args: Args, agent: Agent) -> dict:
     return {"state": initial_state(args, agent)}
 
 
-def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run."""
-    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
-
-
 def kept(args: Args, agent: Agent) -> tuple:
     """What a run keeps, for `runs.check_memory`."""
     carry = initial_carry(args, devices.games_of_host(args))
@@ -800,7 +781,8 @@ def main(args: Args) -> runs.Run:
     agent = make_agent(args)
     runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
 
-    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, make_fleet(args, agent) as fleet:
+    load = partial(runs.load, partial(initial, args, agent))
+    with runs.Run(args, SCRIPT, load) as run, make_fleet(args, agent) as fleet:
         saved = run.saved
         statistics, watch = atari.Statistics(args.num_envs), runs.Stopwatch()
         state = devices.put(args, (saved or devices.run_once(initial, args, agent))["state"], STATE)

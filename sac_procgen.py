@@ -34,7 +34,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     LIMITS: ClassVar = {
         "alpha": (1e-6, 10), "target_entropy_scale": (0.01, 0.99), "alpha_learning_rate": (1e-6, 1), "tau": (1e-6, 1),
         "target_network_frequency": (1, 2**31 - 1), "q_clip": (0, None), "entropy_penalty": (0, None),
-        "max_grad_norm": (0, None),
+        "max_grad_norm": (0, None), "learning_rate": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
 
@@ -68,7 +68,6 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
         runs.check_needs(self, self.autotune, "--autotune", ("target_entropy_scale", "alpha_learning_rate"))
-        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
 
 
 # NETWORK
@@ -129,8 +128,7 @@ class TrainState(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """The direction of a step; `improve` multiplies it by the scheduled learning rate."""
-    clip = devices.clip_by_norm(args.max_grad_norm) if args.max_grad_norm else optax.identity()
-    return optax.chain(clip, optax.scale_by_adam())
+    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam())
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -333,11 +331,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-
-    def part(state):
-        return {"params": state.params["agent"], "global_step": state.global_step}
-
-    return agents.load(run_dir, partial(initial_state, args, agent), part)
+    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params["agent"]})
 
 
 # MAIN
@@ -348,18 +342,14 @@ def initial(args: Args, agent: Agent) -> dict:
     return {"state": initial_state(args, agent)}
 
 
-def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run, with its replay buffer if it was saved."""
-    return offpolicy.load(args, partial(initial, args, agent), run_dir)
-
-
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
     offpolicy.check_memory(args, partial(initial, args, agent))
 
-    with runs.Run(args, SCRIPT, partial(load, args, agent)) as run, offpolicy.make_fleet(args, agent, act) as fleet:
+    load = partial(offpolicy.load, args, partial(initial, args, agent))
+    with runs.Run(args, SCRIPT, load) as run, offpolicy.make_fleet(args, agent, act) as fleet:
         saved, buffer = run.saved, offpolicy.make_buffer(args, run.saved)
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
         state = devices.put(args, (saved or devices.run_once(initial, args, agent))["state"], SAME)
@@ -367,7 +357,7 @@ def main(args: Args) -> runs.Run:
         if saved:
             episodes.restore(saved["episodes"])
             fleet.restore(saved["fleet"], state.params, run)
-            if not buffer.written:
+            if step and not buffer.written:
                 state = state._replace(learn_from=state.global_step + args.learning_starts)
                 run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
         run.say(offpolicy.describe(args, buffer, int(state.learn_from)))

@@ -24,7 +24,6 @@ import optax
 from common import agents, devices, envs, networks, runs, shaping
 from common.derivatives import forward_mode
 from common.devices import GAMES, SAME
-from common.runs import check
 
 SCRIPT = Path(__file__).stem
 
@@ -35,6 +34,7 @@ class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunA
         "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "gae_lambda": (0, 1),
         "max_kl": (1e-8, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (1e-8, None),
         "line_search_steps": (1, 100), "value_epochs": (1, 1000), "penalty": (0, None),
+        "learning_rate": (0, None), "gamma": (0, 1),
     }  # fmt: skip
     FIXED: ClassVar = ("penalty",)  # with one, Adam has the policy's moments too
 
@@ -69,21 +69,9 @@ class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunA
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        batch = self.num_envs * self.num_steps
-        check(
-            batch % self.num_minibatches == 0,
-            f"--num-minibatches {self.num_minibatches}: must divide the batch, num_envs x num_steps = {batch}",
-        )
-        check(batch <= 2**24, f"--num-envs {self.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+        runs.check_batch(self)
         of_trpo = "max_kl", "fisher_fraction", "cg_iterations", "damping", "line_search_steps"
         runs.check_needs(self, not self.penalty, "--penalty 0", of_trpo)
-        runs.check_schedule("--learning-rate", self.learning_rate, 0, None)
-        runs.check_schedule("--gamma", self.gamma, 0, 1)
-
-    def shares(self) -> dict[str, int]:
-        """What the devices divide between them."""
-        size = self.num_envs * self.num_steps // self.num_minibatches
-        return {"the games, --num-envs": self.num_envs, "a minibatch's samples": size}
 
 
 # NETWORKS
@@ -394,10 +382,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     reward_filter, rewards = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
     last_value = look(agent.value, state.params["value"], rollout.frames.stack(args.num_steps))[:, 0]
     advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
-        rewards,
-        jnp.concatenate([rollout.values, last_value[None]]),
-        jnp.asarray(steps.terminated),
-        jnp.asarray(steps.truncated),
+        rewards, jnp.concatenate([rollout.values, last_value[None]]), steps.terminated, steps.truncated
     )
     returns = advantages + rollout.values
     mean, var = shaping.masked_moments(advantages, mask)
@@ -565,11 +550,7 @@ def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-
-    def part(state):
-        return {"params": state.params["policy"], "global_step": state.global_step}
-
-    return agents.load(run_dir, partial(initial_state, args, agent), part)
+    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params["policy"]})
 
 
 # MAIN
@@ -578,11 +559,6 @@ def trained(args: Args, agent: Agent, run_dir: str) -> dict:
 def initial(args: Args, agent: Agent) -> dict:
     """All that a resume needs besides the games; `main` saves the same."""
     return {"state": initial_state(args, agent), "carry": initial_carry(args, devices.games_of_host(args))}
-
-
-def load(args: Args, agent: Agent, run_dir: str) -> dict:
-    """The newest checkpoint of a run."""
-    return runs.load(run_dir, jax.eval_shape(partial(initial, args, agent)))
 
 
 def kept(args: Args, agent: Agent) -> tuple:
@@ -599,7 +575,7 @@ def main(args: Args) -> runs.Run:
 
     numbers, seed = devices.games_of_host(args), envs.derive_seed(args.seed, 0)
     with (
-        runs.Run(args, SCRIPT, partial(load, args, agent)) as run,
+        runs.Run(args, SCRIPT, partial(runs.load, partial(initial, args, agent))) as run,
         closing(envs.Games(partial(envs.make_levels, args), numbers, seed, args.restart_every)) as games,
     ):
         saved = run.saved

@@ -162,11 +162,11 @@ def main(args: Args) -> None:
     runs.check(Path(args.script).is_file(), f"SCRIPT {args.script}: no such file, give CleanRL's ppo_procgen.py")
     plot.check_out(args.out)
     records.read_flags(ppo, args.flags)
-    out = Path(args.out)
+    table = Path(f"{args.out}.csv")
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}
     for name, flags in settings.items():
-        rows = records.read_rows(out.with_suffix(".csv"))
+        rows = records.read_rows(table)
         key = {"run": name, **game, "flags": flags}
         if any(key.items() <= row.items() for row in rows):
             continue
@@ -175,11 +175,11 @@ def main(args: Args) -> None:
         runs.check(len(points) > 0, f"--minutes {args.minutes:g}: no episode ended in the run {name!r}, give more")
         origin = trials.origin()
         new = [key | {k: f"{v:.6g}" for k, v in point._asdict().items()} | origin for point in thinned(points)]
-        records.add_rows(out.with_suffix(".csv"), new, tuple(key))
-    rows = records.read_rows(out.with_suffix(".csv"))
+        records.add_rows(table, new, tuple(key))
+    rows = records.read_rows(table)
     rows = [row for row in rows if game.items() <= row.items() and row["flags"] in settings.values()]
     evaluate.show(f"{args.env_id}, {args.minutes:g} minutes", compare(rows), {})
-    draw(out.with_suffix(".png"), rows)
+    draw(Path(f"{args.out}.png"), rows)
 
 
 if __name__ == "__main__":

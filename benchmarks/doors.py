@@ -36,7 +36,7 @@ from common.doors import DECISIONS, make_doors
 from doorgym.opener import Opener
 
 PUBLISHED = (
-    "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "
+    "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "
     "--noise-color 0 --keep-std --max-grad-norm 1e-4 --num-envs 256 --num-minibatches 256 --update-epochs 10"
 )
 SETTINGS = {

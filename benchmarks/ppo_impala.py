@@ -9,7 +9,7 @@ file. The flags in quotes go to both scripts, then to each:
 import json
 import shlex
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tyro
@@ -45,11 +45,7 @@ def measure(script, flags: str, updates: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--eval-episodes", "0", "--wandb-mode", "disabled", "--run-dir", folder]
         args = tyro.cli(script.Args, args=[*shlex.split(flags), *fixed])
-        args = tyro.cli(
-            script.Args,
-            args=["--total-timesteps", str(args.num_envs * args.num_steps * (updates + 2))],
-            default=args,
-        )
+        args = replace(args, total_timesteps=args.num_envs * args.num_steps * (updates + 2))
         run = script.main(args)
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     timed = lines[2 : 2 + updates]
@@ -79,7 +75,7 @@ def main(args: Args) -> None:
         for name, (script, flags) in settings.items():
             results[name].append(measure(script, flags, args.updates))
     ratio = np.median([i["steps/s"] / p["steps/s"] for p, i in zip(results["ppo"], results["impala"], strict=True)])
-    alone = throughput.game_rate(tyro.cli(ppo.Args, args=shlex.split(args.flags)))
+    alone = throughput.procgen_rate(tyro.cli(ppo.Args, args=shlex.split(args.flags)))
     table = Table()
     rows = []
     for name, (_, flags) in settings.items():

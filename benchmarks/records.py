@@ -60,9 +60,7 @@ def append_rows(path: str, rows: list[dict]) -> None:
     Raises UsageError if the file has other columns.
     """
     if path:
-        there = read_rows(Path(path))
-        same = not there or list(there[0]) == list(rows[0])
-        runs.check(same, f"{path}: has other columns than {', '.join(rows[0])}; move it away, or give another file")
+        check_columns(Path(path), rows)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         new = not Path(path).exists()
         with files.full_disk_explained(Path(path)), Path(path).open("a", newline="") as file:
@@ -88,8 +86,19 @@ def write_rows(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
+def check_columns(path: Path, rows: list[dict]) -> None:
+    """Raises UsageError if a CSV file is there with other columns than these rows."""
+    there = read_rows(path)
+    same = not there or list(there[0]) == list(rows[0])
+    runs.check(same, f"{path}: has other columns than {', '.join(rows[0])}; move it away, or give another file")
+
+
 def add_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
-    """Adds rows to a CSV file, in the place of those with the same `key`; other processes may add theirs meanwhile."""
+    """Adds rows to a CSV file, in the place of those with the same `key`; other processes may add theirs meanwhile.
+
+    Raises UsageError if the file has other columns.
+    """
+    check_columns(path, rows)
     with files.take(path.parent, wait=True):
         new = {tuple(str(row[name]) for name in key) for row in rows}
         others = [row for row in read_rows(path) if tuple(row[name] for name in key) not in new]

@@ -10,7 +10,6 @@ flags in quotes are those of rnd_montezuma.py:
 import json
 import shlex
 import tempfile
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rnd_montezuma as rnd
-from benchmarks import records
+from benchmarks import records, throughput
 from common import atari, runs
 
 MODES = {"synchronous": "", "--async": "--async", "--async --vtrace": "--async --vtrace"}
@@ -41,19 +40,6 @@ class Args:
 
 def parse(flags: str) -> rnd.Args:
     return tyro.cli(rnd.Args, args=shlex.split(flags))
-
-
-def game_rate(args: rnd.Args, steps: int = 200) -> float:
-    """EnvPool alone, random actions, all cores: steps/s."""
-    env = atari.make_montezuma(args, args.num_envs, 0)
-    env.reset()
-    actions = np.random.default_rng(0).integers(0, atari.NUM_ACTIONS, (steps, args.num_envs))
-    start = time.perf_counter()
-    for row in actions:
-        env.step(row)
-    seconds = time.perf_counter() - start
-    env.close()
-    return steps * args.num_envs / seconds
 
 
 def measure(flags: str, updates: int) -> dict[str, float]:
@@ -82,7 +68,7 @@ def main(args: Args) -> None:
     results = {name: [] for name in MODES}
     alone = []
     for _ in range(args.rounds):
-        alone.append(game_rate(parse(args.flags)))
+        alone.append(throughput.game_rate(parse(args.flags), atari.make_montezuma, atari.NUM_ACTIONS, 200))
         for name, flags in MODES.items():
             row = measure(f"{args.flags} {flags}", args.updates)
             row["of the emulator's rate %"] = 100 * row["steps/s"] / alone[-1]

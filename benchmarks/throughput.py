@@ -8,9 +8,9 @@ Prints a table and appends a row to a CSV file. The flags in quotes are those of
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +43,21 @@ def outputs(args: ppo.Args, agent: ppo.Agent, params: dict, frames):
     return agent.apply(params, frames, np.ones(len(frames), bool), core)[:2]
 
 
-def game_rate(args: ppo.Args, steps: int = 500) -> float:
-    """EnvPool alone, random actions, steps/s."""
-    env = envs.make_levels(args, args.num_envs, 0)
+def game_rate(args, make: Callable, num_actions: int, steps: int) -> float:
+    """EnvPool alone, as make(args, num_envs, seed) has it, random actions, all cores: steps/s."""
+    env = make(args, args.num_envs, 0)
     env.reset()
-    actions = np.random.default_rng(0).integers(0, envs.NUM_ACTIONS, (steps, args.num_envs))
+    actions = np.random.default_rng(0).integers(0, num_actions, (steps, args.num_envs))
     start = time.perf_counter()
     for row in actions:
         env.step(row)
-    return steps * args.num_envs / (time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    env.close()
+    return steps * args.num_envs / seconds
+
+
+def procgen_rate(args: ppo.Args) -> float:
+    return game_rate(args, envs.make_levels, envs.NUM_ACTIONS, 500)
 
 
 def flops(args: ppo.Args) -> tuple[float, float]:
@@ -155,7 +161,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
         "of it transfer %": transfer,
         "update %": part["update"],
         "Python and rest %": 100 - sum(part.values()),
-        "game alone steps/s": game_rate(args),
+        "game alone steps/s": procgen_rate(args),
         "MFLOP forward": forward / 1e6,
         "MFLOP a step": flops_a_step / 1e6,
         "GFLOP/s": flops_a_step * done / seconds / 1e9,
@@ -167,7 +173,6 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     ppo_args = records.read_flags(ppo, args.flags)
-    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
     row |= {"flags": args.flags} | records.origin()
     table = Table(show_header=False)

@@ -24,14 +24,18 @@ def load(run_dir: str, initial: Callable[[], Any], part: Callable[[Any], dict]) 
     Args:
       run_dir: either of them.
       initial: makes a training state, whose shapes must be those of what is loaded.
-      part: what evaluation needs of such a state: dicts of arrays.
+      part: what evaluation needs of such a state besides its `global_step`, which it gets too: dicts of arrays.
 
     Raises UsageError if there is neither, or it does not fit.
     """
+
+    def trained(state):
+        return part(state) | {"global_step": state.global_step}
+
     path = Path(run_dir, FILE)
     if not path.exists():
-        return part(runs.load(run_dir, {"state": jax.eval_shape(initial)})["state"])
-    template = jax.eval_shape(lambda: part(initial()))
+        return trained(runs.load(lambda: {"state": initial()}, run_dir)["state"])
+    template = jax.eval_shape(lambda: trained(initial()))
     tree = checkpoints.restore_tree(template, read(path), run_dir)
     return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), tree, template)
 
@@ -110,7 +114,7 @@ def card(folder: Path, name: str) -> str:
     content = files.read(folder / "args.json", dict, "RUN_DIR", "export the agent anew")
     evaluation = files.read(folder / "eval.json", dict, "RUN_DIR", "evaluate the agent anew")
     script, args = content["script"], content["args"]
-    game = args.get("env_id") or "DoorGym"
+    game = content.get("env_id") or args.get("env_id", "DoorGym")
     rows = results(evaluation)
     metrics = [{"type": row["metric"].replace(" ", "_"), "name": f"{row['metric']}, {row['of']}",
                 "value": round(row["value"], 3), "verified": False} for row in rows]  # fmt: skip

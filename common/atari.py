@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
-import jax
 import numpy as np
 
 from common import devices, envs
@@ -102,16 +102,11 @@ class Rooms:
             self.pictures[room] = picture
         for now, last in zip(rooms, steps.done, strict=True):
             self._episode[np.arange(len(now)), now] = True
-            if last.any():
-                self._count(last)
-                self._episode[last] = False
-        self._most = max(self._most, self._episode.sum(axis=1).max())
+            counts = self._episode.sum(axis=1)
+            self._most = max(self._most, counts.max())
+            self._recent = np.concatenate([self._recent, counts[last]])[-100:]
+            self._episode[last] = False
         self._episode[steps.restarts] = False
-
-    def _count(self, ended: np.ndarray) -> None:
-        counts = self._episode[ended].sum(axis=1)
-        self._most = max(self._most, counts.max())
-        self._recent = np.concatenate([self._recent, counts])[-100:]
 
     def visited(self) -> list[int]:
         return np.flatnonzero(self.visits).tolist()
@@ -213,9 +208,7 @@ class _Recorder:
         return obs, reward, terminated, truncated, info
 
 
-def random_policy(frames, age, key, memory):
-    """Uniformly random actions, as `envs.play_episodes` calls a policy."""
-    return jax.random.randint(key, len(frames), 0, NUM_ACTIONS), None
+random_policy = partial(envs.random_policy, actions=NUM_ACTIONS)
 
 
 def play(args, policy: Callable, *, episodes: int, seed: int, record: bool = False):

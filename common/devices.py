@@ -351,7 +351,8 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, whole: bool = 
         return *total((grads, means)), parts
 
     samples, steps = len(weight), weight.size // len(weight)
-    chunks = _chunks(data, _divisor(samples, max(CHUNK // steps, 1)))
+    few = max(n for n in range(1, max(CHUNK // steps, 1) + 1) if samples % n == 0)
+    chunks = _chunks(data, few)
     grads, (means, _) = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], chunks))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, means))
 
@@ -378,11 +379,6 @@ def _per_sample(parts, shape: tuple[int, ...]) -> dict:
     return parts
 
 
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` up to `most`."""
-    return max(n for n in range(1, most + 1) if number % n == 0)
-
-
 def _chunks(tree, few: int):
     """[B, ...] to [B / few, few, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, few, *x.shape[1:]), tree)
@@ -398,7 +394,9 @@ def norm(tree) -> jax.Array:
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` with the `norm` above, so that one that is logged too is computed once."""
+    """`optax.clip_by_global_norm` (0: none) with the `norm` above, so that one that is logged too is computed once."""
+    if not most:
+        return optax.identity()
     if on_cpu():
         return optax.clip_by_global_norm(most)
 

@@ -165,41 +165,6 @@ def load_qt() -> None:
         raise UsageError(f"Qt 5 does not load ({error}): use Python 3.12 or newer, which needs no Qt 5") from None
 
 
-def make_procgen(
-    env_id: str,
-    num_envs: int,
-    seed: int | Sequence[int],
-    *,
-    distribution_mode: str = "easy",
-    num_levels: int = 0,
-    start_level: int = 0,
-    **options,
-):
-    """Makes `num_envs` copies of a Procgen game as one EnvPool (Gymnasium API, C++ threads).
-
-    Args:
-      env_id: one of GAMES.
-      seed: 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
-      distribution_mode: "easy" or "hard".
-      num_levels: how many levels, from `start_level` on; 0 draws from all levels (`start_level` has no effect).
-      options: EnvPool's others, such as use_backgrounds.
-
-    Returns an EnvPool: frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
-    """
-    load_qt()
-    import envpool  # late: it takes seconds, and bad arguments should be answered before
-
-    return envpool.make(
-        f"{env_id.capitalize()}{distribution_mode.capitalize()}-v0",
-        env_type="gymnasium",
-        num_envs=num_envs,
-        seed=seed,
-        num_levels=num_levels,
-        start_level=start_level,
-        **options,
-    )
-
-
 def range_of_levels(args, levels: str) -> tuple[int, int]:
     """The first of a script's "train" or "test" levels and how many there are, 0 for all (`args`: GameArgs).
 
@@ -212,13 +177,20 @@ def range_of_levels(args, levels: str) -> tuple[int, int]:
 
 
 def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
-    """Makes a script's game (`args`: GameArgs) on "train" or "test" levels, as an EnvPool."""
+    """Makes `num_envs` copies of a script's game (`args`: GameArgs) on "train" or "test" levels, as one EnvPool
+    (Gymnasium API, C++ threads): frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
+
+    A seed is 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
+    """
+    load_qt()
+    import envpool  # late: it takes seconds, and bad arguments should be answered before
+
     first, count = range_of_levels(args, levels)
-    return make_procgen(
-        args.env_id,
-        num_envs,
-        seed,
-        distribution_mode=args.distribution_mode,
+    return envpool.make(
+        f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0",
+        env_type="gymnasium",
+        num_envs=num_envs,
+        seed=seed,
         num_levels=count,
         start_level=first,
         use_backgrounds=args.use_backgrounds,
@@ -575,9 +547,9 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
     run.log_evaluation(step, metrics)
 
 
-def random_policy(frames, age, key, memory):
+def random_policy(frames, age, key, memory, actions: int = NUM_ACTIONS):
     """Uniformly random actions, as `play_episodes` calls a policy."""
-    return jax.random.randint(key, len(frames), 0, NUM_ACTIONS), None
+    return jax.random.randint(key, len(frames), 0, actions), None
 
 
 def evaluate_checkpoint(

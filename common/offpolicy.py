@@ -25,7 +25,7 @@ class OffPolicyArgs(actors.FleetArgs):
 
     LIMITS: ClassVar = {
         "num_steps": (1, 4096), "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536),
-        "per_alpha": (0, 1), "n_step": (1, 1024), "gamma": (0, 1),
+        "per_alpha": (0, 1), "per_beta": (0, 1), "n_step": (1, 1024), "gamma": (0, 1),
     }  # fmt: skip
     # What is in the replay buffer came of these.
     FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
@@ -74,7 +74,6 @@ class OffPolicyArgs(actors.FleetArgs):
             f"--replay-device host: JAX_PLATFORMS={platforms} leaves out the host's memory, give {platforms},cpu",
         )
         runs.check_needs(self, self.per_alpha, "--per-alpha", ("per_beta",))
-        runs.check_schedule("--per-beta", self.per_beta, 0, 1)
 
     def shares(self) -> dict[str, int]:
         """What the devices divide between them."""
@@ -225,7 +224,7 @@ def check_memory(args: Any, initial: Callable[[], dict]) -> None:
 
 def load(args: Any, initial: Callable[[], dict], run_dir: str) -> dict:
     """The newest checkpoint of a run, with its replay buffer if it was saved."""
-    saved = runs.load(run_dir, jax.eval_shape(initial))
+    saved = runs.load(initial, run_dir)
     if "replay" in saved:
         template = jax.eval_shape(partial(initial_replay, args))
         saved["replay"] = checkpoints.restore_tree(template, saved["replay"], run_dir)

@@ -22,7 +22,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,7 +91,8 @@ class RunArgs:
 
     def shares(self) -> dict[str, int]:
         """What the devices that learn divide between them: in words, and how many."""
-        return {"--num-envs": self.num_envs}
+        what, parts = _parts_of_batch(self)
+        return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": parts // self.num_minibatches}
 
 
 # Flags that have another name today, and flags that are gone.
@@ -113,7 +113,10 @@ def check_args(args: Any, script: str) -> None:
     check_flags(args)
     check_devices(args)
     if args.resume:
-        check_same(args, saved_args(type(args), args.resume, "--resume", script), fixed(type(args)))
+        saved = saved_args(type(args), args.resume, "--resume", script)
+        for name in fixed(type(args)):
+            new, old = getattr(args, name), getattr(saved, name)
+            check(new == old, f"{flag_of(name)} {new}: a resumed run keeps its own, {old}")
 
 
 def check_flags(args: Any) -> None:
@@ -180,8 +183,6 @@ def _groups(args_class: type) -> list[type]:
 
 # THE COMMAND LINE
 
-_PARSING = threading.Lock()  # Python 3.11 cannot parse source, which the help is read from, in two threads at once
-
 
 def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
     """Runs a script's `main(args)` on the command line's flags; answers bad input in one line with exit code 2.
@@ -200,8 +201,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
         if run_dir:
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
-        with _PARSING:
-            args = _parse(args_class, argv, default, module.__doc__)
+        args = _parse(args_class, argv, default, module.__doc__)
         if getattr(args, "distributed", False):
             args.check()  # before JAX starts: not every script can
             _join_hosts()
@@ -239,9 +239,13 @@ def _join_hosts() -> None:
 
 
 def set_up_jax() -> None:
-    """Every core of a CPU as a device, and compiled programs in a cache. Before JAX starts; importing does neither."""
+    """Every core of a CPU as a device, and compiled programs in the user's cache folder, so that a second start takes
+    seconds. Before JAX starts; importing does neither."""
     devices.use_every_core()
-    use_compilation_cache()
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(files.own_folder())
+    jax.config.update("jax_compilation_cache_dir", folder)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's own is a whole second
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _parse(args_class: type, argv: Sequence[str], default: Any, description: str) -> Any:
@@ -309,14 +313,6 @@ def _flag_value(argv: list[str], flag: str) -> str | None:
     return None
 
 
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder: the second start takes seconds."""
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(files.own_folder())
-    jax.config.update("jax_compilation_cache_dir", folder)
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's own is a whole second
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
 class Schedule(NamedTuple):
     """A piecewise-linear function of the environment step, constant before its first and after its last point."""
 
@@ -339,8 +335,7 @@ def parse_schedule(text: str) -> Schedule:
     return Schedule(steps, values)
 
 
-def check_schedule(flag: str, text: str, low: float, high: float | None) -> None:
-    """Raises UsageError unless `text` is a schedule with values in [low, high] (None: no bound)."""
+def _check_schedule(flag: str, text: str, low: float, high: float | None) -> None:
     form = f'{flag} {text!r}: give a number, or points "step:value,step:value,..." with rising steps'
     try:
         values = parse_schedule(text).values
@@ -360,10 +355,32 @@ def as_given(name: str, value: Any) -> str:
     return f"--no-{words[2:]}" if value is False else words if value is True else f"{words} {value}"
 
 
+def check_batch(args: Any) -> None:
+    """Raises UsageError if a rollout of all games, num_envs x num_steps, has no even minibatches, or is too large."""
+    batch = args.num_envs * args.num_steps
+    what, parts = _parts_of_batch(args)
+    divided = {
+        "samples": f"the batch, num_envs x num_steps = {batch}",
+        "games": f"the number of games, {parts} (a core learns from whole rollouts)",
+    }
+    check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {divided[what]}")
+    check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+
+
+def _parts_of_batch(args: Any) -> tuple[str, int]:
+    """What minibatches are made of, and how many a rollout of all games has: a core learns from whole rollouts."""
+    if getattr(args, "core", "none") != "none":
+        return "games", args.num_envs
+    return "samples", args.num_envs * args.num_steps
+
+
 def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> None:
-    """Raises UsageError if a field of `args` lies outside its closed range (None: no bound)."""
+    """Raises UsageError if a number or schedule of `args` lies outside its closed range (None: no bound)."""
     for name, (low, high) in limits.items():
         value = getattr(args, name)
+        if isinstance(value, str):
+            _check_schedule(flag_of(name), value, low, high)
+            continue
         inside = low <= value < float("inf") and (high is None or value <= high)
         check(inside, f"{flag_of(name)} {value}: {_range(low, high)}")
 
@@ -405,8 +422,7 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
 def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
     """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
     args = read_args(run_dir, source, script)["args"]
-    words = [f"{flag_of(name)}={value}" for name, value in args.items() if not isinstance(value, bool)]
-    words += [flag_of(k if value else f"no_{k}") for k, value in args.items() if isinstance(value, bool)]
+    words = _plain_booleans(args_class, [f"{flag_of(name)}={value}" for name, value in args.items()])
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(args_class, args=words)
@@ -420,18 +436,12 @@ def on_this_machine(args: Any) -> Any:
     return dataclasses.replace(args, **{name: anywhere[name] for name in anywhere if hasattr(args, name)})
 
 
-def check_same(args: Any, saved: Any, names: Sequence[str]) -> None:
-    """Raises UsageError if one of these fields differs from the saved run's."""
-    for name in names:
-        new, old = getattr(args, name), getattr(saved, name)
-        check(new == old, f"{flag_of(name)} {new}: a resumed run keeps its own, {old}")
-
-
-def load(run_dir: str, template: dict[str, Any]) -> dict[str, Any]:
-    """The newest checkpoint of a run, those parts of it that `template` names with its structure; raises UsageError.
+def load(initial: Callable[[], dict], run_dir: str) -> dict[str, Any]:
+    """The newest checkpoint of a run, those parts of it that `initial` makes with their structure; raises UsageError.
 
     What is of one host only is in it where there are as many hosts as there were.
     """
+    template = jax.eval_shape(initial)
     step, saved = checkpoints.load(run_dir)
     saved = _Checkpoint(saved)
     saved.run_dir = run_dir
@@ -594,7 +604,7 @@ class Run:
         with contextlib.suppress(OSError):  # what a full disk did not take has been said already
             self._metrics.close()
         if isinstance(error, FullError) and self.first:
-            error.args = (f"{error}; {self._kept()}",)
+            error.args = (f"{error}; {self.kept()}",)
         if self.stop and kind is None:
             kept = checkpoints.steps_in(self.path)
             how = f"continue with: {self._how_to_go_on()}" if kept else "there was no checkpoint yet, begin again"
@@ -611,7 +621,8 @@ class Run:
     def _how_to_go_on(self) -> str:
         return f"python {self._script}.py --resume {self.path}"
 
-    def _kept(self) -> str:
+    def kept(self) -> str:
+        """What a run that failed says of its checkpoints."""
         steps = checkpoints.steps_in(self.path)
         if not steps:
             return "no checkpoint was written yet"
@@ -744,7 +755,7 @@ class Run:
         """Raises DivergedError if a metric is NaN or infinite; the checkpoints before are kept."""
         broken = [name for name, value in metrics.items() if not np.isfinite(value)]
         if broken:
-            kept = f"; {self._kept()}" if self.first else ""
+            kept = f"; {self.kept()}" if self.first else ""
             raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped{kept}")
 
     def _go_back(self, saved: dict[str, Any]) -> None:

@@ -245,7 +245,7 @@ def assert_refused(script, words, capture, *parts):
 
 def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
     """Bad input is answered in one sentence with exit code 2, before anything long starts."""
-    makers = (envs, "make_procgen"), (atari, "make_montezuma"), (doorgym, "make_vec")
+    makers = (envs, "make_levels"), (atari, "make_montezuma"), (doorgym, "make_vec")
     for module, name in (*makers, (script, "act"), (script, "update")):
         monkeypatch.setattr(module, name, None)
     assert_refused(script, ["--wandb-mode", "disabled", *words], capfd, names, valid)

@@ -15,6 +15,7 @@ from test_apex_run import TINY
 
 import apex_procgen as apex
 import evaluate
+import rnd_montezuma as rnd
 from common import agents, runs
 
 
@@ -37,7 +38,9 @@ def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
     assert both[0] == both[1]
     exported, saved = (json.loads((path / "eval.json").read_text()) for path in (folder, run_dir))
     assert exported == saved
-    assert json.loads((folder / "args.json").read_text())["args"]["run_dir"] == "runs"
+    exported = json.loads((folder / "args.json").read_text())
+    assert exported["args"]["run_dir"] == "runs"
+    assert exported["env_id"] == TINY["env_id"]
     assert (folder / agents.FILE).stat().st_size < 2e6
 
 
@@ -108,8 +111,16 @@ def test_an_agent_goes_to_the_hub_with_a_card(bigfish, tmp_path, hub, capfd):
     assert [x["value"] for x in result["metrics"]] == [round(entry["mean_return"], 3)]
     row = f"| test levels | mean return | {entry['mean_return']:.2f} | {entry['std']:.2f} | {entry['episodes']} |"
     assert row in text
+
+
+def test_a_card_names_the_game(tmp_path):
     doors = agents.card(ROOT / "agents" / "hnppo_six_doors", "me/doors")
+    assert "# HNPPO on DoorGym" in doors
     assert doors.count("| success rate |") == 6
+    args = rnd.Args()
+    runs.write_json(tmp_path / "args.json", {"script": rnd.SCRIPT, "env_id": args.env_id, "args": vars(args)})
+    runs.write_json(tmp_path / "eval.json", {"global_step": 5, "room": {"mean_return": 0.0, "std": 0.0, "episodes": 2}})
+    assert f"# RND on {rnd.Args.env_id}\n" in agents.card(tmp_path, "me/rnd")
 
 
 @pytest.mark.parametrize(

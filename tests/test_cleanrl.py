@@ -23,7 +23,7 @@ time.sleep(600)
 def args(tmp_path):
     (tmp_path / "theirs.py").write_text(SCRIPT)
     flags = {"python": sys.executable, "env_id": "maze", "seed": 3, "minutes": 0.1}
-    return cleanrl.Args(str(tmp_path / "theirs.py"), out=str(tmp_path / "out"), **flags)
+    return cleanrl.Args(str(tmp_path / "theirs.py"), out=str(tmp_path / "out_0.5"), **flags)
 
 
 def test_their_curve_is_of_the_last_hundred_episodes(args, tmp_path):

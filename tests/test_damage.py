@@ -294,6 +294,7 @@ def test_nonsense_is_refused(case, capfd):
         (impala, ["--replay-size", 2**16, "--replay-fraction", 0.5]),
         ("apex_procgen", ["--buffer-size", 10**8]),
         ("rnd_montezuma", ["--num-envs", 65536, "--num-steps", 256]),
+        ("hnppo_doorgym", ["--hyper-width", 65536]),
     ],
 )
 def test_more_than_memory_holds_is_refused(script, words, monkeypatch, capfd):

@@ -1,5 +1,7 @@
 """Frame stacks, episode statistics, and what this project relies on in EnvPool."""
 
+from functools import partial
+
 import numpy as np
 import oracle
 import pytest
@@ -55,7 +57,7 @@ def test_episode_statistics_leave_out_steps_that_are_no_transition():
 
 @pytest.fixture(scope="module")
 def make():
-    return lambda num_envs, seeds: envs.make_procgen("bigfish", num_envs, seeds)
+    return partial(envs.make_levels, Args(env_id="bigfish"))
 
 
 class Quiet:
@@ -149,7 +151,7 @@ def test_envpool_resets_one_step_late(make):
 @pytest.mark.parametrize("game", envs.GAMES)
 @pytest.mark.parametrize("mode", ["easy", "hard"])
 def test_every_game_runs(game, mode):
-    env = envs.make_procgen(game, 2, 0, distribution_mode=mode)
+    env = envs.make_levels(Args(env_id=game, distribution_mode=mode), 2, 0)
     obs, _ = env.reset()
     assert obs.shape == (2, 3, 64, 64)
     assert obs.dtype == np.uint8

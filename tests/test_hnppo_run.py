@@ -151,7 +151,7 @@ def test_the_best_parameters_end_a_task_that_is_held_three_times(train, monkeypa
 
 
 def test_gradients_that_are_not_finite_stop_the_run_with_advice(train, tmp_path):
-    with pytest.raises(runs.DivergedError, match=r"5 gradients in a row.*try a smaller --hyper-learning-rate"):
+    with pytest.raises(runs.DivergedError, match=r"5 gradients.*no checkpoint was written yet; try a smaller --hyper"):
         train(hyper_learning_rate=1e30, max_skipped=5, checkpoint_every=1, update_epochs=8, clip_coef=1e9)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert not list((run_dir / "checkpoints").glob("[0-9]*"))
@@ -311,6 +311,7 @@ BAD = {
     "no hypernetwork": (["--method", "ppo", "--beta", 1e-3], "--beta 0.001", "--method hnppo"),
     "no generated critic": (["--method", "finetune", "--critic", "fresh"], "--critic fresh", "--method hnppo"),
     "anew in any case": (["--method", "ppo", "--keep-std"], "--keep-std", "--method hnppo or finetune"),
+    "nothing ordinary": (["--keep-std", "--learning-rate", 0.5], "--learning-rate 0.5", "--critic fresh"),
     "discount": (["--gamma", 1.5], "--gamma 1.5", "from 0 to 1"),
     "worlds": (["--num-worlds", 0], "--num-worlds 0", "from 1"),
     "nan": (["--beta", "nan"], "--beta nan", "0 or more"),
