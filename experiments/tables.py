@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import records
+from benchmarks import cleanrl, records
 from common import files, runs
 from experiments import plot, reproduce
 
@@ -119,6 +119,13 @@ def original_games() -> list[str]:
     columns |= {"pixels that differ": percent("pixels that differ %", "g")}
     columns["rewards that differ"] = number("rewards that differ")
     return table(records.read_rows(SPEED / "original_games.csv"), columns)
+
+
+def beside_cleanrl() -> list[str]:
+    """CleanRL's script and ours, after the same minutes and after the same steps."""
+    rows = [row | {"run": f"{row['run']}, seed {row['seed']}"} for row in records.read_rows(SPEED / "cleanrl.csv")]
+    rows = cleanrl.compare(rows)
+    return table(rows, {name: itemgetter(name) for name in rows[0]})
 
 
 def tables() -> list[str]:
@@ -274,6 +281,7 @@ PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
     "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
     "sweeps": sweeps, "published": beside, "headlines": headlines, "six_doors": six_doors,
+    "cleanrl": beside_cleanrl,
 }  # fmt: skip
 
 
