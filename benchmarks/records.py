@@ -60,7 +60,7 @@ def append_rows(path: str, rows: list[dict]) -> None:
     Raises UsageError if the file has other columns.
     """
     if path:
-        check_columns(Path(path), rows)
+        check_columns(path, read_rows(Path(path)), rows)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         new = not Path(path).exists()
         with files.full_disk_explained(Path(path)), Path(path).open("a", newline="") as file:
@@ -86,9 +86,8 @@ def write_rows(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def check_columns(path: Path, rows: list[dict]) -> None:
-    """Raises UsageError if a CSV file is there with other columns than these rows."""
-    there = read_rows(path)
+def check_columns(path: str | Path, there: list[dict], rows: list[dict]) -> None:
+    """Raises UsageError if the rows that a CSV file has are of other columns than these."""
     same = not there or list(there[0]) == list(rows[0])
     runs.check(same, f"{path}: has other columns than {', '.join(rows[0])}; move it away, or give another file")
 
@@ -98,10 +97,11 @@ def add_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
 
     Raises UsageError if the file has other columns.
     """
-    check_columns(path, rows)
     with files.take(path.parent, wait=True):
+        there = read_rows(path)
+        check_columns(path, there, rows)
         new = {tuple(str(row[name]) for name in key) for row in rows}
-        others = [row for row in read_rows(path) if tuple(row[name] for name in key) not in new]
+        others = [row for row in there if tuple(row[name] for name in key) not in new]
         write_rows(path, [*others, *rows])
 
 

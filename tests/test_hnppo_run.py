@@ -151,7 +151,8 @@ def test_the_best_parameters_end_a_task_that_is_held_three_times(train, monkeypa
 
 
 def test_gradients_that_are_not_finite_stop_the_run_with_advice(train, tmp_path):
-    with pytest.raises(runs.DivergedError, match=r"5 gradients.*no checkpoint was written yet; try a smaller --hyper"):
+    words = r"5 gradients in a row.*no checkpoint was written yet; try a smaller --hyper-learning-rate"
+    with pytest.raises(runs.DivergedError, match=words):
         train(hyper_learning_rate=1e30, max_skipped=5, checkpoint_every=1, update_epochs=8, clip_coef=1e9)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert not list((run_dir / "checkpoints").glob("[0-9]*"))

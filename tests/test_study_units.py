@@ -3,10 +3,12 @@
 import csv
 
 import numpy as np
+import pytest
 from conftest import ROOT, assert_refused
 
 import ppo_procgen
-from common import envs
+from benchmarks import records
+from common import envs, runs
 from experiments import study_units
 
 
@@ -95,3 +97,15 @@ def test_the_picture_has_each_run_beside_the_published():
         assert ((10, published),) in seen
         assert not any(y == 1 for line in seen for _, y in line)  # of a method that ours are not
         assert [label.get_text() for label in axis.get_xticklabels()] == ["10", "1000", "all"]
+
+
+def test_rows_are_not_added_to_another_table(tmp_path):
+    path = tmp_path / "rows.csv"
+    records.write_rows(path, [{"run": "a", "raw": 1}])
+    records.add_rows(path, [{"run": "a", "raw": 2}, {"run": "b", "raw": 3}], ("run",))
+    before = path.read_text()
+    assert before.split() == ["run,raw", "a,2", "b,3"]
+    for row in ({"run": "a", "other": 1}, {"raw": 1}):
+        with pytest.raises(runs.UsageError, match="has other columns than"):
+            records.add_rows(path, [row], tuple(row)[:1])
+    assert path.read_text() == before
