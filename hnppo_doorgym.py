@@ -715,8 +715,9 @@ def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> Tr
             run.log(step, metrics | watch.fractions() | {"charts/SPS": run.steps_per_second(step)})
             if over or state.best.held == 3:
                 state = finish_task(args, agent, run, state)
-            if run.stop or state.finished > state.task or run.checkpoint_due(step):
+            if run.checkpoint_due(step):
                 run.save(step, {"state": state}, {})
+    run.save(int(state.global_step), {"state": state}, {})
     return state
 
 

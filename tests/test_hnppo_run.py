@@ -80,6 +80,19 @@ def test_resume_equals_uninterrupted(train, whole, monkeypatch):
     assert (half / "matrix.csv").read_text() == (whole / "matrix.csv").read_text()
 
 
+def test_a_signal_after_an_update_loses_nothing(train, monkeypatch):
+    """It comes where the run has just asked whether a checkpoint is due."""
+    due = runs.Run.checkpoint_due
+
+    def due_then_stop(run, step):
+        answer = due(run, step)
+        run.stop = "SIGTERM"
+        return answer
+
+    monkeypatch.setattr(runs.Run, "checkpoint_due", due_then_stop)
+    assert state_of(train().path)["global_step"] == 256
+
+
 def test_a_finished_series_can_be_given_another_task(train, whole):
     """As if both had been asked for at once, but for the evaluation of what was not asked for yet."""
     first = train(tasks="Pull-Right-Pull").path
@@ -340,8 +353,3 @@ def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
     elif words is None:
         words = ["--resume", whole, *more[case]]
     assert_one_sentence(hn, words, names, valid, monkeypatch, capfd)
-
-
-def test_one_host_only():
-    with pytest.raises(runs.UsageError, match=r"^--distributed: hnppo_doorgym.py trains on one host$"):
-        runs.check_args(hn.Args(distributed=True), hn.SCRIPT)
