@@ -85,6 +85,13 @@ def make_folder(path: Path, flag: str) -> None:
         raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); give another folder") from None
 
 
+def make_room(path: Path, flag: str) -> None:
+    """Makes the folder that a file is to be in; raises UsageError, naming `flag`, if the file cannot be written."""
+    if path.is_dir() or not path.name:
+        raise UsageError(f"{flag} {path}: is a folder; give the name of a file")
+    make_folder(path.parent, flag)
+
+
 def own_folder() -> Path:
     """This user's folder on this machine, for what is of use to all runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jax-rl-scripts")

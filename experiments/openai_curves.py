@@ -53,6 +53,7 @@ def read(path: Path, workers: int) -> tuple[np.ndarray, np.ndarray]:
 
 def main(args: Args) -> list[dict]:
     folder = Path(args.results)
+    files.make_room(Path(args.out), "--out")
     rows = []
     for name, workers in WORKERS.items():
         for part in ("",) if name.endswith("all") else ("-train", "-test"):

@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from common import runs
+from common import files, runs
 from common.runs import check
 
 
@@ -50,6 +50,7 @@ def rows(text: str, width: int) -> np.ndarray:
 def main(args: Args) -> None:
     runs.check_limits(args, {"width": (64, 8192)})
     check(len(args.strips) > 0, "STRIPS: give at least one")
+    files.make_room(Path(args.out), "--out")
     runs.write_picture(Path(args.out), np.concatenate([rows(text, args.width) for text in args.strips]))
     print(args.out)
 

@@ -16,11 +16,15 @@ import tyro
 
 import evaluate
 from benchmarks import records
-from common import devices, envs, runs
+from common import devices, envs, files, runs
 from experiments import plot, reproduce
 
 GAME, GAMES = "starpilot", 32
 REFERENCE = reproduce.REFERENCE.parent / "starpilot_study.csv"
+SETTING = "method", "game", "encoder", "hidden", "training levels"
+# A run's rows are known by these: folders of two runs that began in the same second have the same name.
+KEY = "run", *SETTING, "on"
+MEASURED = "normalized", "normalized error", "raw", "raw error"
 
 
 @dataclass(frozen=True)
@@ -135,17 +139,19 @@ def main(args: Args) -> list[dict]:
     runs.check_limits(args, {"batches": (1, 10**4), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
     path = Path(args.csv)
-    old = records.read_rows(path) if args.csv else []
-    ours = all({"run", "on", "normalized"} <= row.keys() for row in old)
-    runs.check(ours, f"--csv {args.csv}: is another table, give another file")
+    if args.csv:
+        files.make_room(path, "--csv")
+        old = records.read_rows(path)
+        ours = not old or sorted(old[0]) == sorted([*KEY, *MEASURED, "step", *records.origin()])
+        runs.check(ours, f"--csv {args.csv}: is another table, give another file")
     policies = {run_dir: evaluate.procgen_policy(run_dir) for run_dir in args.run_dirs}
     for run_dir, (_, saved, _, _) in policies.items():
         even = devices.multiple(saved, GAMES) == GAMES
         runs.check(even, f"RUN_DIR {run_dir}: plays on {saved.num_devices} devices, which must divide {GAMES} games")
     rows, shown = [], []
     for run_dir, (script, saved, step, policy) in policies.items():
-        about = {"method": method_of(script.SCRIPT, saved), "game": saved.env_id, "encoder": saved.encoder}
-        about |= {"hidden": saved.hidden, "training levels": saved.num_levels, "step": step}
+        values = method_of(script.SCRIPT, saved), saved.env_id, saved.encoder, saved.hidden, saved.num_levels
+        about = dict(zip(SETTING, values, strict=True)) | {"step": step}
         for levels in ("train", "test"):
             row = {"run": Path(run_dir).name, "on": levels}
             both = play(saved, policy, levels, batches=args.batches, seed=args.seed)
@@ -154,7 +160,7 @@ def main(args: Args) -> list[dict]:
             shown.append(row)
             rows.append(row | about)
         if args.csv:
-            records.add_rows(path, [row | records.origin() for row in rows[-2:]], ("run",))
+            records.add_rows(path, [row | records.origin() for row in rows[-2:]], KEY)
     played = [row for row in records.read_rows(path) if row["game"] == GAME] if args.csv else []
     if played:
         plot.write_picture(str(path.with_suffix("")), ".png", draw(played, records.read_rows(REFERENCE)))

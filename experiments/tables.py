@@ -166,7 +166,7 @@ def starpilot_study() -> list[str]:
     published = {tuple(row[name] for name in setting): row for row in reference}
     both = {}
     for row in records.read_rows(STUDIES / "starpilot_study.csv"):
-        both.setdefault(row["run"], {})[row["on"]] = row
+        both.setdefault(tuple(row[name] for name in ("run", *setting)), {})[row["on"]] = row
     rows = []
     for run in both.values():
         on_train, on_test = run["train"], run["test"]

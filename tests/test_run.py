@@ -253,6 +253,7 @@ def test_strips_are_put_under_each_other(tmp_path, capsys):
     bad = {"text.png": "is no picture", "flat.png": "is no film strip", "one.png:3": "has rows 1 to 2"}
     for name, why in bad.items():
         assert_refused(strip, [tmp_path / name], capsys, why)
+    assert_refused(strip, [tmp_path / "one.png", "--out", tmp_path], capsys, f"--out {tmp_path}", "name of a file")
 
 
 def test_resume_is_the_same_wandb_run(train):

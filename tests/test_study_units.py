@@ -1,7 +1,5 @@
 """The StarPilot study's units: rewards over the running deviation of discounted returns, as Baselines computes it."""
 
-import csv
-
 import numpy as np
 import pytest
 from conftest import ROOT, assert_refused
@@ -63,17 +61,17 @@ def test_an_agent_gets_a_row(tmp_path, capfd):
     path = tmp_path / "units.csv"
     args = study_units.Args((str(ROOT / "agents" / "ppo_coinrun"),), batches=1, csv=str(path))
     study_units.main(args)
-    path.write_text(path.read_text().replace("ppo_coinrun", "another"))
-    study_units.main(args)
-    study_units.main(args)  # its rows are replaced, those of another run are kept
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["run"], row["on"]) for row in rows] == [
-        (run, levels) for run in ("another", "ppo_coinrun") for levels in ("train", "test")
-    ]
+    first = records.read_rows(path)
+    others = [row | {"game": "maze"} for row in first]  # another run, whose folder has the same name
+    records.write_rows(path, [row | {"raw": "0"} for row in first] + others)
+    study_units.main(args)  # its rows are replaced, the other's are kept
+    rows = records.read_rows(path)
+    assert rows == others + first
+    assert [row["on"] for row in first] == ["train", "test"]
     assert {(row["method"], row["training levels"]) for row in rows} == {("PPO", "0")}
     assert min(float(row["raw"]) for row in rows) > 3
     capfd.readouterr()
+    assert_refused(study_units, [args.run_dirs[0], "--csv", tmp_path], capfd, f"--csv {tmp_path}", "name of a file")
     other = str(ROOT / "experiments" / "reference" / "tables.csv")
     assert_refused(study_units, [args.run_dirs[0], "--csv", other], capfd, f"--csv {other}", "another table")
     assert_refused(study_units, [str(ROOT / "agents" / "hnppo_six_doors")], capfd, "RUN_DIR", "give a run of Procgen")
@@ -105,6 +103,9 @@ def test_rows_are_not_added_to_another_table(tmp_path):
     records.add_rows(path, [{"run": "a", "raw": 2}, {"run": "b", "raw": 3}], ("run",))
     before = path.read_text()
     assert before.split() == ["run,raw", "a,2", "b,3"]
+    (tmp_path / "empty.csv").touch()
+    records.append_rows(str(tmp_path / "empty.csv"), records.read_rows(path))
+    assert (tmp_path / "empty.csv").read_text() == before
     for row in ({"run": "a", "other": 1}, {"raw": 1}):
         with pytest.raises(runs.UsageError, match="has other columns than"):
             records.add_rows(path, [row], tuple(row)[:1])
