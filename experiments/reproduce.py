@@ -16,6 +16,7 @@ import shlex
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,6 +120,8 @@ def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
 
 # RUNS
 
+ELSEWHERE = "another process is at it"
+
 
 class Progress(TypedDict):
     """progress.json: how far a run is, and where it was run."""
@@ -142,14 +145,17 @@ def read_progress(folder: Path) -> Progress:
 def train(
     row: dict, flags: dict, seed: int, folder: Path, *, origin: dict, stopping: threading.Event, look: Callable
 ) -> str:
-    """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it."""
+    """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it.
+
+    Says ELSEWHERE where another process is at it.
+    """
     with files.take(folder) or contextlib.nullcontext() as lock:
         before = read_progress(folder)
         begun = time.monotonic()
         if before["done"] or lock is None:
             if before["done"]:
                 look(False)
-            return "done elsewhere" if before["done"] else "another process is at it"
+            return "done elsewhere" if before["done"] else ELSEWHERE
         done = False
         why = ""
         try:
@@ -225,15 +231,17 @@ def markdown(args: Args, results: list[dict]) -> str:
         return ", ".join(dict.fromkeys(row[name] for row in results if row["seeds"]))
 
     settings = f", with {' '.join(args.set)}" if args.set else ""
-    parts = f"{' to '.join(dict.fromkeys(f'{part:.2g}' for part in parts_of(results)))} of its steps"
-    scaled = f"**Not the published setting**: {parts}{settings}. Compare the order of the cells only."
+    scaled = f"**Not the published setting**: {parts_of(results)} of its steps{settings}."
+    scaled += " Compare the order of the cells only."
     commands = dict.fromkeys(row["command"] for row in results if row["seeds"]) or [command_of(args)]
     lines = [
         f"# {args.table}",
         "Published beside ours: the mean of what each run logged last, and its 95 % interval over seeds (Student's).",
-        f"{origin('machine')}, JAX {origin('jax')}, commit {origin('commit')}, {origin('date')}:",
+        f"{origin('machine')}, JAX {origin('jax')}, commit {origin('commit')}, {origin('date')}:"
+        if any(row["seeds"] for row in results)
+        else "Nothing has run yet:",
         "\n".join(f"    {command}" for command in commands),
-        *([scaled] if parts_of(results) != (1, 1) or args.set else []),
+        *([scaled] if parts_of(results) != "1" or args.set else []),
     ]
     columns = ("cell", "published", "ours", "95 %", "seeds", "steps", "minutes", "")
     table = [columns, ["---"] * len(columns)]
@@ -315,11 +323,11 @@ def training(row: dict) -> int:
     return row["seeds"] * (row["steps"] or 0)
 
 
-def parts_of(results: list[dict]) -> tuple[float, float]:
-    """The least and the largest part of a published run's steps that cells were trained for."""
+def parts_of(results: list[dict]) -> str:
+    """Which part of a published run's steps cells were trained for, such as 1, or 0.1 to 0.5."""
     done = [row for row in results if row["seeds"] and row["steps"] and row["published steps"]]
     parts = [row["steps"] / int(row["published steps"]) for row in done] or [1.0]
-    return min(parts), max(parts)
+    return " to ".join(dict.fromkeys(f"{part:.2g}" for part in (min(parts), max(parts))))
 
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
@@ -337,9 +345,8 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
         records.write_rows(out.with_suffix(".csv"), blank)
         with files.whole(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
-        least, most = parts_of(results)
-        part = f"{most:.2g}" if least == most else f"{least:.2g} to {most:.2g}"
-        title = args.table if least == most == 1 else f"{args.table}, {part} of the steps"
+        part = parts_of(results)
+        title = args.table if part == "1" else f"{args.table}, {part} of the steps"
         draw(out.with_suffix(".png"), title, results)
     return results
 
@@ -374,22 +381,35 @@ def main(args: Args) -> list[dict]:
     stopping = threading.Event()
     origin = trials.origin()
 
-    def one(folder: Path) -> None:
-        row, _, seed = wanted[folder]
-        if not stopping.is_set():
+    waiting, held = deque(() if args.collect else wanted), set()
+
+    def work() -> None:
+        """One run after the other. One that another process is at comes again after the rest: it may be stopped."""
+        while waiting and not stopping.is_set():
+            try:
+                folder = waiting.popleft()
+            except IndexError:  # another worker was faster
+                return
+            row, _, seed = wanted[folder]
             look = partial(line.look, folder)
             said = train(*wanted[folder], folder, origin=origin, stopping=stopping, look=look)
-            print(f"{row['cell']}, seed {seed}: {said}", flush=True)
-            write(args, cells)
+            if said != ELSEWHERE or folder not in held:
+                print(f"{row['cell']}, seed {seed}: {said}", flush=True)
+            if said == ELSEWHERE:
+                held.add(folder)
+                waiting.append(folder)
+                stopping.wait(2)
+            else:
+                write(args, cells)
 
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     done = len(asked) - len(wanted)
     with trials.ProgressLine(args.table, len(asked), done) as line, ThreadPoolExecutor(args.jobs) as pool:
-        begun = [pool.submit(one, folder) for folder in (() if args.collect else wanted)]
+        workers = [pool.submit(work) for _ in range(args.jobs)]
     for signal_number, handler in old.items():
         signal.signal(signal_number, handler)
-    for future in begun:
-        future.result()
+    for worker in workers:
+        worker.result()
     results = write(args, cells)
     print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
     names = {folder: f"{row['cell']}, seed {seed}" for folder, (row, _, seed) in asked.items()}

@@ -21,7 +21,7 @@ from PIL import Image
 import hnppo_doorgym
 import ppo_procgen
 from benchmarks import records
-from common import continual, doors, runs
+from common import continual, doors, files, runs
 from experiments import matrices, reproduce, tables, trials
 
 ROWS = reproduce.published()
@@ -104,6 +104,23 @@ def test_a_table_is_made_and_not_made_twice(table, monkeypatch):
     other = reproduce.main(reproduce.Args(table="small", collect=True, **words | {"scale": 0.2}))
     assert other[0] == pytest.approx(again, nan_ok=True)  # those are other runs, and what is there stays
     assert page[: page.index("| fails")] in (table / "out/small.md").read_text()
+
+
+def test_a_run_that_another_process_holds_is_made_once_it_is_free(table, monkeypatch, capfd):
+    """As after `kill -9`, where the script of the one before is still writing its checkpoint: after the others."""
+    args = reproduce.Args("small", cells=("runs",), seeds=(1, 2), runs=str(table / "runs"), out=str(table / "out"))
+    row = reproduce.read_table("small")[0]
+    held = files.take(reproduce.folder_of(table / "runs", row, reproduce.flags_of(row, args), 1))
+    made = []
+
+    def run(program, flags, folder, lock, **how):
+        made.append(flags["seed"])
+        held.close()
+
+    monkeypatch.setattr(trials, "run", run)
+    reproduce.main(args)
+    assert made == [2, 1]
+    assert capfd.readouterr().out.count("another process is at it") == 1
 
 
 BAD = {
