@@ -108,11 +108,6 @@ def main(args: Args) -> list[dict]:
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
     runs.check(not (args.push_to_hub and args.random), "--push-to-hub: is for what has learnt, not for --random")
-    if args.human:
-        for run_dir in args.run_dirs:
-            saved = runs.read_args(run_dir, "RUN_DIR")["args"]
-            runs.check("num_levels" in saved, f"--human: RUN_DIR {run_dir} is of a game without levels, give --video")
-            runs.check(saved["num_levels"] > 0, f"--human: RUN_DIR {run_dir} was trained on all levels, give --video")
     if args.export:
         busy = (Path(args.export) / "checkpoints").exists()
         runs.check(not busy, f"--export {args.export}: is a run directory, give another folder")
@@ -122,6 +117,10 @@ def main(args: Args) -> list[dict]:
         runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
         agents.check_hub(args.push_to_hub)
     chosen = [script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
+    for run_dir, (_, saved) in zip(args.run_dirs, chosen, strict=True) if args.human else ():
+        of = f"--human: RUN_DIR {run_dir}"
+        runs.check(isinstance(saved, envs.GameArgs), f"{of} is of a game without levels, give --video")
+        runs.check(saved.num_levels > 0, f"{of} was trained on all levels, give --video")
     summaries = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
     if len(summaries) > 1:
         rows = [

@@ -84,7 +84,7 @@ class Args:
     jobs: int = 1
     """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
     cpus: float = 1.0
-    """CPUs of a cluster that a member takes"""
+    """CPUs of a cluster that a member takes, with --address"""
     gpus: float = 0.0
     """GPUs that a member takes; a part, such as 0.5, shares one; with 0 it sees none"""
     address: str = ""
@@ -155,6 +155,7 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     limits |= {"resample": (0, 1), "jobs": (1, 1000), "cpus": (0.001, None), "gpus": (0, None), "seed": (0, 2**30)}
     runs.check_limits(args, limits)
     check(args.jobs == 1 or not args.address, f"--jobs {args.jobs}: has no effect with --address")
+    check(args.cpus == 1 or args.address, f"--cpus {args.cpus:g}: has no effect without --address, give --jobs")
     script = importlib.import_module(stem)
     kinds = {name.rstrip("_"): kind for name, kind in get_type_hints(script.Args).items()}
     check("total_timesteps" in kinds, f"PROGRAM {args.program}: has no --total-timesteps to measure generations by")
@@ -434,7 +435,7 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     done = len(read_rows(out, results.numbers))
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called|Consider boosting PBT performance")
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(args.population)  # all of them take part from the beginning
-    local = {} if args.address else {"num_cpus": math.ceil(args.jobs * args.cpus), "include_dashboard": False}
+    local = {} if args.address else {"num_cpus": args.jobs, "include_dashboard": False}
     try:
         if re.fullmatch(r"[^:/]+:\d+", args.address):  # Ray itself would try for minutes
             socket.create_connection(args.address.split(":"), timeout=10).close()
@@ -480,7 +481,8 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
         draw(args, out, ranges)
     good = [result for result in grid if result.checkpoint and math.isfinite(result.metrics.get("score", math.nan))]
     results.setup()  # Ray may have had a copy
-    over = grid.num_errors + sum(row["generation"] == str(args.generations) for row in rows)
+    ended = [row for row in rows if row["generation"] == str(args.generations) and row["global_step"]]
+    over = len(ended) + grid.num_errors  # a member that Ray lost has no step in its row
     if results.stop_all() or (over >= args.population and not good):
         raise files.FailedError(f"no member is left: {rows[-1]['why']}; see {out / 'members'}")
     if over < args.population:

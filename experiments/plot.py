@@ -152,8 +152,8 @@ def read_run(run_dir: str) -> Logged:
 def differing(run: Logged, everything: list[Logged]) -> list[str]:
     """The arguments that tell a run of a script from the others', but for its game, seed and places."""
     others = [other.args for other in everything if other.script == run.script]
-    same = {"env_id", "seed", "run_dir", "resume", "total_timesteps"}
-    known = [k for k in run.args if k not in same and not k.startswith("wandb_") and all(k in x for x in others)]
+    same = BESIDE | {"env_id", "seed", "total_timesteps"}
+    known = [k for k in run.args if k not in same and all(k in x for x in others)]
     return [k for k in known if any(other[k] != run.args[k] for other in others)]
 
 
@@ -478,6 +478,9 @@ def main(args: Args) -> None:
         args.random is None or len(games) == 1, f"--random {args.random}: is of one game, these are {len(games)}"
     )
     check_metrics("--metrics", args.metrics, everything)
+    stems = [Path(name).stem for name in args.reference]
+    same = len(set(stems)) == len(stems)
+    runs.check(same, f"--reference {' '.join(args.reference)}: a file's name names its line, give each its own")
     references = {k: points for name in args.reference for k, points in read_reference(name, games).items()}
     if args.aggregate:
         check_metrics("--score-metric", [args.score_metric], everything)

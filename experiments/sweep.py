@@ -68,6 +68,8 @@ class Args:
     """of the sampler"""
 
 
+GONE = optuna.exceptions.StorageInternalError, SQLAlchemyError  # what the study's database raises where it is not there
+
 # THE SWEEP FILE
 
 
@@ -165,8 +167,8 @@ def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """A sweep file with flags overridden; raises UsageError if it is not one that can be run here."""
     sweep = files.read(path, Sweep, "SWEEP", "give a sweep file such as those in sweeps/")
     settings = trials.read_settings(overrides)
-    trials.check_flags("--set", sweep["program"], settings)
     trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
+    trials.check_flags("--set", sweep["program"], settings)
     sweep["parameters"] |= {name: {"value": value} for name, value in settings.items()}
     if sweep["method"] == "grid":
         for name, spec in sweep["parameters"].items():
@@ -301,7 +303,7 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
         value, state = None, None
     except optuna.TrialPruned:
         value, state = None, TrialState.PRUNED
-    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, files.FullError):  # the trial is well and open
+    except (*GONE, files.FullError):  # the trial is well and open
         raise
     except Exception as error:  # whatever it is, the others go on
         value, state = None, TrialState.FAIL
@@ -466,9 +468,13 @@ def main(args: Args) -> optuna.Study:
                 worker.result()
     except files.FullError as error:
         raise files.FullError(f"{error}; trials that were under way are open, the same command goes on") from None
+    except GONE as error:
+        why = " ".join(str(error).split())[:200]
+        raise files.FailedError(f"the study's database does not answer ({why}); the same command goes on") from None
     if stopping.is_set():
         print("stopped; the same command goes on")
-    print(out / "results.csv")
+    if (out / "results.csv").exists():
+        print(out / "results.csv")
     over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]
     failed = [trial for trial in over if trial.state == TrialState.FAIL]
     whys = {f"trial {trial.number}": trial.user_attrs.get("why", "") for trial in failed}

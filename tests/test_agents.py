@@ -145,6 +145,9 @@ def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, tmp_pa
     assert_refused(evaluate, [str(run_dir), "--export", str(tmp_path)], capfd, f"--export {tmp_path}", "of another run")
     doors = str(ROOT / "agents" / "hnppo_six_doors")
     assert_refused(evaluate, [doors, "--human"], capfd, "--human", "without levels")
+    changed = runs.read_args(str(run_dir), "")
+    runs.write_json(tmp_path / "args.json", changed | {"args": changed["args"] | {"num_levels": "ten"}})
+    assert_refused(evaluate, [str(tmp_path), "--human"], capfd, f"RUN_DIR {tmp_path}", "args.json")
 
 
 def test_a_hub_that_cannot_be_reached_gets_one_sentence(bigfish, hub):

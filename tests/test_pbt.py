@@ -100,6 +100,7 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
         (["ppo_procgen.py", "--generations", "0"], "--generations 0", "from 1"),
         (["ppo_procgen.py", "--quantile", "0.6"], "--quantile 0.6", "to 0.5"),
         (["ppo_procgen.py", "--jobs", "2", "--address", "auto"], "--jobs 2", "--address"),
+        (["ppo_procgen.py", "--cpus", "0.5"], "--cpus 0.5", "--address"),
         (["ppo_procgen.py", "--address", "127.0.0.1:1"], "--address 127.0.0.1:1", "Ray does not start"),
         (["ppo_procgen.py", "--out", "/dev/null/study"], "--out /dev/null/study", "cannot write"),
     ],

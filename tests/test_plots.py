@@ -172,7 +172,8 @@ def test_groups(study, group_by, groups):
 
 
 def test_seeds_and_places_tell_no_runs_apart(tmp_path):
-    paths = [write_run(tmp_path, game, seed=s, wandb_project=f"p{s}") for game in RANGES for s in (1, 2)]
+    places = [{"seed": s, "wandb_project": f"p{s}", "checkpoint_every": s} for s in (1, 2)]
+    paths = [write_run(tmp_path, game, **place) for game in RANGES for place in places]
     assert list(plot.group_runs([plot.read_run(path) for path in paths], ())) == ["ppo_procgen"]
 
 
@@ -465,6 +466,11 @@ def test_bad_flags(study, tmp_path, monkeypatch, capsys, flags, said, valid):
     assert said in error
     assert valid in error
     assert not list(tmp_path.glob("curve*"))
+
+
+def test_references_of_one_name_are_refused(study, capsys):
+    words = [*study, "--reference", "a/maze.csv", "b/maze.csv"]
+    assert_refused(plot, words, capsys, "--reference a/maze.csv b/maze.csv", "give each its own")
 
 
 def test_bad_runs(tmp_path, monkeypatch, capsys):

@@ -365,6 +365,7 @@ BAD = {
     "no parameters": ({"parameters": None}, [], "parameters: Input should be a valid dictionary, it is None", "SWEEP"),
     "an unknown method": ({"method": "pbt"}, [], "pbt", "'grid', 'random' or 'bayes'"),
     "an unknown program": ({"program": "dqn.py"}, [], "dqn.py", "ppo_procgen.py"),
+    "an unknown program and --set": ({"program": "dqn.py"}, ["--set", "gamma=1"], "SWEEP", "program dqn.py"),
     "an unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
     "a range in a grid": (with_gamma({"min": 0.9, "max": 1.0}, "grid"), [], "gamma", "a grid takes values"),
     "half a range": (with_gamma({"min": 0.9}), [], "gamma", "min and max"),
@@ -500,6 +501,19 @@ def test_a_full_disk_is_told_in_one_sentence(quick, monkeypatch, capfd):
         quick({"x": {"values": [1]}})
     assert stopped.value.code == 1
     assert re.search(r"the disk is full.*the same command goes on\n$", capfd.readouterr().err)
+
+
+def test_a_database_that_is_gone_is_told_in_one_sentence(quick, monkeypatch, capfd):
+    def fail(*given, **where):
+        raise SQLAlchemyError("connection refused")
+
+    monkeypatch.setattr(sweep, "begin_trial", fail)
+    with pytest.raises(SystemExit) as stopped:
+        quick({"x": {"values": [1]}})
+    assert stopped.value.code == 1
+    said = capfd.readouterr()
+    assert said.err == ("error: the study's database does not answer (connection refused); the same command goes on\n")
+    assert "results.csv" not in said.out
 
 
 def test_a_line_says_how_far_the_runs_are(tmp_path):
