@@ -43,6 +43,8 @@ def measure(flags: str, steps: int) -> dict[str, float]:
         warm = args.learning_starts + max(2 * unroll, 2 * args.batch_size / max(args.replay_ratio, 1e-9))  # it compiles
         args = tyro.cli(apex.Args, args=["--total-timesteps", str(int(warm) + steps)], default=args)
         run = apex.main(args)
+        if run.stop:  # half a run is no measurement
+            raise KeyboardInterrupt
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if line["global_step"] >= warm)
     timed = lines[lines.index(first) + 1 :]

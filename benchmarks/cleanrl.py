@@ -165,6 +165,8 @@ def main(args: Args) -> None:
     table = Path(f"{args.out}.csv")
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}
+    columns = dict.fromkeys(["run", *game, "flags", *Point._fields, *trials.origin()])
+    records.check_columns(table, records.read_rows(table), [columns])  # before anything is run
     for name, flags in settings.items():
         rows = records.read_rows(table)
         key = {"run": name, **game, "flags": flags}

@@ -9,6 +9,7 @@ frames through a pipe:
     python -m benchmarks.original_games --random coinrun maze --python original/bin/python
 """
 
+import contextlib
 import json
 import subprocess
 import tempfile
@@ -79,7 +80,8 @@ class Original:
         return self
 
     def __exit__(self, *_) -> None:
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has died, and nobody reads what is still to be flushed
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
         self._said.close()
@@ -99,8 +101,9 @@ class Original:
 
     def act(self, actions: np.ndarray) -> None:
         """Plays int [N] actions."""
-        self._process.stdin.write(np.ascontiguousarray(actions, np.int32).tobytes())
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has died: `observe` says so
+            self._process.stdin.write(np.ascontiguousarray(actions, np.int32).tobytes())
+            self._process.stdin.flush()
 
 
 def play(games: Original, policy: Callable, offsets: tuple[int, ...], *, num_envs: int, episodes: int, seed: int):

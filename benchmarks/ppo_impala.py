@@ -7,7 +7,6 @@ file. The flags in quotes go to both scripts, then to each:
 """
 
 import json
-import shlex
 import tempfile
 from dataclasses import dataclass, replace
 
@@ -43,10 +42,11 @@ class Args:
 def measure(script, flags: str, updates: int) -> dict[str, float]:
     """One run of a script, from its third line of metrics on."""
     with tempfile.TemporaryDirectory() as folder:
-        fixed = ["--eval-episodes", "0", "--wandb-mode", "disabled", "--run-dir", folder]
-        args = tyro.cli(script.Args, args=[*shlex.split(flags), *fixed])
+        args = records.read_flags(script, f"{flags} --eval-episodes 0 --wandb-mode disabled --run-dir {folder}")
         args = replace(args, total_timesteps=args.num_envs * args.num_steps * (updates + 2))
         run = script.main(args)
+        if run.stop:  # half a run is no measurement
+            raise KeyboardInterrupt
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     timed = lines[2 : 2 + updates]
     seconds = timed[-1]["time"] - lines[1]["time"]
@@ -69,13 +69,14 @@ def measure(script, flags: str, updates: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
+    runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     settings = {"ppo": (ppo, f"{args.flags} {args.ppo_flags}"), "impala": (impala, f"{args.flags} {args.impala_flags}")}
     results = {name: [] for name in settings}
     for _ in range(args.rounds):
         for name, (script, flags) in settings.items():
             results[name].append(measure(script, flags, args.updates))
     ratio = np.median([i["steps/s"] / p["steps/s"] for p, i in zip(results["ppo"], results["impala"], strict=True)])
-    alone = throughput.procgen_rate(tyro.cli(ppo.Args, args=shlex.split(args.flags)))
+    alone = throughput.procgen_rate(records.read_flags(ppo, args.flags))
     table = Table()
     rows = []
     for name, (_, flags) in settings.items():

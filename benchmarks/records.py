@@ -62,10 +62,9 @@ def append_rows(path: str, rows: list[dict]) -> None:
     if path:
         check_columns(path, read_rows(Path(path)), rows)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        new = not Path(path).exists()
         with files.full_disk_explained(Path(path)), Path(path).open("a", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
-            if new:
+            if file.tell() == 0:
                 writer.writeheader()
             writer.writerows(rows)
 

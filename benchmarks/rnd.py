@@ -8,7 +8,6 @@ flags in quotes are those of rnd_montezuma.py:
 """
 
 import json
-import shlex
 import tempfile
 from dataclasses import dataclass
 
@@ -38,16 +37,14 @@ class Args:
     """file that rows are appended to; empty for none"""
 
 
-def parse(flags: str) -> rnd.Args:
-    return tyro.cli(rnd.Args, args=shlex.split(flags))
-
-
 def measure(flags: str, updates: int) -> dict[str, float]:
     """One run of the script, from its third line of metrics on."""
-    args = parse(flags)
+    args = records.read_flags(rnd, flags)
     with tempfile.TemporaryDirectory() as folder:
         total = f"--total-timesteps {args.num_envs * args.num_steps * (updates + 2)} --obs-norm-init-steps 1"
-        run = rnd.main(parse(f"{flags} {total} --wandb-mode disabled --run-dir {folder}"))
+        run = rnd.main(records.read_flags(rnd, f"{flags} {total} --wandb-mode disabled --run-dir {folder}"))
+        if run.stop:  # half a run is no measurement
+            raise KeyboardInterrupt
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     timed = lines[2 : 2 + updates]
 
@@ -65,10 +62,11 @@ def measure(flags: str, updates: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
+    runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     results = {name: [] for name in MODES}
-    alone = []
+    alone, given = [], records.read_flags(rnd, args.flags)
     for _ in range(args.rounds):
-        alone.append(throughput.game_rate(parse(args.flags), atari.make_montezuma, atari.NUM_ACTIONS, 200))
+        alone.append(throughput.game_rate(given, atari.make_montezuma, atari.NUM_ACTIONS, 200))
         for name, flags in MODES.items():
             row = measure(f"{args.flags} {flags}", args.updates)
             row["of the emulator's rate %"] = 100 * row["steps/s"] / alone[-1]

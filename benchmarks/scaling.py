@@ -70,7 +70,7 @@ def steps_per_second(args: Args, way: str) -> float:
             processes = [start(args, folder, number, ["--num-devices", str(number)])]
         outputs = [process.communicate()[1] for process in processes]
         for process, output in zip(processes, outputs, strict=True):
-            runs.check(process.returncode == 0, f"{way}: {output.strip().splitlines()[-1:]}")
+            runs.check(process.returncode == 0, f"{way}: {(output.strip().splitlines() or ['no word'])[-1]}")
         (metrics,) = Path(folder).glob("*/metrics.jsonl")
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     seen = np.array([(line["global_step"], line["time"]) for line in lines if "charts/SPS" in line])[2:]

@@ -261,11 +261,9 @@ def main(args: Args) -> None:
     trials.check_flags(f"soak {args.script}", args.script, {})
     runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")
     rows = read_rows(Path(f"{args.out}.csv"))
-    now = args.script, args.flags
-    runs.check(
-        not rows or (rows[0]["script"], rows[0]["flags"]) == now,
-        f"--out {args.out}: is of {' '.join((rows or [{}])[0].get(k, '') for k in ('script', 'flags'))}; give another",
-    )
+    there = [rows[0].get(name, "") for name in ("script", "flags")] if rows else [args.script, args.flags]
+    of = " ".join(there).strip() or "another table"
+    runs.check(there == [args.script, args.flags], f"--out {args.out}: is of {of}; give another")
     folder = Path(args.run_dir, Path(args.out).name).absolute()
     lock = files.take(folder)
     runs.check(lock is not None, f"--out {args.out}: {files.holder(folder)} is writing in {folder}")

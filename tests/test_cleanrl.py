@@ -54,6 +54,8 @@ def test_bad_input_gets_one_sentence(args, tmp_path, capfd):
     assert_refused(cleanrl, [args.script, "--env-id", "golf"], capfd, "golf", "bigfish")
     assert_refused(cleanrl, [args.script, "--minutes", 0], capfd, "--minutes 0")
     assert_refused(cleanrl, [args.script, "--flags=--num-envs 0"], capfd, "--num-envs 0")
+    (tmp_path / "other.csv").write_text("game,return\nmaze,1\n")
+    assert_refused(cleanrl, [args.script, "--out", tmp_path / "other"], capfd, "other.csv: has other columns")
     none = tmp_path / "python"
     assert_refused(cleanrl, [args.script, "--python", none, *out], capfd, f"--python {none}")
     (tmp_path / "theirs.py").write_text("raise ImportError('no gym')")

@@ -68,6 +68,9 @@ def test_bad_input_gets_one_sentence(args, tmp_path, capfd):
     (tmp_path / "procgen.py").write_text("raise ImportError")
     words = ["--random", "maze", "--episodes", 2, "--python", sys.executable]
     assert_refused(original_games, words, capfd, f"--python {sys.executable}", "does not play")
+    dies = PROCGEN.replace("self.rewards = actions", "raise SystemExit").replace("assert (", "assert True or (")
+    (tmp_path / "procgen.py").write_text(dies.replace("SystemExit.astype(float)", "SystemExit"))
+    assert_refused(original_games, words, capfd, f"--python {sys.executable}", "does not play")
     assert_refused(original_games, ["--random", "golf"], capfd, "golf", envs.GAMES[0])
     assert_refused(original_games, [], capfd, "RUN_DIRS")
     assert_refused(original_games, ["agents/hnppo_six_doors"], capfd, "agents/hnppo_six_doors", "Procgen")

@@ -60,6 +60,7 @@ REFUSED = {
     "script": (soak, ["dqn.py", "--out", "x"], "program dqn.py", "ppo_procgen.py"),
     "minutes": (soak, ["ppo_procgen.py", "--out", "x", "--minutes", 0], "--minutes 0", "from 0.1"),
     "others' rows": (soak, ["ppo_procgen.py", "--out", "there"], "--out there: is of apex_procgen.py", "give another"),
+    "another table": (soak, ["ppo_procgen.py", "--out", "other"], "--out other: is of another table", "give another"),
     "kills": (torture, ["--kills", 0], "--kills 0", "from 1"),
     "scripts": (torture, ["--scripts", "dqn.py"], "--scripts dqn.py", "ppo_procgen.py"),
     "folder": (torture, ["--folder", "."], "--folder .", "an empty folder"),
@@ -71,6 +72,7 @@ def test_bad_input_gets_one_sentence(case, tmp_path, monkeypatch, capfd):
     tool, words, *parts = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.csv").write_text("start,minutes,script,flags\n1,1,apex_procgen.py,\n")
+    (tmp_path / "other.csv").write_text("game,return\nmaze,1\n")
     assert_refused(tool, words, capfd, *parts)
 
 
