@@ -5,6 +5,8 @@ tip turn the lever between them, and pulls or pushes. What motors give otherwise
 lever by 0.2 rad, where its latch frees at 0.836.
 """
 
+from contextlib import closing
+
 import numpy as np
 from scipy.spatial.transform import Rotation
 
@@ -107,11 +109,9 @@ def open_doors(task: str, num_worlds: int, seed: int, hardness: str = "hard") ->
 
     Raises ValueError for a round knob, which the hook cannot turn.
     """
-    doors = DoorVectorEnv(
-        task, num_worlds, seed, num_worlds=num_worlds, action_repeat=4, hardness=hardness, autoreset=False, in_turn=True
-    )
-    opener, truncated = Opener(doors), np.zeros(1, bool)
-    while not truncated.any():
-        _, _, _, truncated, info = doors.step(opener())
-    doors.close()
+    how = {"num_worlds": num_worlds, "hardness": hardness, "autoreset": False, "in_turn": True}
+    with closing(DoorVectorEnv(task, num_worlds, seed, action_repeat=4, **how)) as doors:
+        opener, truncated = Opener(doors), np.zeros(1, bool)
+        while not truncated.any():
+            _, _, _, truncated, info = doors.step(opener())
     return info

@@ -125,6 +125,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self.task, self.robot, self.num_envs, self.render_mode = worlds.TASKS[task], robot, num_envs, render_mode
         self.action_repeat, self.max_episode_steps = action_repeat, max_episode_steps
         self._picture = {"height": height, "width": width}, camera
+        self.metadata = self.metadata | {
+            "render_fps": 50 / action_repeat,
+            "autoreset_mode": AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED,
+        }
         self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (sizes(robot)[0],), np.float32)
         self.single_action_space = action_space(robot)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -298,6 +302,7 @@ class DoorEnv(gym.Env):
         self.observation_space = self._doors.single_observation_space
         self.action_space = self._doors.single_action_space
         self.render_mode = self._doors.render_mode
+        self.metadata = self.metadata | {"render_fps": self._doors.metadata["render_fps"]}
 
     @staticmethod
     def _first(info: dict[str, Any]) -> dict[str, Any]:
