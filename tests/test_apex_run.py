@@ -314,8 +314,3 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
     if words is None:
         words = ["--resume", finished, *more[case]]
     assert_one_sentence(apex, words, names, valid, monkeypatch, capfd)
-
-
-def test_one_host_only():
-    with pytest.raises(runs.UsageError, match=r"^--distributed: this script trains on one host"):
-        runs.check_args(apex.Args(distributed=True), apex.SCRIPT)

@@ -361,14 +361,14 @@ def test_arithmetic_and_memory_are_counted():
 
 
 @pytest.mark.parametrize("script", [ppo, trpo, impala, apex, sac])
-@pytest.mark.parametrize("flag", ENCODER_FLAGS)
-def test_every_flag_changes_the_network(script, flag):
+def test_every_flag_changes_the_network(script):
     def program(**flags):
         args = script.Args(hidden=8, **flags)
         runs.check_args(args, script.SCRIPT)
         return str(jax.make_jaxpr(lambda: script.initial_state(args, script.make_agent(args)))())
 
-    assert program() != program(**{flag: ENCODER_FLAGS[flag]})
+    default = program()
+    assert [flag for flag, value in ENCODER_FLAGS.items() if program(**{flag: value}) == default] == []
 
 
 @relaxed

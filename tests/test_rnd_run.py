@@ -444,11 +444,6 @@ def test_levels_mean_nothing_here(whole, capfd):
     assert "--levels train: has no effect" in capfd.readouterr().err
 
 
-def test_one_host_only():
-    with pytest.raises(runs.UsageError, match=r"^--distributed: rnd_montezuma.py trains on one host"):
-        runs.check_args(rnd.Args(distributed=True), rnd.SCRIPT)
-
-
 def test_default_networks_are_the_papers():
     """Parameters counted by hand: three convolutions on 84 x 84, the target's dense layer, the predictor's three."""
     args = rnd.Args()

@@ -382,7 +382,6 @@ def test_every_flag_changes_something(flag, tmp_path):
         (["--per-beta", 1], "--per-beta 1", "--per-alpha"),
         (["--learning-starts", 5], "--learning-starts 5", "an n-step return"),
         (["--num-actors", 3], "--num-actors 3", "32"),
-        (["--distributed"], "--distributed", "one host"),
     ],
 )
 def test_bad_input_gets_one_sentence(words, names, valid, monkeypatch, capfd):
