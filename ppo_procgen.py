@@ -385,7 +385,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
         parts["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
         total += args.drac_coef * parts["drac_loss"]
     if args.rnd_coef:
-        parts["rnd_loss"] = bonus.error(args, target, params["predictor"], inputs.next_frames)
+        parts["rnd_loss"] = bonus.error(target, params["predictor"], inputs.next_frames)
         total += parts["rnd_loss"]
     return parts | {"loss": total}
 

@@ -542,8 +542,8 @@ def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
 
-    def policy(frames, age, key, core):
-        return choose(args, agent, params, frames, jax.random.split(key, len(frames))), core
+    def policy(frames, age, key, memory):
+        return choose(args, agent, params, frames, jax.random.split(key, len(frames))), None
 
     return policy
 

@@ -43,9 +43,10 @@ class Bonus(NamedTuple):
 BONUS = devices.layout(Bonus, filter=shaping.FILTER)
 
 
-def _network(args, hidden: int) -> nn.Module:
-    """Small, as the entry's: the target has no dense layer before its last, the predictor one."""
-    encoder = networks.make_encoder(replace(ENCODER, hidden=hidden, dtype=args.dtype))
+def _network(hidden: int) -> nn.Module:
+    """Small, as the entry's: the target has no dense layer before its last, the predictor one. In float32, since
+    bfloat16's rounding would be a bonus that never falls."""
+    encoder = networks.make_encoder(replace(ENCODER, hidden=hidden, dtype="float32"))
     return nn.Sequential([encoder, nn.Dense(256, precision="highest")])
 
 
@@ -53,23 +54,21 @@ def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
     """The predictor's parameters, and the rest; for stacked frames uint8 [1, 64, 64, C]."""
     if not args.rnd_coef:
         return {}, Bonus({}, shaping.new_filter(args.num_envs))
-    target, predictor = (
-        _network(args, hidden).init(jax.random.fold_in(key, i), frames) for i, hidden in enumerate((0, 256))
-    )
+    target, predictor = (_network(hidden).init(jax.random.fold_in(key, i), frames) for i, hidden in enumerate((0, 256)))
     return predictor, Bonus(target, shaping.new_filter(args.num_envs))
 
 
-def novelty(args, target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
+def novelty(target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
     """How badly the predictor knows the target's features of stacked frames uint8 [B, 64, 64, C]: mean squares [B],
     which are what the predictor minimises."""
-    truth = jax.lax.stop_gradient(_network(args, 0).apply(target, frames))
-    return ((_network(args, 256).apply(predictor, frames) - truth) ** 2).mean(axis=-1)
+    truth = jax.lax.stop_gradient(_network(0).apply(target, frames))
+    return ((_network(256).apply(predictor, frames) - truth) ** 2).mean(axis=-1)
 
 
-def error(args, target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
+def error(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
     """The predictor's loss for the stacked frames uint8 [B, S, 64, 64, C] after B sequences of S steps: [B, S]."""
     flat = next_frames.reshape(-1, *next_frames.shape[2:])
-    return devices.in_chunks(lambda x: novelty(args, target, predictor, x), flat).reshape(next_frames.shape[:2])
+    return devices.in_chunks(lambda x: novelty(target, predictor, x), flat).reshape(next_frames.shape[:2])
 
 
 def of_transitions(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, steps: envs.Steps, gamma: jax.Array):
@@ -77,7 +76,7 @@ def of_transitions(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, 
     0 for what is no transition."""
 
     def after(t):
-        return devices.in_chunks(partial(novelty, args, bonus.target, predictor), frames.stack(t + 1))
+        return devices.in_chunks(partial(novelty, bonus.target, predictor), frames.stack(t + 1))
 
     raw = jax.lax.map(after, jnp.arange(args.num_steps)) * ~steps.done
     if not args.rnd_normalize:

@@ -63,7 +63,7 @@ class RunArgs:
     FIXED: ClassVar = ("seed",)
 
     seed: int = 1
-    """of everything: the same seed gives the same metrics"""
+    """of everything: the same seed gives the same metrics (where threads play: with --deterministic)"""
     run_dir: str = devices.host_only("runs")
     """where run directories go"""
     resume: str = devices.host_only("")
@@ -73,7 +73,8 @@ class RunArgs:
     keep_checkpoints: int = devices.host_only(3)
     """how many of the newest checkpoints to keep"""
     num_devices: int = 0
-    """devices of this machine that learn: GPUs, or cores of a CPU (at most 8); 0 for as many as divide the games"""
+    """devices of this machine that learn: GPUs, or cores of a CPU (at most 8); 0 for as many as divide the games
+    and minibatches"""
     distributed: bool = False
     """train on several hosts together, each with its share of the games; SLURM or JAX's own variables say which"""
     track: Literal["wandb", "tensorboard"] = devices.host_only("wandb")
@@ -100,6 +101,8 @@ OLD_FLAGS = {
     "--num-sgd-iter": "is --update-epochs now",
     "--optimizer-eps": "is --adam-eps now",
     "--gru": "is --core gru now",
+    "--lstm": "is --core lstm now",
+    "--average-targets": "is --average-q now",
     "--target-kl": "is gone; the adaptive KL penalty, --kl-coef and --kl-target, does its work",
     "--rnd-episodic": "is gone; rnd_montezuma.py has the non-episodic bonus",
 }

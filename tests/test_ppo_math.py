@@ -320,7 +320,7 @@ def test_predictor_learns_the_target_and_nothing_else_does():
     assert sum(np.abs(x).sum() for x in jax.tree.leaves(with_rnd["predictor"])) > 0
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), with_rnd["agent"], without["agent"])
     features = [
-        bonus._network(tiny.args, hidden).apply(params, inputs.next_frames[:, 0])
+        bonus._network(hidden).apply(params, inputs.next_frames[:, 0])
         for params, hidden in ((target, 0), (tiny.state.params["predictor"], 256))
     ]
     error = ((np.float64(features[1]) - features[0]) ** 2).mean(axis=1)
@@ -341,7 +341,7 @@ def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
         stacks = [np.concatenate([images[row - min(3, a), n], images[row, n]], axis=2) for n, a in enumerate(age)]
         return np.stack(stacks)
 
-    novelty = jax.jit(partial(bonus.novelty, tiny.args, tiny.state.bonus.target, params["predictor"]))
+    novelty = jax.jit(partial(bonus.novelty, tiny.state.bonus.target, params["predictor"]))
     for t in range(8):
         want[t] = novelty(seen(past + t + 1, steps.age[t + 1])) * ~steps.done[t]
     state = tiny.state._replace(params=params)
