@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import logging
+import re
 import shutil
 import sys
 import time
@@ -21,7 +22,8 @@ TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is n
 
 def steps_in(run_dir: str | Path) -> list[int]:
     """The steps of a run's checkpoints, oldest first."""
-    return sorted(int(path.name) for path in Path(run_dir, "checkpoints").glob("*") if path.name.isdecimal())
+    names = [path.name for path in Path(run_dir, "checkpoints").glob("*") if path.name.isdecimal()]
+    return sorted(int(name) for name in names if str(int(name)) == name)
 
 
 def _orbax():
@@ -103,9 +105,9 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
         except UsageError:
             raise
         except Exception as error:  # Orbax and tensorstore raise many kinds
-            if isinstance(error, MemoryError) or getattr(error, "errno", None) in NOT_ITS_FAULT:
+            if isinstance(error, MemoryError) or _number_of(error) in NOT_ITS_FAULT:
                 raise UsageError(f"checkpoint {path}: cannot be read here and now ({error})") from None
-            if path.exists():  # else the run has gone on meanwhile, and removed it
+            if newest in steps_in(run_dir):  # else the run has gone on meanwhile, and removed it
                 why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
                 damaged[newest] = f"checkpoint {path} is damaged ({why})"
             continue
@@ -114,6 +116,12 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
         return newest, tree
     none = f"{run_dir} has no {'whole' if damaged else 'complete'} checkpoint: nothing to load"
     raise UsageError("; ".join([none, *damaged.values()]))
+
+
+def _number_of(error: Exception) -> int | None:
+    """The system's number of an error, which tensorstore has in its text."""
+    told = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(told[1]) if told else getattr(error, "errno", None)
 
 
 def _read(path: Path) -> dict[str, Any]:
