@@ -94,12 +94,17 @@ def make_room(path: Path, flag: str) -> None:
 
 def own_folder() -> Path:
     """This user's folder on this machine, for what is of use to all runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jax-rl-scripts")
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without one, as in some containers
+        home = Path(tempfile.gettempdir(), f"home-{os.getuid()}")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "jax-rl-scripts")
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Gives a temporary name to write a file under, which then gets its own: it is there whole or not at all.
+    """Gives a temporary name to write a file under, which then gets its own: it is there whole or not at all, also
+    after a power cut.
 
     Raises FullError where the disk is full.
     """
@@ -108,6 +113,8 @@ def whole(path: Path) -> Iterator[Path]:
         with full_disk_explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -145,11 +152,13 @@ def full_disk_explained(path: Path) -> Iterator[None]:
         raise FullError(f"cannot write {path}: {why}, {free:,.1f} MiB are free there") from None
 
 
-def set_aside(path: Path, folder: Path) -> Path:
-    """Moves something that cannot be read into a folder, under a name that is free there; returns where it is now."""
+def set_aside(path: Path, folder: Path, *, copy: bool = False) -> Path:
+    """Moves something that cannot be read into a folder, or copies a file, under a name that is free there; returns
+    where it is now."""
     folder.mkdir(exist_ok=True)
     names = (folder / (f"{path.name}.{i}" if i else path.name) for i in itertools.count())
-    return path.rename(next(name for name in names if not name.exists()))
+    free = next(name for name in names if not name.exists())
+    return Path(shutil.copyfile(path, free)) if copy else path.rename(free)
 
 
 # HOLDING

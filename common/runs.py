@@ -36,6 +36,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+import common
 from common import checkpoints, devices, files
 from common.files import FailedError, FullError, UsageError, check, write_json
 
@@ -206,7 +207,8 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
         args = _parse(args_class, argv, default, module.__doc__)
         if getattr(args, "distributed", False):
-            args.check()  # before JAX starts: not every script can
+            # Before JAX starts, which a dtype that depends on the device would do: not every script can.
+            check_flags(dataclasses.replace(args, dtype="float32") if hasattr(args, "dtype") else args)
             _join_hosts()
         main(args)
     except (UsageError, FailedError) as error:
@@ -215,11 +217,14 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         if jax.distributed.is_initialized():
             os._exit(code)  # as below
         sys.exit(code)
-    except BrokenPipeError:  # as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
-        sys.exit(130)
+    except (BrokenPipeError, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError):  # as in `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Ctrl-C came twice: the last checkpoint is kept.
+        code = 130 if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGPIPE
+        if jax.distributed.is_initialized():
+            os._exit(code)
+        sys.exit(code)
     except Exception as error:
         if jax.process_count() == 1:
             raise
@@ -522,7 +527,7 @@ class Run:
         self.first = devices.host(args) == 0
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
         mode = _wandb_mode(args) if self.first else "disabled"
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, _undone_by_signals(undo):
             try:
                 with files.full_disk_explained(Path(root)):
                     self._open(args, script, load, mode=mode, undo=undo)
@@ -578,12 +583,9 @@ class Run:
             undo.callback(self._wandb.finish, exit_code=1)
         self._board = None
         if args.track == "tensorboard" and self.first:
-            from tensorboardX import SummaryWriter  # late: not every run writes for it
-
             # What a resumed run had logged after its checkpoint is to vanish.
             after = int(self.saved["run"]["step"]) + 1 if self.saved else None
-            own = f".{after or 0}"  # a file is named by the second in which it is opened, and replaces another
-            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=after, filename_suffix=own)
+            self._board = _Board(self.path / "tensorboard", after)
             undo.callback(self._board.close)
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
 
@@ -604,8 +606,9 @@ class Run:
 
     def __exit__(self, kind, error, traceback) -> None:
         self._progress.stop()
-        with contextlib.suppress(OSError):  # what a full disk did not take has been said already
-            self._metrics.close()
+        for file in filter(None, (self._metrics, self._board)):
+            with contextlib.suppress(OSError):  # what a full disk did not take has been said already
+                file.close()
         if isinstance(error, FullError) and self.first:
             error.args = (f"{error}; {self.kept()}",)
         if self.stop and kind is None:
@@ -614,8 +617,6 @@ class Run:
             self.say(f"stopped by {self.stop}; {how}")
         if self._wandb:
             self._wandb.finish(exit_code=0 if kind is None else 1)
-        if self._board:
-            self._board.close()
         if self._lock:
             self._lock.close()
         for number, handler in self._old_handlers.items():
@@ -676,8 +677,7 @@ class Run:
         if self._wandb:
             self._wandb.log(numbers, step=step)
         if self._board:
-            for name, number in numbers.items():
-                self._board.add_scalar(name, number, step)
+            self._board.add_numbers(step, numbers)
         if "charts/SPS" in numbers:
             status = f"{step:,} steps  {numbers['charts/SPS']:,.0f}/s"
             status += f"  return {numbers.get('charts/episodic_return', float('nan')):.2f}"
@@ -728,7 +728,7 @@ class Run:
 
             self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
         if self._board:
-            self._board.add_image(f"pictures/{name}", picture, step, dataformats="HWC")
+            self._board.add_picture(step, f"pictures/{name}", picture)
 
     def steps_per_second(self, step: int) -> float:
         """Environment steps a second since the first call, which gives 0 (the first iteration compiles)."""
@@ -774,15 +774,21 @@ class Run:
 
     def _go_back_to_line(self, count: int) -> None:
         """Keeps the first `count` lines of metrics.jsonl; says so if they are not all there, and keeps what cannot be
-        read elsewhere."""
+        read elsewhere. Also keeps an evaluation of the checkpoint itself, which may have come after it."""
         path = self.path / "metrics.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True)[:count]
+        everything = path.read_bytes().splitlines(keepends=True)
+        lines, later = everything[:count], everything[count:]
         kept = [line for line in lines if _is_logged(line, self._saved)]
         if len(kept) < count:
             lost = f"{path}: {count - len(kept)} of the {count} lines before step {self._saved} are missing"
             if lines:
-                lost += f" or not readable; what was there is now {files.set_aside(path, self.path / 'damaged')}"
+                aside = files.set_aside(path, self.path / "damaged", copy=True)
+                lost += f" or not readable; what was there is now {aside}"
             self.say(lost)
+        if len(kept) == count and self._evaluated < self._saved:
+            evaluations = [line for line in later[:1] if _is_logged(line, self._saved) and b'"eval/' in line]
+            kept += evaluations
+            self._evaluated = self._saved if evaluations else self._evaluated
         self._metrics.close()
         with files.whole(path) as temporary:
             temporary.write_bytes(b"".join(kept))
@@ -866,6 +872,59 @@ def _is_logged(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and json.loads(line)["global_step"] <= step
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+class _Board:
+    """TensorBoard's file of events. Each is there when it has been written; tensorboardX's own writer leaves that to a
+    thread, which dies where the disk is full, and all wait for it."""
+
+    def __init__(self, folder: Path, purge_step: int | None):
+        """What older files say of `purge_step` and later is to vanish. Raises OSError where it cannot be written."""
+        from tensorboardX import summary  # late: not every run writes for it
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._summary, self._event, self._folder = summary, Event, folder
+        folder.mkdir(exist_ok=True)
+        # A file is named by the second in which it is opened, and replaces another.
+        self._file = EventsWriter(str(folder / "events"), f".{purge_step or 0}")
+        if purge_step is not None:
+            self._file.write_event(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+        self._file.flush()
+
+    def _add(self, step: int, summaries: Iterable) -> None:
+        with files.full_disk_explained(self._folder):
+            for each in summaries:
+                self._file.write_event(self._event(wall_time=time.time(), step=step, summary=each))
+            self._file.flush()
+
+    def add_numbers(self, step: int, numbers: dict[str, float]) -> None:
+        self._add(step, [self._summary.scalar(name, number) for name, number in numbers.items()])
+
+    def add_picture(self, step: int, name: str, picture: np.ndarray) -> None:
+        self._add(step, [self._summary.image(name, picture, dataformats="HWC")])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def _undone_by_signals(undo: contextlib.ExitStack) -> Iterator[None]:
+    """A signal before training, which ends the program at once, first takes back what a run has begun: no folder is
+    left that is no run."""
+
+    def end(number: int, frame) -> None:
+        undo.close()
+        common._end(number, frame)
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is common._end]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, common._end)
 
 
 class _Console(Console):

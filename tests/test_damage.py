@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -115,7 +116,7 @@ def test_no_flipped_bit_goes_unnoticed(run_dir):
     assert noticed > 20
 
 
-@pytest.mark.parametrize("kind", ["flipped", "half", "empty", "gone", "hollow"])
+@pytest.mark.parametrize("kind", ["flipped", "half", "empty", "gone", "hollow", "dangling"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(run_dir, whole, kind, capfd):
     newest = checkpoints.steps_in(run_dir)[-1]
     folder = run_dir / "checkpoints" / str(newest)
@@ -129,13 +130,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(run_dir, whole, 
         shutil.rmtree(folder)
         folder.mkdir()
         (folder.parent / "²").mkdir()  # no step, though a digit
+        (folder.parent / "0999").mkdir()  # nor is this
+    elif kind == "dangling":
+        shutil.rmtree(folder)
+        folder.symlink_to(run_dir / "purged")
     resume(run_dir)
     said = [line for line in capfd.readouterr().err.splitlines() if "run directory" not in line]
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint {folder} is damaged (")
     assert said[0].endswith("): the one before it is taken")
     assert_same_run(whole, run_dir)
-    assert (run_dir / "damaged" / str(newest)).is_dir()  # set aside, not deleted
+    assert os.path.lexists(run_dir / "damaged" / str(newest))  # set aside, not deleted
 
 
 def test_checkpoints_are_pruned(run_dir):
@@ -343,6 +348,26 @@ def test_the_room_is_one_of_the_pyramids():
     assert atari.rooms_of({"ram": ram}).tolist() == [5, 23, 23]
 
 
+def test_history_is_not_lost_where_there_is_no_room_to_mend_it(run_dir, monkeypatch):
+    """As after kill -9 between what is set aside and what is written."""
+    path = run_dir / "metrics.jsonl"
+    bad = path.read_bytes() + b"cut"
+    path.write_bytes(bad.replace(b'{"global_step"', b'{"global_stop"', 1))
+    before, whole = path.read_bytes(), files.whole
+
+    def refuse(path):
+        if path.name == "metrics.jsonl":
+            raise files.FullError("cannot write")
+        return whole(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "whole", refuse)
+        with pytest.raises(files.FullError):
+            resume(run_dir, total_timesteps=600)
+    assert path.read_bytes() == before
+    assert (run_dir / "damaged" / "metrics.jsonl").read_bytes() == before
+
+
 # SIGNALS
 
 
@@ -379,16 +404,50 @@ def test_a_closed_pipe_is_as_good_as_a_signal(tmp_path, monkeypatch, capfd):
 def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch):
     """A file that may not be read now is not moved away; one of an earlier version is said to be that."""
 
-    def refuse(path):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_read", refuse)
-        with pytest.raises(runs.UsageError, match=r"cannot be read here and now.*Too many open files"):
-            checkpoints.load(run_dir)
+    python = OSError(errno.EMFILE, "it cannot be opened")
+    tensorstore = ValueError(f"it cannot be opened [os_error_code='{errno.EACCES}']")
+    for error in (python, tensorstore):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_read", mock.Mock(side_effect=error))
+            with pytest.raises(runs.UsageError, match=r"cannot be read here and now .*it cannot be opened"):
+                checkpoints.load(run_dir)
     monkeypatch.setattr(checkpoints, "checksum", lambda tree: np.zeros(32, np.uint8))
     with pytest.raises(runs.UsageError, match=r"no whole checkpoint: .*its checksum differs"):
         checkpoints.load(run_dir)
+
+
+@pytest.mark.parametrize("numbers", [1, 20])
+def test_a_full_disk_while_events_are_written(numbers, tmp_path, capfd):
+    """Of TensorBoard: in one sentence, however many numbers a line has, and what was written before is there."""
+    args = ppo.Args(**RUN | {"run_dir": str(tmp_path), "track": "tensorboard"})
+
+    def log_for_long():
+        with runs.Run(args, ppo.SCRIPT) as run:
+            (path,) = (run.path / "tensorboard").iterdir()
+            run.log(1, {"losses/first": 1.0})
+            assert b"losses/first" in path.read_bytes()
+            run._metrics = open(os.devnull, "w")  # noqa: SIM115 - `run` closes it: only the events are to be too many
+            with small_files():
+                for step in range(2, 10**5):
+                    run.log(step, {f"losses/{i}": 1.0 for i in range(numbers)})
+
+    with pytest.raises(files.FullError, match=r"cannot write .*/tensorboard.*no checkpoint was written yet"):
+        log_for_long()
+
+
+def test_a_signal_before_training_leaves_no_folder(tmp_path):
+    """The first import after the run directory is made sends one."""
+    (tmp_path / "tensorboardX.py").write_text(
+        f"import os, time; os.kill(os.getpid(), {signal.SIGTERM:d}); time.sleep(9)"
+    )
+    words = ["--track", "tensorboard", "--encoder", "nature", "--num-envs", "8", "--run-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "ppo_procgen.py", *words]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert ended.stderr == "stopped by SIGTERM: no training was under way\n"
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert not [*(tmp_path / "runs").iterdir()]
 
 
 def test_what_is_set_aside_replaces_nothing(tmp_path):

@@ -275,8 +275,15 @@ def test_a_host_that_is_killed_ends_the_others(victim, tmp_path):
 
 @pytest.mark.parametrize("script", [apex, sac, rnd, hnppo], ids=lambda script: script.SCRIPT)
 def test_scripts_for_one_host_say_so(script, monkeypatch, capfd):
-    monkeypatch.setattr(runs.devices, "connect", lambda: None)
+    """Without looking for the others."""
+    monkeypatch.setattr(runs.devices, "connect", None)
     assert_one_sentence(script, ["--distributed"], "--distributed", "trains on one host", monkeypatch, capfd)
+
+
+def test_a_bad_flag_is_answered_before_hosts_are_looked_for(monkeypatch, capfd):
+    monkeypatch.setattr(runs.devices, "connect", None)
+    words = ["--distributed", "--num-minibatches", 0]
+    assert_one_sentence(ppo, words, "--num-minibatches 0", "1 or more", monkeypatch, capfd)
 
 
 def test_hosts_that_cannot_be_found_are_said(monkeypatch, capfd):

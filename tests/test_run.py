@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -55,6 +55,28 @@ def test_resume_equals_uninterrupted(train, uninterrupted, stop):
     resumed = train(**STATEFUL | {"resume": str(half.path)})
     assert resumed.path == half.path
     assert_same_run(uninterrupted, resumed.path)
+
+
+def test_an_evaluation_that_came_after_its_checkpoint_is_kept(tmp_path):
+    """A signal in a run's last evaluation: it is made when the run is resumed, and a longer run has it too."""
+    args = ppo.Args(**TINY | {"run_dir": str(tmp_path), "total_timesteps": 100, "num_devices": 1})
+
+    def load(run_dir):
+        return runs.load(lambda: {"state": np.zeros(2)}, run_dir)
+
+    with runs.Run(args, ppo.SCRIPT) as run:
+        run.log(100, {"losses/loss": 1})
+        run.save(100, {"state": np.zeros(2)}, {})
+    again = replace(args, resume=str(run.path))
+    with runs.Run(again, ppo.SCRIPT, load) as resumed:
+        assert resumed.evaluation_due(100)
+        resumed.log_evaluation(100, {"eval/test_levels/mean_return": 7.5})
+        resumed.save(100, {"state": np.zeros(2)}, {})
+    with runs.Run(replace(again, total_timesteps=200), ppo.SCRIPT, load) as longer:
+        assert not longer.evaluation_due(100)
+        longer.log(200, {"losses/loss": 2})
+    lines = [sorted(set(line) - {"time", "seconds", "global_step"}) for line in read_metrics(run.path)]
+    assert lines == [["losses/loss"], ["eval/test_levels/mean_return"], ["losses/loss"]]
 
 
 def test_the_last_evaluation_is_kept_where_a_checkpoint_was_due_too(train):
