@@ -679,6 +679,7 @@ def main(args: Args) -> runs.Run:
         if saved and "fleet" in saved:  # there are as many hosts as there were
             episodes.restore(saved["episodes"])
             fleet.restore(saved["fleet"], params, run)
+        start_from.clear()  # a large memory is not to lie there twice
 
         def save():
             run.save(step, {"state": state, "memory": memory}, {"fleet": fleet.save(), "episodes": episodes.save()})

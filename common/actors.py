@@ -40,7 +40,7 @@ class FleetArgs(ActorArgs):
     """Who plays Procgen, and with how old a policy."""
 
     LIMITS: ClassVar = {"num_actors": (1, 256), "num_envs": (1, 65536), "max_lag": (0, 64)}
-    FIXED: ClassVar = ("num_actors",)  # each has games of its own
+    FIXED: ClassVar = ("num_envs", "num_actors")  # each has games of its own
 
     num_actors: int = 2
     """actor threads, each with its own games"""

@@ -291,6 +291,7 @@ BAD = {
     "no learners": (["--actor-devices", 4], "--actor-devices 4", "leaves none of this machine's to learn"),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other actors": (None, "--num-actors 1", "keeps its own, 2"),
+    "other games": (None, "--num-envs 2", "keeps its own, 4"),
     "other returns": (None, "--n-step 2", "keeps its own, 3"),
     "shapes": (None, "does not fit", "here"),
     "other buffer": (None, "does not fit", "here"),
@@ -308,6 +309,7 @@ def test_bad_input_gets_one_sentence(case, tmp_path, finished, monkeypatch, capf
     more = {
         "other actors": ["--num-actors", 1],
         "other returns": ["--n-step", 2],
+        "other games": ["--num-envs", 2, "--num-devices", 1],
         "shapes": ["--hidden", 8],
         "other buffer": ["--buffer-size", 1024],
     }

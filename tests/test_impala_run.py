@@ -347,13 +347,13 @@ BAD = {
     "other script": (["--resume", "other"], "--resume other", "ppo_procgen.py"),
     "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, 2"),
     "other frames": (["--frame-stack", 8], "--frame-stack 8", "keeps its own, 4"),
-    "shapes": (["--num-envs", 8], "does not fit", "(8,) here"),
+    "other games": (["--num-envs", 8], "--num-envs 8", "keeps its own, 4"),
     "core": (["--core", "lstm"], "does not fit", "--core lstm here, none there"),
     "no buffer to go on with": (["--replay-fraction", 0.5], "bigfish__impala_procgen__1", "does not fit"),
 }
 
 
-OF_A_RUN = ("other actors", "other frames", "shapes", "core", "no buffer to go on with")
+OF_A_RUN = ("other actors", "other frames", "other games", "core", "no buffer to go on with")
 
 
 @pytest.mark.parametrize("case", BAD)
