@@ -42,20 +42,18 @@ def load(run_dir: str, initial: Callable[[], Any], part: Callable[[Any], dict]) 
 
 def read(path: Path) -> dict:
     """A file's arrays, in dicts by the parts of their names. Raises UsageError if it is damaged."""
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    try:
-        arrays = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"RUN_DIR {path.parent}: {path.name} cannot be read ({error})") from None
     tree = {}
-    for name, array in arrays.items():
-        *folders, last = name.split("/")
-        place = tree
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = array
+    try:
+        for name, array in load_file(path).items():
+            *folders, last = name.split("/")
+            place = tree
+            for folder in folders:
+                place = place.setdefault(folder, {})
+            place[last] = array
+    except Exception as error:  # of its own, and of types and names that NumPy and dicts do not have
+        raise UsageError(f"RUN_DIR {path.parent}: {path.name} cannot be read ({error})") from None
     return tree
 
 
@@ -71,7 +69,7 @@ def write(folder: Path, content: dict, tree: dict) -> None:
 
     arrays = {"/".join(key.key for key in path): np.array(small(x), order="C") for path, x in leaves}
     files.make_folder(folder, "--export")
-    with files.full_disk_explained(folder / FILE), files.whole(folder / FILE) as temporary:
+    with files.whole(folder / FILE) as temporary:
         temporary.write_bytes(save(arrays))
     files.write_json(folder / "args.json", content)
 

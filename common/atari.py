@@ -43,7 +43,7 @@ class GameArgs:
         return envs.stack_offsets(self.frame_stack, gap_stack=False)
 
 
-def make_montezuma(args, num_envs: int, seed: int, **frames):
+def make_montezuma(args, num_envs: int, seed: int | list[int], **frames):
     """Makes `num_envs` copies of the game as one EnvPool (Gymnasium API, C++ threads).
 
     A step is four of the emulator's frames, the observation the maximum of the last two. Actions are sticky at each of
@@ -51,7 +51,7 @@ def make_montezuma(args, num_envs: int, seed: int, **frames):
 
     Args:
       args: sticky_actions, and max_episode_steps in steps of the agent.
-      seed: 0 to runs.MAX_SEED; with the same actions it gives the same frames and rewards.
+      seed: 0 to runs.MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
       frames: EnvPool's gray_scale, img_height and img_width, if not grey 84 x 84; they change no game.
 
     Returns an EnvPool: frames uint8 [N, 1, 84, 84], rewards float32 [N], 18 actions; info["ram"] is uint8 [N, 128].
@@ -100,7 +100,9 @@ class Rooms:
         self.visits += np.bincount(rooms.reshape(-1), minlength=NUM_ROOMS)
         for room, picture in pictures.items():
             self.pictures[room] = picture
-        for now, last in zip(rooms, steps.done, strict=True):
+        over = steps.done.copy()
+        over[-1] |= steps.ended[-1] & steps.restarts  # EnvPool's junk step, by which it would be seen, never comes
+        for now, last in zip(rooms, over, strict=True):
             self._episode[np.arange(len(now)), now] = True
             counts = self._episode.sum(axis=1)
             self._most = max(self._most, counts.max())

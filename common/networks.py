@@ -417,7 +417,7 @@ def _parse_channels(args) -> tuple[int, ...]:
     if not args.channels:
         return tuple(args.width * features for features in own)
     words = args.channels.split(",")
-    known = all(word.strip().isdecimal() and 1 <= int(word) <= 4096 for word in words)
+    known = all(re.fullmatch(r"\s*\d{1,4}\s*", word, re.ASCII) and 1 <= int(word) <= 4096 for word in words)
     count = (3, 3) if args.encoder == "nature" else (1, 5)
     check(
         known and count[0] <= len(words) <= count[1],

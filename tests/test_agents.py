@@ -9,6 +9,7 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import yaml
 from conftest import ROOT, assert_refused
 from test_apex_run import TINY
@@ -69,6 +70,13 @@ def test_a_damaged_agent_gets_one_sentence(run_dir, tmp_path, capfd, damage):
         (folder / "args.json").write_text(json.dumps(args))
     capfd.readouterr()
     assert_refused(evaluate, [str(folder)], capfd, str(folder), "cannot be read" if damage == "cut" else "does not fit")
+
+
+def test_arrays_of_impossible_names_get_one_sentence(tmp_path):
+    path = tmp_path / agents.FILE
+    path.write_bytes(safetensors.numpy.save({"a": np.zeros(1), "a/b": np.zeros(1)}))
+    with pytest.raises(runs.UsageError, match=rf"^RUN_DIR {tmp_path}: {agents.FILE} cannot be read"):
+        agents.read(path)
 
 
 @pytest.fixture

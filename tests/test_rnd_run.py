@@ -172,9 +172,9 @@ def test_an_actor_with_a_device_of_its_own_plays_the_same(train, whole, monkeypa
 # ROOMS
 
 
-def steps_of(done, restarts=False):
+def steps_of(done, restarts=False, ended=False):
     """What `atari.Rooms` reads of the steps of two games: the last frames of their episodes, bool [T, 2]."""
-    return SimpleNamespace(done=done, restarts=np.full(2, restarts))
+    return SimpleNamespace(done=done, restarts=np.full(2, restarts), ended=np.full(done.shape, ended))
 
 
 def test_rooms_are_counted_by_step_and_by_episode():
@@ -201,6 +201,12 @@ def test_rooms_of_games_that_start_anew_are_of_no_finished_episode():
     assert rooms.metrics() == {"charts/rooms_visited": 3, "charts/max_room_score": 2}
     rooms.add(np.array([[1, 1], [1, 1]]), steps_of(~unfinished), {})
     assert rooms.metrics() == {"charts/rooms_visited": 3, "charts/max_room_score": 2, "charts/rooms_per_episode": 1}
+    # But one that ended in the last step before is finished, though EnvPool's junk step never comes.
+    rooms = atari.Rooms(2)
+    last = np.array([[False, False], [True, False]])
+    rooms.add(np.array([[1, 1], [2, 5]]), steps_of(unfinished, restarts=True, ended=last), {})
+    assert rooms.metrics()["charts/rooms_per_episode"] == 2
+    assert (rooms._recent == 2).sum() == 1
 
 
 def test_the_map_shows_each_room_in_its_place():
