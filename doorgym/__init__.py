@@ -9,16 +9,28 @@
 A task's name is its knob (Pull, Lever, Round), the side of its hinge (Right, Left) and the way it opens (Pull, Push).
 """
 
+import ctypes
 import os
 import sys
 
+
+def _renderer() -> str:
+    """What MuJoCo draws with where there is no display; osmesa is another one. Without its library even the import of
+    MuJoCo would fail."""
+    try:
+        ctypes.CDLL("libEGL.so.1")
+    except OSError:
+        return "disabled"
+    return "egl"
+
+
 if sys.platform == "linux" and "DISPLAY" not in os.environ:
-    os.environ.setdefault("MUJOCO_GL", "egl")  # before MuJoCo is imported; osmesa is the other one
+    os.environ.setdefault("MUJOCO_GL", _renderer())  # before MuJoCo is imported
 
-import gymnasium
+import gymnasium  # noqa: E402
 
-from doorgym.vector import DoorEnv, DoorVectorEnv
-from doorgym.worlds import TASKS
+from doorgym.vector import DoorEnv, DoorVectorEnv  # noqa: E402
+from doorgym.worlds import TASKS  # noqa: E402
 
 __all__ = ["TASKS", "DoorEnv", "DoorVectorEnv", "make_vec"]
 

@@ -8,6 +8,7 @@ That is a proof that a hook can:
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -69,6 +70,9 @@ def main(args: Args) -> None:
         raise ValueError(f"{args.path}: --check writes no picture, leave it out")
     if args.check:
         sys.exit(0 if check(args) else 1)
+    path = Path(args.path)
+    if path.suffix.lower() not in Image.registered_extensions() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{args.path}: give the name of a picture in a folder that is there, such as doors.png")
     rows = [
         np.concatenate([picture(task, 3 * i + j) for j, task in enumerate(row)], axis=1) for i, row in enumerate(TASKS)
     ]

@@ -60,7 +60,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     way.
 
     The same seed gives the same trajectory whatever the number of threads, and each environment's does not depend on
-    how many there are beside it.
+    how many there are beside it, but with `in_turn`.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50, "autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
@@ -93,7 +93,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
           action_repeat: an action is held for this many steps of 20 ms, and the reward is the last one's.
           max_episode_steps: of 20 ms.
           autoreset: whether the next episode begins at once; otherwise `reset` has to be called.
-          in_turn: whether worlds are taken in turn, environment i's first episode before the i-th, or drawn.
+          in_turn: whether worlds are taken in turn, from a reset with a seed on: environment i's first episode before
+            the i-th, the next one before the (i + N)-th; or drawn.
 
         Raises ValueError if an argument is none of those that are valid.
         """
@@ -156,11 +157,12 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._steps, self._success = np.zeros(num_envs, int), np.zeros(num_envs, bool)
         self._max_knob = np.zeros(num_envs)
         self._renderers, self._autoreset, self._in_turn = {}, autoreset, in_turn
+        self._rngs, self._turn = [None] * num_envs, np.zeros(num_envs, int)
         self.reset(seed=seed)
 
-    def _seed(self, seed: int) -> None:
-        self._rngs = [np.random.default_rng([seed, 1, i]) for i in range(self.num_envs)]
-        self._turn = np.arange(self.num_envs)
+    def _seed(self, seed: int, mask: np.ndarray) -> None:
+        for i in np.flatnonzero(mask):
+            self._rngs[i], self._turn[i] = np.random.default_rng([seed, 1, i]), i
 
     # The state's parts, of self._state or of others like it.
 
@@ -217,10 +219,17 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._steps[i], self._success[i], self._max_knob[i] = 0, False, 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
-        """Starts all episodes anew, or those of options["reset_mask"] bool [N]; `seed` seeds them (not the worlds)."""
+        """Starts all episodes anew, or those of options["reset_mask"] bool [N]; `seed` seeds them (not the worlds).
+
+        Raises ValueError for a mask of another shape or type, or several seeds.
+        """
+        mask = np.asarray((options or {}).get("reset_mask", np.ones(self.num_envs, bool)))
+        if (mask.shape, mask.dtype) != ((self.num_envs,), bool):
+            raise ValueError(f"reset_mask {mask.dtype} {list(mask.shape)}: give bool [{self.num_envs}]")
         if seed is not None:
-            self._seed(seed)
-        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+            if np.ndim(seed):
+                raise ValueError(f"seed {seed}: give one for all, of which each environment makes its own")
+            self._seed(seed, mask)
         for i in np.flatnonzero(mask):
             self._begin(i)
         return self._observe(), self._info()
@@ -231,9 +240,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         if actions.shape != self.action_space.shape:
             raise ValueError(f"actions of shape {actions.shape}: give {self.action_space.shape}")
         last = (self.action_repeat - 1) * FRAME_SKIP
-        controls = actions
+        # MuJoCo would clip them too, but takes one beyond 1e10 for a fault.
+        controls = np.clip(actions, self.single_action_space.low, self.single_action_space.high)
         if self.robot == "gripper":
-            controls = np.concatenate([actions[:, :6], *(s * actions[:, 6:] for s in (1, -1, 1, -1))], axis=1)
+            controls = np.concatenate([controls[:, :6], *(s * controls[:, 6:] for s in (1, -1, 1, -1))], axis=1)
         self._controls[:] = controls[:, None]
         self._pool.rollout(
             [self.models[w] for w in self._world], self._datas, self._state, self._controls,
@@ -255,10 +265,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         truncated = self._steps >= self.max_episode_steps
         observations, info = self._observe(), self._info()
         if truncated.any() and self._autoreset:
-            final = {"final_obs": observations, "_final_obs": truncated}
-            final |= {"final_info": info | {name: truncated for name in info if name.startswith("_")}}
+            final = {"final_obs": observations, "_final_obs": truncated.copy(), "_final_info": truncated.copy()}
+            final |= {"final_info": info | {name: truncated.copy() for name in info if name.startswith("_")}}
             observations, info = self.reset(options={"reset_mask": truncated})
-            info |= final | {"_final_info": truncated}
+            info |= final
         return observations, rewards, np.zeros(self.num_envs, bool), truncated, info
 
     def frame(self, i: int = 0) -> np.ndarray:
@@ -293,7 +303,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
 
 
 class DoorEnv(gym.Env):
-    """One door: the vector environment's, for code that wants a `gymnasium.Env`; no autoreset."""
+    """One door: the vector environment's, for code that wants a `gymnasium.Env`; no autoreset.
+
+    `gymnasium.make` takes a max_episode_steps for its own wrapper, which counts actions: give it here, by the class.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012
 

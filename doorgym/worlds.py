@@ -86,7 +86,7 @@ SHAPES = {
 
 
 def draw(knob: str, hardness: str, rng: np.random.Generator) -> World:
-    """A random world; its numbers are discrete, as the original's."""
+    """A random world; a door's numbers are discrete, as the original's, shapes of knobs, colours and lights are not."""
 
     def steps(low: int, high: int, unit: float) -> float:
         return float(rng.integers(low, high)) * unit
