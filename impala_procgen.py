@@ -674,12 +674,11 @@ def main(args: Args) -> runs.Run:
         saved = run.saved
         start_from = saved or devices.run_once(initial, args, agent)
         state = devices.share(args, start_from["state"], SAME)
-        memory = devices.share(args, start_from["memory"], MEMORY)
+        memory = devices.share(args, start_from.pop("memory"), MEMORY)  # large: not to lie there twice
         step, params = int(state.global_step), devices.here(args, state.params)
         if saved and "fleet" in saved:  # there are as many hosts as there were
             episodes.restore(saved["episodes"])
             fleet.restore(saved["fleet"], params, run)
-        start_from.clear()  # a large memory is not to lie there twice
 
         def save():
             run.save(step, {"state": state, "memory": memory}, {"fleet": fleet.save(), "episodes": episodes.save()})

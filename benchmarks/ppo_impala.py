@@ -7,6 +7,7 @@ file. The flags in quotes go to both scripts, then to each:
 """
 
 import json
+import shlex
 import tempfile
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,8 @@ class Args:
 def measure(script, flags: str, updates: int) -> dict[str, float]:
     """One run of a script, from its third line of metrics on."""
     with tempfile.TemporaryDirectory() as folder:
-        args = records.read_flags(script, f"{flags} --eval-episodes 0 --wandb-mode disabled --run-dir {folder}")
+        fixed = f"--eval-episodes 0 --wandb-mode disabled --run-dir {shlex.quote(folder)}"
+        args = records.read_flags(script, f"{flags} {fixed}")
         args = replace(args, total_timesteps=args.num_envs * args.num_steps * (updates + 2))
         run = script.main(args)
         if run.stop:  # half a run is no measurement

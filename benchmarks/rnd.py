@@ -8,6 +8,7 @@ flags in quotes are those of rnd_montezuma.py:
 """
 
 import json
+import shlex
 import tempfile
 from dataclasses import dataclass
 
@@ -41,8 +42,9 @@ def measure(flags: str, updates: int) -> dict[str, float]:
     """One run of the script, from its third line of metrics on."""
     args = records.read_flags(rnd, flags)
     with tempfile.TemporaryDirectory() as folder:
-        total = f"--total-timesteps {args.num_envs * args.num_steps * (updates + 2)} --obs-norm-init-steps 1"
-        run = rnd.main(records.read_flags(rnd, f"{flags} {total} --wandb-mode disabled --run-dir {folder}"))
+        fixed = f"--total-timesteps {args.num_envs * args.num_steps * (updates + 2)} --obs-norm-init-steps 1"
+        fixed += f" --wandb-mode disabled --run-dir {shlex.quote(folder)}"
+        run = rnd.main(records.read_flags(rnd, f"{flags} {fixed}"))
         if run.stop:  # half a run is no measurement
             raise KeyboardInterrupt
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]

@@ -22,8 +22,8 @@ TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is n
 
 def steps_in(run_dir: str | Path) -> list[int]:
     """The steps of a run's checkpoints, oldest first."""
-    names = [path.name for path in Path(run_dir, "checkpoints").glob("*") if path.name.isdecimal()]
-    return sorted(int(name) for name in names if str(int(name)) == name)
+    names = [path.name for path in Path(run_dir, "checkpoints").glob("*")]
+    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 
 def _orbax():
@@ -105,11 +105,12 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
         except UsageError:
             raise
         except Exception as error:  # Orbax and tensorstore raise many kinds
+            if newest not in steps_in(run_dir):  # the run has gone on meanwhile, and removed it
+                continue
             if isinstance(error, MemoryError) or _number_of(error) in NOT_ITS_FAULT:
                 raise UsageError(f"checkpoint {path}: cannot be read here and now ({error})") from None
-            if newest in steps_in(run_dir):  # else the run has gone on meanwhile, and removed it
-                why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
-                damaged[newest] = f"checkpoint {path} is damaged ({why})"
+            why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
+            damaged[newest] = f"checkpoint {path} is damaged ({why})"
             continue
         for sentence in damaged.values():
             print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)

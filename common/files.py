@@ -4,6 +4,7 @@ import contextlib
 import csv
 import errno
 import fcntl
+import functools
 import io
 import itertools
 import json
@@ -87,17 +88,18 @@ def make_folder(path: Path, flag: str) -> None:
 
 def make_room(path: Path, flag: str) -> None:
     """Makes the folder that a file is to be in; raises UsageError, naming `flag`, if the file cannot be written."""
-    if path.is_dir() or not path.name:
+    if os.path.isdir(path) or not path.name:
         raise UsageError(f"{flag} {path}: is a folder; give the name of a file")
     make_folder(path.parent, flag)
 
 
+@functools.cache
 def own_folder() -> Path:
     """This user's folder on this machine, for what is of use to all runs."""
     try:
         home = Path.home()
-    except RuntimeError:  # a user without one, as in some containers
-        home = Path(tempfile.gettempdir(), f"home-{os.getuid()}")
+    except RuntimeError:  # a user without one, as in some containers: for this process alone
+        home = Path(tempfile.mkdtemp())
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "jax-rl-scripts")
 
 
@@ -157,8 +159,12 @@ def set_aside(path: Path, folder: Path, *, copy: bool = False) -> Path:
     where it is now."""
     folder.mkdir(exist_ok=True)
     names = (folder / (f"{path.name}.{i}" if i else path.name) for i in itertools.count())
-    free = next(name for name in names if not name.exists())
-    return Path(shutil.copyfile(path, free)) if copy else path.rename(free)
+    free = next(name for name in names if not os.path.lexists(name))
+    if not copy:
+        return path.rename(free)
+    with whole(free) as temporary:
+        shutil.copyfile(path, temporary)
+    return free
 
 
 # HOLDING

@@ -16,9 +16,11 @@ import io
 import itertools
 import json
 import os
+import platform
 import re
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import textwrap
@@ -28,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, get_type_hints
 
 import jax
 import numpy as np
@@ -213,18 +215,12 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         main(args)
     except (UsageError, FailedError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        code = 2 if isinstance(error, UsageError) else 1
-        if jax.distributed.is_initialized():
-            os._exit(code)  # as below
-        sys.exit(code)
-    except (BrokenPipeError, KeyboardInterrupt) as error:
-        if isinstance(error, BrokenPipeError):  # as in `--help | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # Ctrl-C came twice: the last checkpoint is kept.
-        code = 130 if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGPIPE
-        if jax.distributed.is_initialized():
-            os._exit(code)
-        sys.exit(code)
+        _exit(2 if isinstance(error, UsageError) else 1)
+    except BrokenPipeError:  # as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
+        _exit(128 + signal.SIGINT)
     except Exception as error:
         if jax.process_count() == 1:
             raise
@@ -232,7 +228,13 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             traceback.print_exc()
         reason = str(error).splitlines()[0]
         print(f"error: this host or another has failed ({reason}); go on with --resume", file=sys.stderr, flush=True)
-        os._exit(1)  # not sys.exit, which would wait for the others
+        _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    if jax.distributed.is_initialized():
+        os._exit(code)  # not sys.exit, which would wait for the other hosts
+    sys.exit(code)
 
 
 def _join_hosts() -> None:
@@ -762,7 +764,8 @@ class Run:
             raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped{kept}")
 
     def _go_back(self, saved: dict[str, Any]) -> None:
-        """To a checkpoint: drops what was logged after it, since it is about to be logged again."""
+        """To a checkpoint: drops what was logged after it, but an evaluation of it: the rest is about to be logged
+        again."""
         self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
         self._written = self._saved
         before, now = (f"{where['devices']} devices of {where['hosts']} hosts" for where in (saved, self._where()))
@@ -785,10 +788,10 @@ class Run:
                 aside = files.set_aside(path, self.path / "damaged", copy=True)
                 lost += f" or not readable; what was there is now {aside}"
             self.say(lost)
-        if len(kept) == count and self._evaluated < self._saved:
-            evaluations = [line for line in later[:1] if _is_logged(line, self._saved) and b'"eval/' in line]
-            kept += evaluations
-            self._evaluated = self._saved if evaluations else self._evaluated
+        new = later and self._evaluated < self._saved and b'"eval/' in later[0] and _is_logged(later[0], self._saved)
+        if new and len(kept) == count:
+            kept.append(later[0])
+            self._evaluated = self._saved
         self._metrics.close()
         with files.whole(path) as temporary:
             temporary.write_bytes(b"".join(kept))
@@ -875,34 +878,42 @@ def _is_logged(line: bytes, step: int) -> bool:
 
 
 class _Board:
-    """TensorBoard's file of events. Each is there when it has been written; tensorboardX's own writer leaves that to a
-    thread, which dies where the disk is full, and all wait for it."""
+    """TensorBoard's file of events, which are in it when they have been logged. tensorboardX's own writer leaves that
+    to a thread, which dies where the disk is full, and all wait for it."""
 
     def __init__(self, folder: Path, purge_step: int | None):
         """What older files say of `purge_step` and later is to vanish. Raises OSError where it cannot be written."""
-        from tensorboardX import summary  # late: not every run writes for it
-        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX import record_writer, summary  # late: not every run writes for it
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        self._summary, self._event, self._folder = summary, Event, folder
+        self._summary, self._event, self._crc = summary, Event, record_writer.masked_crc32c
         folder.mkdir(exist_ok=True)
-        # A file is named by the second in which it is opened, and replaces another.
-        self._file = EventsWriter(str(folder / "events"), f".{purge_step or 0}")
+        # A file is named by the second in which it is opened, and replaces no other.
+        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{purge_step or 0}"
+        self._file = (folder / name).open("ab")
+        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         if purge_step is not None:
-            self._file.write_event(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
-        self._file.flush()
+            first.append(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+        self._write(first)
 
-    def _add(self, step: int, summaries: Iterable) -> None:
-        with files.full_disk_explained(self._folder):
-            for each in summaries:
-                self._file.write_event(self._event(wall_time=time.time(), step=step, summary=each))
+    def _write(self, events: Iterable) -> None:
+        """Appends records, in TensorFlow's form: a length and its checksum, the data and its."""
+        records = []
+        for event in events:
+            data = event.SerializeToString()
+            for part in (struct.pack("<Q", len(data)), data):
+                records += [part, struct.pack("<I", self._crc(part))]
+        with files.full_disk_explained(Path(self._file.name)):
+            self._file.write(b"".join(records))
             self._file.flush()
 
     def add_numbers(self, step: int, numbers: dict[str, float]) -> None:
-        self._add(step, [self._summary.scalar(name, number) for name, number in numbers.items()])
+        values = [self._summary.scalar(name, number) for name, number in numbers.items()]
+        self._write(self._event(wall_time=time.time(), step=step, summary=value) for value in values)
 
     def add_picture(self, step: int, name: str, picture: np.ndarray) -> None:
-        self._add(step, [self._summary.image(name, picture, dataformats="HWC")])
+        value = self._summary.image(name, picture, dataformats="HWC")
+        self._write([self._event(wall_time=time.time(), step=step, summary=value)])
 
     def close(self) -> None:
         self._file.close()
@@ -914,8 +925,10 @@ def _undone_by_signals(undo: contextlib.ExitStack) -> Iterator[None]:
     left that is no run."""
 
     def end(number: int, frame) -> None:
-        undo.close()
-        common._end(number, frame)
+        try:
+            undo.close()
+        finally:
+            common._end(number, frame)
 
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is common._end]
     for number in numbers:

@@ -294,7 +294,7 @@ def write_picture(out: str, ending: str, figure: plt.Figure) -> None:
     labels = [fill(label, int(width * 11)) for label in handles]
     columns = 1 if max(map(len, labels), default=0) > width * 5 else 2
     lines = sum(label.count("\n") + 1 for label in labels) / columns
-    figure.set_figheight(figure.get_figheight() + max(0, 0.18 * (lines - 5)))  # a long legend takes nothing from panels
+    figure.set_figheight(figure.get_figheight() + max(0, 0.24 * (lines - 5)))  # a long legend takes little from panels
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=columns, handlelength=4)
     write_whole(out, ending, lambda temporary: figure.savefig(temporary, format="png"))
     plt.close(figure)

@@ -385,10 +385,10 @@ def main(args: Args) -> list[dict]:
 
     def work() -> None:
         """One run after the other. One that another process is at comes again after the rest: it may be stopped."""
-        while waiting and not stopping.is_set():
+        while not stopping.is_set():
             try:
                 folder = waiting.popleft()
-            except IndexError:  # another worker was faster
+            except IndexError:
                 return
             row, _, seed = wanted[folder]
             look = partial(line.look, folder)

@@ -142,7 +142,7 @@ def main(args: Args) -> list[dict]:
     if args.csv:
         files.make_room(path, "--csv")
         old = records.read_rows(path)
-        ours = not old or sorted(old[0]) == sorted([*KEY, *MEASURED, "step", *records.origin()])
+        ours = not old or list(old[0]) == ["run", "on", *MEASURED, *SETTING, "step", *records.origin()]
         runs.check(ours, f"--csv {args.csv}: is another table, give another file")
     policies = {run_dir: evaluate.procgen_policy(run_dir) for run_dir in args.run_dirs}
     for run_dir, (_, saved, _, _) in policies.items():

@@ -198,7 +198,7 @@ def test_a_full_disk_while_a_checkpoint_is_written(run_dir, whole, monkeypatch, 
 def test_of_many_files_without_room_only_one_is_heard(tmp_path, caplog):
     """Orbax writes them in tasks: those nobody waits for any more would log what they raised when they are collected,
     which on Python 3.11 also breaks an ast.parse that is under way then."""
-    arrays = {str(i): np.random.default_rng(i).normal(size=1000) for i in range(2000)}  # that cannot be compressed
+    arrays = {str(i): np.random.default_rng(i).normal(size=1000) for i in range(500)}  # that cannot be compressed
     with small_files(), pytest.raises(files.FullError):
         checkpoints.save(tmp_path, 1, arrays, keep=1)
     gc.collect()
@@ -355,10 +355,10 @@ def test_history_is_not_lost_where_there_is_no_room_to_mend_it(run_dir, monkeypa
     path.write_bytes(bad.replace(b'{"global_step"', b'{"global_stop"', 1))
     before, whole = path.read_bytes(), files.whole
 
-    def refuse(path):
-        if path.name == "metrics.jsonl":
+    def refuse(one):
+        if one == path:
             raise files.FullError("cannot write")
-        return whole(path)
+        return whole(one)
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "whole", refuse)
@@ -416,20 +416,19 @@ def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch)
         checkpoints.load(run_dir)
 
 
-@pytest.mark.parametrize("numbers", [1, 20])
-def test_a_full_disk_while_events_are_written(numbers, tmp_path, capfd):
-    """Of TensorBoard: in one sentence, however many numbers a line has, and what was written before is there."""
+def test_a_full_disk_while_events_are_written(tmp_path):
+    """Of TensorBoard: in one sentence, and what was written before is there."""
     args = ppo.Args(**RUN | {"run_dir": str(tmp_path), "track": "tensorboard"})
 
     def log_for_long():
-        with runs.Run(args, ppo.SCRIPT) as run:
+        with contextlib.ExitStack() as until_it_is_closed, runs.Run(args, ppo.SCRIPT) as run:
             (path,) = (run.path / "tensorboard").iterdir()
             run.log(1, {"losses/first": 1.0})
             assert b"losses/first" in path.read_bytes()
             run._metrics = open(os.devnull, "w")  # noqa: SIM115 - `run` closes it: only the events are to be too many
-            with small_files():
-                for step in range(2, 10**5):
-                    run.log(step, {f"losses/{i}": 1.0 for i in range(numbers)})
+            until_it_is_closed.enter_context(small_files())
+            for step in range(2, 10**5):
+                run.log(step, {f"losses/{i}": 1.0 for i in range(20)})
 
     with pytest.raises(files.FullError, match=r"cannot write .*/tensorboard.*no checkpoint was written yet"):
         log_for_long()
