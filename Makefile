@@ -41,7 +41,7 @@ gpu-plan: .venv-gpu-plan/with-gpu-plan
 # All of them: make gpu-plan-test SELECT=
 gpu-plan-test: SELECT = -m "not slow"
 gpu-plan-test: .venv-gpu-plan/with-gpu-plan
-	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest tests/test_gpu_plan.py $(SELECT)
+	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest -n 2 tests/test_gpu_plan.py $(SELECT)
 
 # An environment with an extra of pyproject.toml, its versions those of constraints/.
 .venv/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)

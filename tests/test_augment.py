@@ -1,6 +1,7 @@
 """Each transform against NumPy, SciPy or Pillow, on random images."""
 
 import colorsys
+import functools
 import itertools
 
 import jax
@@ -27,10 +28,14 @@ def images(count=48, frames=2, seed=0):
     return (coarse + noise).clip(0, 255).astype(np.uint8)
 
 
-def transformed(name, count=48, frames=2):
-    before = images(count, frames)
-    after = jax.jit(lambda keys, x: augment.augment((name,), 1.0, keys, x))(KEYS[:count], before)
-    return before, np.asarray(after)
+@functools.cache
+def applied(name):
+    return jax.jit(lambda keys, x: augment.augment((name,), 1.0, keys, x))
+
+
+def transformed(name, count=48):
+    before = images(count)
+    return before, np.asarray(applied(name)(KEYS[:count], before))
 
 
 def keys_of(count=48):
@@ -183,18 +188,16 @@ def test_random_convolution_equals_scipy():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_frame_of_a_stack_is_treated_alike(name):
     one = images(frames=1)
-    stack = np.concatenate([one, one, one], axis=3)
-    got = np.asarray(jax.jit(lambda x: augment.augment((name,), 1.0, KEYS, x))(stack))
+    stack = np.concatenate([one, one], axis=3)
+    got = np.asarray(applied(name)(KEYS, stack))
     assert got.dtype == np.uint8
-    np.testing.assert_array_equal(got[..., :3], got[..., 3:6])
-    np.testing.assert_array_equal(got[..., :3], got[..., 6:])
+    np.testing.assert_array_equal(got[..., :3], got[..., 3:])
     assert (got != stack).any(axis=(1, 2, 3)).mean() > 0.9
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_sample_depends_on_its_own_key_alone(name):
+def test_a_sample_depends_on_its_own_key_alone():
     x = images(8)
-    run = jax.jit(lambda keys, x: augment.augment((name, "translate"), 0.5, keys, x))
+    run = jax.jit(lambda keys, x: augment.augment(NAMES, 0.5, keys, x))
     together = np.asarray(run(KEYS[:8], x))
     for i in range(8):
         others = np.arange(8) != i

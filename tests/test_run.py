@@ -210,8 +210,8 @@ def test_kill_9_leaves_the_last_checkpoint_usable(tmp_path, long_run):
 def test_four_thousand_frames(tmp_path):
     """The command line as a user types it: W&B, evaluation, video, then evaluate.py."""
     command = flags_of(
-        {"env_id": "starpilot", "gap_stack": True, "width": 1, "num_levels": 3, "num_envs": 16, "num_steps": 64,
-         "num_minibatches": 4, "update_epochs": 1, "learning_rate": "5e-4", "total_timesteps": 4_000,
+        {"env_id": "starpilot", "gap_stack": True, "channels": "4,4,4", "num_levels": 3, "num_envs": 16,
+         "num_steps": 64, "num_minibatches": 4, "update_epochs": 1, "learning_rate": "5e-4", "total_timesteps": 4_000,
          "eval_every": 2_500, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 1_200,
          "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test"}
     )  # fmt: skip
