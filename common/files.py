@@ -93,13 +93,15 @@ def make_room(path: Path, flag: str) -> None:
     make_folder(path.parent, flag)
 
 
-@functools.cache
+_homeless = functools.cache(tempfile.mkdtemp)  # one for this process alone
+
+
 def own_folder() -> Path:
     """This user's folder on this machine, for what is of use to all runs."""
     try:
         home = Path.home()
-    except RuntimeError:  # a user without one, as in some containers: for this process alone
-        home = Path(tempfile.mkdtemp())
+    except RuntimeError:  # a user without one, as in some containers
+        home = Path(_homeless())
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "jax-rl-scripts")
 
 

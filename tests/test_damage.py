@@ -449,6 +449,12 @@ def test_a_signal_before_training_leaves_no_folder(tmp_path):
     assert not [*(tmp_path / "runs").iterdir()]
 
 
+def test_a_user_without_a_home_has_a_folder(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(files.Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    assert files.own_folder() == files.own_folder()
+
+
 def test_what_is_set_aside_replaces_nothing(tmp_path):
     for content in "abc":
         (tmp_path / "x").write_text(content)
