@@ -6,7 +6,6 @@ table and appends a row to a CSV file. The flags in quotes are those of apex_pro
     python -m benchmarks.apex nature --flags="--encoder nature --width 1 --pool flatten --num-envs 32 --batch-size 512"
 """
 
-import json
 import shlex
 import tempfile
 from dataclasses import dataclass
@@ -43,9 +42,7 @@ def measure(flags: str, steps: int) -> dict[str, float]:
         warm = args.learning_starts + max(2 * unroll, 2 * args.batch_size / max(args.replay_ratio, 1e-9))  # it compiles
         args = tyro.cli(apex.Args, args=["--total-timesteps", str(int(warm) + steps)], default=args)
         run = apex.main(args)
-        if run.stop:  # half a run is no measurement
-            raise KeyboardInterrupt
-        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+        lines = records.lines_of(run)
     first = next(line for line in lines if line["global_step"] >= warm)
     timed = lines[lines.index(first) + 1 :]
     seconds = timed[-1]["time"] - first["time"]

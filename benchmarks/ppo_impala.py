@@ -6,7 +6,6 @@ file. The flags in quotes go to both scripts, then to each:
     python -m benchmarks.ppo_impala small --flags="--width 1 --pool flatten --num-envs 64 --num-steps 64"
 """
 
-import json
 import shlex
 import tempfile
 from dataclasses import dataclass, replace
@@ -47,9 +46,7 @@ def measure(script, flags: str, updates: int) -> dict[str, float]:
         args = records.read_flags(script, f"{flags} {fixed}")
         args = replace(args, total_timesteps=args.num_envs * args.num_steps * (updates + 2))
         run = script.main(args)
-        if run.stop:  # half a run is no measurement
-            raise KeyboardInterrupt
-        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+        lines = records.lines_of(run)
     timed = lines[2 : 2 + updates]
     seconds = timed[-1]["time"] - lines[1]["time"]
 

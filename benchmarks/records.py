@@ -26,6 +26,13 @@ def read_flags(script: ModuleType, flags: str) -> Any:
     return args
 
 
+def lines_of(run: runs.Run) -> list[dict]:
+    """What a script's run has logged. Ends as by Ctrl-C if a signal stopped it: half a run is no measurement."""
+    if run.stop:
+        raise KeyboardInterrupt
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
 def machine() -> str:
     if not devices.on_cpu():
         return f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"

@@ -7,7 +7,6 @@ flags in quotes are those of rnd_montezuma.py:
     python -m benchmarks.rnd small --flags="--channels 4,4,4 --hidden 16 --update-epochs 1"
 """
 
-import json
 import shlex
 import tempfile
 from dataclasses import dataclass
@@ -45,9 +44,7 @@ def measure(flags: str, updates: int) -> dict[str, float]:
         fixed = f"--total-timesteps {args.num_envs * args.num_steps * (updates + 2)} --obs-norm-init-steps 1"
         fixed += f" --wandb-mode disabled --run-dir {shlex.quote(folder)}"
         run = rnd.main(records.read_flags(rnd, f"{flags} {fixed}"))
-        if run.stop:  # half a run is no measurement
-            raise KeyboardInterrupt
-        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+        lines = records.lines_of(run)
     timed = lines[2 : 2 + updates]
 
     def percent(part):
