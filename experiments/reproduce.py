@@ -231,7 +231,7 @@ def markdown(args: Args, results: list[dict]) -> str:
         return ", ".join(dict.fromkeys(row[name] for row in results if row["seeds"]))
 
     settings = f", with {' '.join(args.set)}" if args.set else ""
-    scaled = f"**Not the published setting**: {parts_of(results)} of its steps{settings}."
+    scaled = f"**Not the published setting**: {in_words(parts_of(results))} of its steps{settings}."
     scaled += " Compare the order of the cells only."
     commands = dict.fromkeys(row["command"] for row in results if row["seeds"]) or [command_of(args)]
     lines = [
@@ -241,7 +241,7 @@ def markdown(args: Args, results: list[dict]) -> str:
         if any(row["seeds"] for row in results)
         else "Nothing has run yet:",
         "\n".join(f"    {command}" for command in commands),
-        *([scaled] if parts_of(results) != "1" or args.set else []),
+        *([scaled] if parts_of(results) != (1, 1) or args.set else []),
     ]
     columns = ("cell", "published", "ours", "95 %", "seeds", "steps", "minutes", "")
     table = [columns, ["---"] * len(columns)]
@@ -323,11 +323,15 @@ def training(row: dict) -> int:
     return row["seeds"] * (row["steps"] or 0)
 
 
-def parts_of(results: list[dict]) -> str:
-    """Which part of a published run's steps cells were trained for, such as 1, or 0.1 to 0.5."""
+def parts_of(results: list[dict]) -> tuple[float, float]:
+    """The least and the largest part of a published run's steps that cells were trained for."""
     done = [row for row in results if row["seeds"] and row["steps"] and row["published steps"]]
     parts = [row["steps"] / int(row["published steps"]) for row in done] or [1.0]
-    return " to ".join(dict.fromkeys(f"{part:.2g}" for part in (min(parts), max(parts))))
+    return min(parts), max(parts)
+
+
+def in_words(parts: tuple[float, float]) -> str:
+    return " to ".join(dict.fromkeys(f"{part:.2g}" for part in parts))
 
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
@@ -345,8 +349,8 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
         records.write_rows(out.with_suffix(".csv"), blank)
         with files.whole(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
-        part = parts_of(results)
-        title = args.table if part == "1" else f"{args.table}, {part} of the steps"
+        parts = parts_of(results)
+        title = args.table if parts == (1, 1) else f"{args.table}, {in_words(parts)} of the steps"
         draw(out.with_suffix(".png"), title, results)
     return results
 

@@ -138,11 +138,11 @@ def main(args: Args) -> list[dict]:
     """Evaluates each run; returns the table's rows."""
     runs.check_limits(args, {"batches": (1, 10**4), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
-    path = Path(args.csv)
+    path, origin = Path(args.csv), records.origin()
     if args.csv:
         files.make_room(path, "--csv")
         old = records.read_rows(path)
-        ours = not old or list(old[0]) == ["run", "on", *MEASURED, *SETTING, "step", *records.origin()]
+        ours = not old or list(old[0]) == ["run", "on", *MEASURED, *SETTING, "step", *origin]
         runs.check(ours, f"--csv {args.csv}: is another table, give another file")
     policies = {run_dir: evaluate.procgen_policy(run_dir) for run_dir in args.run_dirs}
     for run_dir, (_, saved, _, _) in policies.items():
@@ -160,7 +160,7 @@ def main(args: Args) -> list[dict]:
             shown.append(row)
             rows.append(row | about)
         if args.csv:
-            records.add_rows(path, [row | records.origin() for row in rows[-2:]], KEY)
+            records.add_rows(path, [row | origin for row in rows[-2:]], KEY)
     played = [row for row in records.read_rows(path) if row["game"] == GAME] if args.csv else []
     if played:
         plot.write_picture(str(path.with_suffix("")), ".png", draw(played, records.read_rows(REFERENCE)))
