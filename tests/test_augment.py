@@ -188,10 +188,11 @@ def test_random_convolution_equals_scipy():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_frame_of_a_stack_is_treated_alike(name):
     one = images(frames=1)
-    stack = np.concatenate([one, one], axis=3)
+    stack = np.concatenate([one, one, one], axis=3)
     got = np.asarray(applied(name)(KEYS, stack))
     assert got.dtype == np.uint8
-    np.testing.assert_array_equal(got[..., :3], got[..., 3:])
+    np.testing.assert_array_equal(got[..., :3], got[..., 3:6])
+    np.testing.assert_array_equal(got[..., :3], got[..., 6:])
     assert (got != stack).any(axis=(1, 2, 3)).mean() > 0.9
 
 

@@ -273,11 +273,14 @@ def test_a_host_that_is_killed_ends_the_others(victim, tmp_path):
     assert checkpoints.load(path)[0] >= 500
 
 
-@pytest.mark.parametrize("script", [apex, sac, rnd, hnppo], ids=lambda script: script.SCRIPT)
-def test_scripts_for_one_host_say_so(script, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [(apex, "this script"), (sac, "this script"), (rnd, "rnd_montezuma.py"), (hnppo, "hnppo_doorgym.py")],
+)
+def test_scripts_for_one_host_say_so(script, name, monkeypatch, capfd):
     """Without looking for the others."""
     monkeypatch.setattr(runs.devices, "connect", None)
-    assert_one_sentence(script, ["--distributed"], "--distributed", "trains on one host", monkeypatch, capfd)
+    assert_one_sentence(script, ["--distributed"], "--distributed", f"{name} trains on one host", monkeypatch, capfd)
 
 
 def test_a_bad_flag_is_answered_before_hosts_are_looked_for(monkeypatch, capfd):

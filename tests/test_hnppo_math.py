@@ -217,9 +217,9 @@ def batch_of(args, seed):
 
 
 @pytest.mark.parametrize("method", ["hnppo", "ppo"])
-def test_loss_by_hand(method):
+@pytest.mark.parametrize("clip_coef", [0.2, 0.05])
+def test_loss_by_hand(method, clip_coef):
     """Each sample's parts, in float64."""
-    clip_coef = 0.2
     args, agent = make(method=method, clip_coef=clip_coef, ent_coef=0.03, vf_coef=0.7)
     learner, batch = random_learner(agent), batch_of(args, 3)
     params, b = float64(agent.networks(learner)), float64(batch)

@@ -1,8 +1,6 @@
 """TRPO: its parts against independent oracles, and whole runs on the real game."""
 
-import os
 import re
-import signal
 from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +16,7 @@ from conftest import (
     TINY,
     assert_flag_matters,
     assert_one_sentence,
+    assert_resumes_after_sigterm,
     assert_same_run,
     init_params,
     read_metrics,
@@ -359,23 +358,10 @@ def test_same_seed_and_a_resume_give_the_same_run(train):
     assert_same_run(whole.path, resumed.path)
 
 
-def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, monkeypatch):
+def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
     """And evaluate.py plays it."""
-    flags = STATEFUL | {"total_timesteps": 300, "eval_episodes": 2, "eval_every": 200}
-    whole, update, calls = train(**flags).path, trpo.update, []
-
-    def interrupted(*given):
-        calls.append(given)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return update(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trpo, "update", interrupted)
-        stopped = train(**flags)
-    assert stopped.stop == "SIGTERM"
-    run_dir = train(**flags, resume=str(stopped.path)).path
-    assert_same_run(whole, run_dir)
+    flags = TINY | STATEFUL | {"total_timesteps": 800, "eval_episodes": 2, "eval_every": 600}
+    run_dir = assert_resumes_after_sigterm(trpo, flags, tmp_path)
     runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "2", "--levels", "test"])
     assert re.fullmatch(r"bigfish__trpo_procgen__1__\d+", run_dir.name)
     last = [line for line in read_metrics(run_dir) if "losses/policy_loss" in line][-1]
