@@ -43,13 +43,14 @@ gpu-plan-test: SELECT = -m "not slow"
 gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest -n 2 tests/test_gpu_plan.py $(SELECT)
 
-# An environment with an extra of pyproject.toml, its versions those of constraints/.
+# An environment with an extra of pyproject.toml, its versions those of constraints/. pip would compile it on one core.
 .venv/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)
 	@test -e $(@D)/bin/python || $(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
 		and 'error: PYTHON=$(PYTHON) is ' + v + ', give one of 3.11, 3.12 and 3.13: make PYTHON=python3.12')"
 	test -e $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints/$$($(@D)/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])").txt ".[$*]"
+	-$(@D)/bin/python -m compileall -qq -j 0 $(@D)/lib
 	@touch $@
 
 # Writes constraints/, one file for each of these Pythons, CUDA's wheels among them without fetching these: make constraints PYTHONS="python3.11 python3.12 python3.13"

@@ -306,7 +306,7 @@ def test_two_thousand_frames(tmp_path):
     evaluate.py."""
     more = {
         "env_id": "starpilot", "num_levels": 3, "total_timesteps": 2_000, "eval_every": 1_200, "eval_episodes": 4,
-        "capture_video": True, "checkpoint_every": 130, "keep_checkpoints": 2, "restart_every": 130,
+        "capture_video": True, "checkpoint_every": 400, "keep_checkpoints": 2, "restart_every": 130,
         "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
     run_dir = assert_resumes_after_sigterm(impala, TINY | STATEFUL | more, tmp_path)

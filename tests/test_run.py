@@ -167,7 +167,7 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch):
 
 
 # As many checkpoints and restarts as there can be; the bonus's network would only take its time.
-LONG = STATEFUL | {"rnd_coef": 0.0, "rnd_normalize": False, "total_timesteps": 2500}
+LONG = STATEFUL | {"rnd_coef": 0.0, "rnd_normalize": False, "total_timesteps": 1250}
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_kill_9_leaves_the_last_checkpoint_usable(tmp_path, long_run):
     assert code == -signal.SIGKILL
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"global_step": 99999, "ti')  # a line that was being written
-    (run_dir / "checkpoints" / "2499.orbax-checkpoint-tmp").mkdir()  # and a checkpoint
+    (run_dir / "checkpoints" / "1249.orbax-checkpoint-tmp").mkdir()  # and a checkpoint
     assert parameters(run_dir)
     ppo.main(ppo.Args(**TINY | LONG | {"resume": str(run_dir)}))
     assert_same_run(long_run, run_dir)
