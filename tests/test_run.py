@@ -228,7 +228,7 @@ def test_four_thousand_frames(tmp_path):
     names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
     assert names <= set(lines[-2]) | set(lines[-1])
     assert all(np.isfinite(list(line.values())).all() for line in lines)
-    assert abs(sum(lines[1][f"time/{x}"] for x in ("game", "inference", "update")) - 1) < 0.1
+    assert 0.5 < sum(lines[1][f"time/{x}"] for x in ("game", "inference", "update")) < 1.01  # shares of the whole
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
