@@ -256,7 +256,7 @@ def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
 
 def assert_resumes_after_sigterm(script, flags, tmp_path):
     """SIGTERM during the third update writes a checkpoint, and what goes on with it, in a process of its own, equals a
-    run that was not stopped. PPO is also stopped in a process of its own (tests/test_run.py).
+    run that was not stopped. PPO is stopped in processes of their own (tests/test_devices.py, tests/test_run.py).
 
     Returns its directory.
     """
@@ -271,8 +271,9 @@ def assert_resumes_after_sigterm(script, flags, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(output):
         patch.setattr(runs.Run, "log", log_and_stop)
-        run_dir = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "stopped")})).path
-    assert len(lines) == 3
+        stopped = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "stopped")}))
+    assert (stopped.stop, len(lines)) == ("SIGTERM", 3)
+    run_dir = stopped.path
     assert f"python {script.SCRIPT}.py --resume {run_dir}" in output.getvalue()
     step = checkpoints.load(run_dir)[0]
     assert step == read_metrics(run_dir)[-1]["global_step"] < script.Args(**flags).total_timesteps

@@ -228,7 +228,8 @@ def test_four_thousand_frames(tmp_path):
     names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
     assert names <= set(lines[-2]) | set(lines[-1])
     assert all(np.isfinite(list(line.values())).all() for line in lines)
-    assert 0.5 < sum(lines[1][f"time/{x}"] for x in ("game", "inference", "update")) < 1.01  # shares of the whole
+    # The bound is wide, since what is left depends on the machine: exact shares are the next test's.
+    assert 0.5 < sum(lines[1][f"time/{x}"] for x in ("game", "inference", "update")) < 1.01
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
@@ -252,6 +253,20 @@ def test_four_thousand_frames(tmp_path):
     assert len(pictures) > 10
     assert np.std(pictures[5]) > 10
     assert np.asarray(Image.open(video.with_suffix(".png"))).shape == (64, 8 * 64, 3)
+
+
+def test_shares_of_time_by_hand(monkeypatch):
+    """Two times of one name add up, what is not timed is in no share, and the next shares begin where these end."""
+    clock = iter([10.0, 11.0, 14.0, 15.0, 17.0, 18.0, 19.0, 20.0, 21.0, 22.0, 24.0])
+    monkeypatch.setattr(runs.time, "perf_counter", lambda: next(clock))
+    watch = runs.Stopwatch()
+    for name in ("game", "update", "game"):
+        with watch(name):
+            pass
+    assert watch.fractions() == {"time/game": 0.4, "time/update": 0.2}
+    with watch("update"):
+        pass
+    assert watch.fractions() == {"time/update": 0.25}
 
 
 def test_a_film_strip_has_each_scenes_first_and_last_moment():
