@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,15 @@ def assert_same_run(a, b):
     assert read_metrics(a) == read_metrics(b)
     for x, y in zip(parameters(a), parameters(b), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def cut_back(run_dir, updates, folder):
+    """A copy of a run with a checkpoint after each update, as one is that was killed after so many of them."""
+    path = shutil.copytree(run_dir, folder / "cut back")
+    saved = sorted((path / "checkpoints").iterdir(), key=lambda checkpoint: int(checkpoint.name))
+    for later in saved[updates:]:
+        shutil.rmtree(later)
+    return path
 
 
 def start(*argv, **variables):

@@ -17,6 +17,7 @@ from conftest import (
     assert_flag_matters,
     assert_one_sentence,
     assert_same_run,
+    cut_back,
     flags_of,
     read_metrics,
     record_homes,
@@ -47,7 +48,9 @@ def train(tmp_path):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    return apex.main(apex.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+    """A run with a checkpoint after each of its iterations."""
+    folder = {"run_dir": str(tmp_path_factory.mktemp("whole")), "checkpoint_every": 1, "keep_checkpoints": 20}
+    return apex.main(apex.Args(**TINY | folder)).path
 
 
 def assert_same_run_and_replay(a, b):
@@ -75,10 +78,10 @@ def test_all_parts_of_beyond_the_rainbow_together(train):
     assert all(np.isfinite(list(line.values())).all() for line in lines)
 
 
-@pytest.mark.parametrize(("stop", "played"), [(90, 32), (250, 64), (400, 48)])
-def test_resume_equals_uninterrupted(train, uninterrupted, stop, played):
+@pytest.mark.parametrize(("iterations", "played"), [(2, 32), (4, 64), (7, 48)])
+def test_resume_equals_uninterrupted(train, uninterrupted, iterations, played, tmp_path):
     """Stopped before learning starts, where the games are about to start anew, and after that."""
-    half = train(total_timesteps=stop).path
+    half = cut_back(uninterrupted, iterations, tmp_path)
     games = checkpoints.load(half)[1]["hosts"]["0"]["fleet"]["games"]
     assert [len(games[actor]["actions"]) for actor in games] == [played, played]
     assert_same_run_and_replay(uninterrupted, train(resume=str(half)).path)

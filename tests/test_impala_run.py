@@ -19,6 +19,7 @@ from conftest import (
     assert_one_sentence,
     assert_resumes_after_sigterm,
     assert_same_run,
+    cut_back,
     flags_of,
     read_metrics,
 )
@@ -100,9 +101,7 @@ def test_same_seed_same_metrics_whatever_the_threads_speed_and_wherever_checkpoi
 def test_resume_equals_uninterrupted(resume, whole, updates, tmp_path):
     """From the checkpoint before the update after which the games start anew, at it, and after it; the actors, two
     updates ahead, had started them anew already or not."""
-    path = shutil.copytree(whole.path, tmp_path / "copy")
-    for later in whole.checkpoints[updates:]:
-        shutil.rmtree(path / "checkpoints" / later.name)
+    path = cut_back(whole.path, updates, tmp_path)
     assert checkpoints.load(path)[1]["state"]["updates"] == updates
     assert_same_run(whole.path, resume(path, **STATEFUL))
 

@@ -19,6 +19,7 @@ from conftest import (
     assert_one_sentence,
     assert_refused,
     assert_same_run,
+    cut_back,
     documented_flags,
     flags_of,
     parameters,
@@ -41,20 +42,23 @@ STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    return ppo.main(ppo.Args(**TINY | STATEFUL | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+    """A run with a checkpoint after each of its updates."""
+    folder = {"run_dir": str(tmp_path_factory.mktemp("whole")), "checkpoint_every": 1, "keep_checkpoints": 9}
+    return ppo.main(ppo.Args(**TINY | STATEFUL | folder)).path
 
 
-def test_same_seed_same_metrics(train, uninterrupted):
+def test_same_seed_same_metrics_wherever_checkpoints_fall(train, uninterrupted):
     assert_same_run(uninterrupted, train(**STATEFUL).path)
 
 
-@pytest.mark.parametrize("stop", [50, 100, 150])
-def test_resume_equals_uninterrupted(train, uninterrupted, stop):
-    """Stopped before, at and after the update after which the games start anew, and where a checkpoint was due."""
-    half = train(**STATEFUL | {"total_timesteps": stop})
-    resumed = train(**STATEFUL | {"resume": str(half.path)})
-    assert resumed.path == half.path
-    assert_same_run(uninterrupted, resumed.path)
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_resume_equals_uninterrupted(train, uninterrupted, updates, tmp_path):
+    """From the checkpoint before the update after which the games start anew, at it, and after it."""
+    path = cut_back(uninterrupted, updates, tmp_path)
+    assert checkpoints.load(path)[1]["state"]["updates"] == updates
+    resumed = train(**STATEFUL | {"resume": str(path)})
+    assert resumed.path == path
+    assert_same_run(uninterrupted, path)
 
 
 def test_an_evaluation_that_came_after_its_checkpoint_is_kept(tmp_path):

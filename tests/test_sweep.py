@@ -3,7 +3,6 @@
 import csv
 import importlib
 import io
-import itertools
 import json
 import re
 import signal
@@ -67,12 +66,14 @@ def read_results(out):
 
 
 def cells_of(content):
-    """All corners of a sweep file: every combination of first and last values."""
-    ends = {}
+    """Cells of a sweep file in which every two parameters meet with each pair of their first and last values."""
+    first, last = {}, {}
     for name, spec in content["parameters"].items():
         values = [spec["value"]] if "value" in spec else spec.get("values") or [spec["min"], spec["max"]]
-        ends[name] = dict.fromkeys([str(values[0]), str(values[-1])])
-    return [dict(zip(ends, cell, strict=True)) for cell in itertools.product(*ends.values())]
+        first[name], last[name] = str(values[0]), str(values[-1])
+    swept = [name for name in first if first[name] != last[name]]
+    others = [cell | {name: other[name]} for cell, other in ((first, last), (last, first)) for name in swept]
+    return [first, last, *others]
 
 
 # THE FILES
