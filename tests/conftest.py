@@ -25,8 +25,11 @@ from experiments import trials
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
-# Some programs by a third, all by a sixth. LLVM without any of its optimiser would run them eight times as long.
-COMPILE_SOONER = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
+# Some programs by a third, all by a fifth. LLVM without any of its optimiser would run them eight times as long; parts
+# that are compiled at the same time gain nothing where another worker has the other core.
+COMPILE_SOONER = (
+    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
+)
 # Also for the processes that tests start: what one has compiled, however short that took, no other compiles again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -104,7 +104,7 @@ def test_one_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
         assert ("all-reduce" in text) == (name in ("update", "remember")), name
 
 
-@pytest.mark.parametrize("script", [apex, sac], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("script", [pytest.param(apex, marks=pytest.mark.slow), sac], ids=lambda script: script.SCRIPT)
 def test_parts_of_a_batch_on_several_devices_are_the_batch(script):
     """Updates of a batch that was drawn elsewhere."""
     args = script.Args(**SCRIPTS[script] | {"replay_device": "host"})

@@ -380,7 +380,7 @@ def without_learning(loss, params, batch, weight):
     return jax.tree.map(jnp.zeros_like, params), means, parts
 
 
-@pytest.mark.parametrize("core", ["none", "gru"])
+@pytest.mark.parametrize("core", [pytest.param("none", marks=pytest.mark.slow), "gru"])
 def test_the_learner_sees_what_was_acted_on(core, monkeypatch):
     """Stacks, ages and cores over episode ends, and where games start anew: computed again, probabilities are the
     actor's, and all ratios 1."""

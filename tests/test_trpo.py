@@ -253,7 +253,7 @@ def assert_equal(a, b):
 
 
 def test_a_step_is_better_and_within_the_trust_region():
-    args = trpo.Args(**TINY | {"damping": 1e-3, "max_kl": 0.02, "num_envs": 8, "num_steps": 64})
+    args = trpo.Args(**TINY | {"damping": 1e-3, "max_kl": 0.02, "num_envs": 16, "num_steps": 64})
     states, lines = play(args)
     for line, before, after in zip(lines, states, states[1:], strict=False):
         assert 0.001 < line["losses/approx_kl"] <= 0.02
