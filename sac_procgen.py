@@ -32,9 +32,9 @@ MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
     LIMITS: ClassVar = {
-        "alpha": (1e-6, 10), "target_entropy_scale": (0.01, 0.99), "alpha_learning_rate": (1e-6, 1), "tau": (1e-6, 1),
-        "target_network_frequency": (1, 2**31 - 1), "q_clip": (0, None), "entropy_penalty": (0, None),
-        "max_grad_norm": (0, None), "learning_rate": (0, None),
+        "alpha": (1e-6, 10), "target_entropy_scale": (0.01, 0.99), "alpha_learning_rate": (1e-6, 1),
+        "min_alpha": (1e-6, 10), "tau": (1e-6, 1), "target_network_frequency": (1, 2**31 - 1), "q_clip": (0, None),
+        "entropy_penalty": (0, None), "max_grad_norm": (0, None), "learning_rate": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
 
@@ -50,6 +50,8 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     """the target of the policy's entropy, as a part of log 15, that of a random policy"""
     alpha_learning_rate: float = 0.01
     """how far an update moves the temperature's logarithm for each nat between that target and the policy's entropy"""
+    min_alpha: float = 1e-6
+    """the temperature moves no lower; where it has to rise a long way, the policy loses its entropy before"""
     tau: float = 0.005
     """how far the target network goes towards the one that learns; 1 copies it"""
     target_network_frequency: int = 1
@@ -67,7 +69,9 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        runs.check_needs(self, self.autotune, "--autotune", ("target_entropy_scale", "alpha_learning_rate"))
+        tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
+        runs.check_needs(self, self.autotune, "--autotune", tuned)
+        runs.check(self.min_alpha <= self.alpha, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
 
 # NETWORK
@@ -268,7 +272,7 @@ def tune(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
     updates, far above the target, holds back a temperature that has to rise again.
     """
     gap = args.target_entropy_scale * MAX_ENTROPY - entropy
-    return jnp.clip(log_alpha + args.alpha_learning_rate * gap, jnp.log(1e-6), jnp.log(10.0))
+    return jnp.clip(log_alpha + args.alpha_learning_rate * gap, jnp.log(args.min_alpha), jnp.log(10.0))
 
 
 def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:

@@ -3,7 +3,7 @@
 import os
 import re
 import signal
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import jax
@@ -132,6 +132,8 @@ def test_the_temperature_is_moved_towards_the_target_and_stays_in_its_range():
     np.testing.assert_allclose(sac.tune(args, jnp.float32(-2), target + 0.3), -2 - 0.03, rtol=1e-5)
     np.testing.assert_allclose(sac.tune(args, jnp.log(jnp.float32(9.9)), -1e3), np.log(10), rtol=1e-5)
     np.testing.assert_allclose(sac.tune(args, jnp.log(jnp.float32(1e-5)), 1e3), np.log(1e-6), rtol=1e-5)
+    bounded = replace(args, min_alpha=3e-3)
+    np.testing.assert_allclose(sac.tune(bounded, jnp.log(jnp.float32(4e-3)), 1e3), np.log(3e-3), rtol=1e-5)
 
 
 def different_networks(**flags):
@@ -350,9 +352,9 @@ FLAGS = {
     "sticky_actions": 0.5, "reward_shaping": True, "reward_clip": 0.5, "hidden": 8, "dropout": 0.5, "seed": 2,
     "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "buffer_size": 256, "learning_starts": 200,
     "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 5, "autotune": False,
-    "alpha": 0.5, "target_entropy_scale": 0.9, "alpha_learning_rate": 0.1, "tau": 0.5, "target_network_frequency": 1,
-    "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "augment": "flip", "augment_prob": 1.0,
-    "restart_every": 16, "num_devices": 1, **CURES,
+    "alpha": 0.5, "target_entropy_scale": 0.9, "alpha_learning_rate": 0.1, "min_alpha": 0.01, "tau": 0.5,
+    "target_network_frequency": 1, "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01,
+    "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "num_devices": 1, **CURES,
 }  # fmt: skip
 # Tested elsewhere: these let the clock in, or say where things are.
 ELSEWHERE = {"deterministic", "save_replay", "replay_device", "actor_devices"}
@@ -379,6 +381,7 @@ def test_every_flag_changes_something(flag, tmp_path):
         (["--tau", 0], "--tau 0", "from 1e-06 to 1"),
         (["--alpha", 0], "--alpha 0", "from 1e-06 to 10"),
         (["--no-autotune", "--target-entropy-scale", 0.5], "--target-entropy-scale 0.5", "--autotune"),
+        (["--min-alpha", 0.02], "--min-alpha 0.02", "at most --alpha, 0.01"),
         (["--per-beta", 1], "--per-beta 1", "--per-alpha"),
         (["--learning-starts", 5], "--learning-starts 5", "an n-step return"),
         (["--num-actors", 3], "--num-actors 3", "32"),
