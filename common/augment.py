@@ -251,10 +251,11 @@ def _turn_hue(x, turns):
     high, low = x.max(axis=-1), x.min(axis=-1)
     spread = jnp.maximum(high - low, 1e-6)
     red, green, blue = x[..., 0], x[..., 1], x[..., 2]
+    # Nowhere `high == red`: XLA may compute a colour once for each of its uses, and not round it alike.
     sixth = jnp.where(
-        high == red,
+        (red >= green) & (red >= blue),
         (green - blue) / spread,
-        jnp.where(high == green, 2 + (blue - red) / spread, 4 + (red - green) / spread),
+        jnp.where(green >= blue, 2 + (blue - red) / spread, 4 + (red - green) / spread),
     )
     # Smith 1978: each colour as a function of hue, a trapezium that starts at its own place.
     start = jnp.array([5.0, 3.0, 1.0]) + (sixth + 6 * turns)[..., None]
