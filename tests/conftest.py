@@ -25,8 +25,8 @@ from experiments import trials
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
-# Some programs by a third, all by a fifth. LLVM without any of its optimiser would run them eight times as long; parts
-# that are compiled at the same time gain nothing where another worker has the other core.
+# Some programs by a third, all by a fifth; parts that are compiled at the same time gain nothing where another worker
+# has the other core. LLVM's optimiser is off besides, but for what is marked as `optimised`: its programs run for long.
 COMPILE_SOONER = (
     "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
 )
@@ -61,6 +61,14 @@ SHARED_FLAGS = {
     "frame_stack", "gap_stack", "reward_clip", "normalize_gamma", "eval_every", "eval_episodes", "capture_video",
     "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
 }  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before fixtures, whose programs are a test's too; also for the processes that it starts."""
+    off = item.get_closest_marker("optimised") is None
+    jax.config.update("jax_disable_most_optimizations", off)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(off)
 
 
 @pytest.fixture(autouse=True)

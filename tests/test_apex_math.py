@@ -475,6 +475,7 @@ def chain(rng, steps):
     return rows["frames"], rows["actions"].astype(np.int32), steps
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     ("atoms", "quantiles"),
     [(31, 0), pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(99, 4, marks=pytest.mark.slow)],

@@ -28,6 +28,8 @@ import apex_procgen as apex
 import evaluate
 from common import actors, checkpoints, devices, envs, offpolicy, replay, runs
 
+pytestmark = pytest.mark.optimised
+
 # Small enough to compile in seconds; the games are real. Everything that has a state of its own is on; the replay
 # buffer goes round, and the games start anew after every 64 steps. What is compiled is the same in most of these tests.
 TINY = {

@@ -196,6 +196,7 @@ def test_every_frame_of_a_stack_is_treated_alike(name):
     assert (got != stack).any(axis=(1, 2, 3)).mean() > 0.9
 
 
+@pytest.mark.optimised
 def test_a_sample_depends_on_its_own_key_alone():
     x = images(8)
     run = jax.jit(lambda keys, x: augment.augment(NAMES, 0.5, keys, x))

@@ -45,6 +45,7 @@ def test_vtrace_equals_the_papers_formula(seed, length, gamma, vtrace_lambda, rh
         np.testing.assert_allclose(np.asarray(g)[~steps.done], w[~steps.done], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.optimised
 def test_unrolled_vtrace_is_the_same_bit_for_bit(monkeypatch):
     """As it runs on a GPU, here with a rest that does not fill a turn."""
     rng, args = np.random.default_rng(0), impala.Args()

@@ -29,6 +29,8 @@ import impala_procgen as impala
 from common import checkpoints, devices, envs, runs
 from common.actors import ActorError, Fleet
 
+pytestmark = pytest.mark.optimised
+
 # Small enough to compile in seconds; the games are real. They start anew after every second update, and the learning
 # rate explodes later than most runs here end.
 TINY = {

@@ -386,7 +386,8 @@ def test_same_parameters_give_the_probabilities_that_acted(core):
     agent, games = ppo.make_agent(args), envs.Games(partial(envs.make_levels, args), range(4), 3, args.restart_every)
     state, ends = devices.run_once(ppo.initial_state, args, agent), 0
     state.params["agent"]["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
-    carry = ppo.initial_carry(args, np.arange(4))
+    state = devices.put(args, state, ppo.STATE)
+    carry = devices.put(args, ppo.initial_carry(args, np.arange(4)), ppo.CARRY)
     for i in range(2):
         acting = state.params["agent"]
         rollout, steps, carry = ppo.collect(args, agent, games, acting, carry, i=i, watch=runs.Stopwatch())

@@ -294,6 +294,7 @@ def test_a_replay_is_the_same_game_in_colour():
         assert np.corrcoef(one.ravel(), other.ravel())[0, 1] > 0.98
 
 
+@pytest.mark.optimised
 def test_two_thousand_frames(tmp_path, capfd):
     """As a user types it: W&B, a map of the rooms, SIGTERM, --resume, which equals a run that was not stopped, then
     evaluate.py."""

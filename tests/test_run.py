@@ -34,6 +34,8 @@ import ppo_procgen as ppo
 from common import checkpoints, devices, envs, runs
 from experiments import strip
 
+pytestmark = pytest.mark.optimised
+
 # Everything that has a state of its own is on.
 STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "checkpoint_every": 100, "kl_target": 1e-4,
             "core": "gru", "rnd_coef": 0.5, "rnd_normalize": True, "augment": "translate", "dropout": 0.1,

@@ -24,6 +24,7 @@ from test_apex_math import GAMES, ROOMS, chain, full_buffer
 import evaluate
 import sac_procgen as sac
 from common import augment, checkpoints, devices, envs, offpolicy, replay, runs
+from common.devices import SAME
 
 relaxed = settings(deadline=None, max_examples=10)
 # Small enough to compile in seconds; the games are real.
@@ -193,14 +194,14 @@ def test_an_update_moves_the_target_the_temperature_and_the_priorities():
     moved = sac.tune(args, state.params["log_alpha"], metrics["losses/entropy"])
     np.testing.assert_allclose(new.params["log_alpha"], moved, rtol=1e-5)
     np.testing.assert_allclose(metrics["losses/alpha"], np.exp(moved), rtol=1e-5)
-    still = sac.improve(sac.Args(**vars(args) | {"autotune": False}), agent, state, batch)[0]
+    still, _, _ = jax.jit(partial(sac.improve, sac.Args(**vars(args) | {"autotune": False}), agent))(state, batch)
     assert still.params["log_alpha"] == state.params["log_alpha"]
     assert (td >= 0).all()
 
     buffer = full_buffer(args, jax.devices()[0])
     before = np.asarray(buffer.priorities)
     drawn = offpolicy.sample(args, buffer, 0, 1.0)
-    _, td, _ = sac.improve(args, agent, state, drawn)
+    _, td, _ = improve(state, drawn)
     _, buffer, _ = sac.update(args, agent, state, buffer, 1, 1.0)
     after, row, env = np.asarray(buffer.priorities), np.asarray(drawn.row), np.asarray(drawn.env)
     largest = {}
@@ -252,6 +253,7 @@ def test_the_encoder_learns_from_the_critics_alone():
     assert not any(np.any(x) for x in jax.tree.leaves(of_target))
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "cures",
     [
@@ -267,7 +269,7 @@ def test_known_values_are_learnt(cures):
     tuned, and the policy has the entropy asked for."""
     args = sac.Args(**TINY | {
         "num_envs": GAMES, "num_actors": 1, "num_steps": 400, "buffer_size": 400 * GAMES, "n_step": 1, "gamma": 0.9,
-        "batch_size": 64, "frame_stack": 1, "learning_rate": "0:3e-3,300:1e-4", "hidden": 32, "per_alpha": 0.0,
+        "batch_size": 32, "frame_stack": 1, "learning_rate": "0:3e-3,300:1e-4", "hidden": 32, "per_alpha": 0.0,
         "tau": 0.2, "target_network_frequency": 1, "alpha": 0.01, "autotune": False,
         "dropout": 0.0, "augment": "", "num_devices": 1, "learning_starts": 400 * GAMES,
     } | cures)  # fmt: skip
@@ -280,7 +282,8 @@ def test_known_values_are_learnt(cures):
     buffer = offpolicy.insert(args, offpolicy.make_buffer(args, None), [rollout], [steps])
     state = devices.run_once(sac.initial_state, args, agent)
     for i in range(0, 400, 20):
-        state, buffer, _ = sac.update(args, agent, state._replace(global_step=jnp.int32(i)), buffer, 20, 1.0)
+        state = devices.put(args, state._replace(global_step=jnp.int32(i)), SAME)
+        state, buffer, _ = sac.update(args, agent, state, buffer, 20, 1.0)
     logits, values = jax.device_get(jax.jit(agent.apply)(state.params["agent"], ROOMS))
     if args.autotune:
         entropy = sac.entropy_of(agent.apply(state.params["agent"], offpolicy.sample(args, buffer, 0, 1.0).frames)[0])

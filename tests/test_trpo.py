@@ -236,8 +236,8 @@ def test_line_search_takes_the_first_step_that_is_better_and_near(step, tries, t
 def play(args, updates=3, change=lambda state: state):
     """States and metrics of some updates."""
     agent, games = trpo.make_agent(args), envs.Games(partial(envs.make_levels, args), range(args.num_envs), 3, 10**6)
-    state = change(devices.run_once(trpo.initial_state, args, agent))
-    carry = trpo.initial_carry(args, np.arange(args.num_envs))
+    state = devices.put(args, change(devices.run_once(trpo.initial_state, args, agent)), trpo.STATE)
+    carry = devices.put(args, trpo.initial_carry(args, np.arange(args.num_envs)), trpo.CARRY)
     states, lines = [jax.device_get(state)], []
     for i in range(updates):
         rollout, steps, carry = trpo.collect(args, agent, games, state.params, carry, i=i, watch=runs.Stopwatch())
@@ -252,8 +252,9 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.optimised
 def test_a_step_is_better_and_within_the_trust_region():
-    args = trpo.Args(**TINY | {"damping": 1e-3, "max_kl": 0.02, "num_envs": 16, "num_steps": 64})
+    args = trpo.Args(**TINY | {"damping": 1e-3, "max_kl": 0.02, "num_envs": 8, "num_steps": 48})
     states, lines = play(args)
     for line, before, after in zip(lines, states, states[1:], strict=False):
         assert 0.001 < line["losses/approx_kl"] <= 0.02
@@ -358,6 +359,7 @@ def test_resume_equals_uninterrupted(train, tmp_path):
     assert_same_run(whole, half)
 
 
+@pytest.mark.optimised
 def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
     """And evaluate.py plays it."""
     flags = TINY | STATEFUL | {"total_timesteps": 800, "eval_episodes": 2, "eval_every": 600}
