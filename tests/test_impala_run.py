@@ -99,7 +99,7 @@ def test_same_seed_same_metrics_whatever_the_threads_speed_and_wherever_checkpoi
     assert not actor_threads()
 
 
-@pytest.mark.parametrize("updates", [1, 2, 3, 4])
+@pytest.mark.parametrize("updates", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_equals_uninterrupted(resume, whole, updates, tmp_path):
     """From the checkpoint before the update after which the games start anew, at it, and after it; the actors, two
     updates ahead, had started them anew already or not."""

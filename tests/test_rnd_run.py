@@ -105,6 +105,13 @@ def test_running_statistics_are_resumed(whole):
     assert saved["updates"] == 4
 
 
+# Quick where the actor plays beside the learner, with a memory: all else is part of that.
+QUICK_IF_ASYNC = pytest.mark.parametrize(
+    "whole", [pytest.param(SYNC, marks=pytest.mark.slow), ASYNC], indirect=True, ids=["sync", "async"]
+)
+
+
+@QUICK_IF_ASYNC
 def test_stopped_before_the_first_update(train, resume, whole, monkeypatch):
     """A signal during the random steps: the resumed run begins with them, and equals one that was not stopped."""
     monkeypatch.setattr(runs.Run, "__enter__", stop_at_once(runs.Run.__enter__))
@@ -124,6 +131,7 @@ def stop_at_once(enter):
     return entered
 
 
+@QUICK_IF_ASYNC
 def test_a_failing_actor_stops_the_run_with_a_checkpoint(train, resume, whole, tmp_path, monkeypatch, capfd):
     step, played = envs.Games.step, []
 
