@@ -158,6 +158,7 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, ASYNC], ids=["sync", "async"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):

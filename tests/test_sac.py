@@ -269,7 +269,7 @@ def test_known_values_are_learnt(cures):
     tuned, and the policy has the entropy asked for."""
     args = sac.Args(**TINY | {
         "num_envs": GAMES, "num_actors": 1, "num_steps": 400, "buffer_size": 400 * GAMES, "n_step": 1, "gamma": 0.9,
-        "batch_size": 32, "frame_stack": 1, "learning_rate": "0:3e-3,300:1e-4", "hidden": 32, "per_alpha": 0.0,
+        "batch_size": 64, "frame_stack": 1, "learning_rate": "0:3e-3,300:1e-4", "hidden": 32, "per_alpha": 0.0,
         "tau": 0.2, "target_network_frequency": 1, "alpha": 0.01, "autotune": False,
         "dropout": 0.0, "augment": "", "num_devices": 1, "learning_starts": 400 * GAMES,
     } | cures)  # fmt: skip
@@ -343,6 +343,7 @@ def test_a_buffer_that_is_not_saved_is_filled_again(train, capfd):
     assert line["charts/updates"] > before["charts/updates"]
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_the_form_for_accelerators_trains_too(train, monkeypatch):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
