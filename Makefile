@@ -1,7 +1,8 @@
 # The newest of these that is there; `make PYTHON=python3.11` takes another.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell $(p) -c "print('$(p)')" 2>/dev/null)) python3)
-ifeq ($(origin PYTHON) $(wildcard .venv/bin/python),command line .venv/bin/python)
 version = -c "import sys; print('%d.%d' % sys.version_info[:2])"
+packages = import sysconfig; print(sysconfig.get_path('purelib'))
+ifeq ($(origin PYTHON) $(wildcard .venv/bin/python),command line .venv/bin/python)
 ifneq ($(shell $(PYTHON) $(version)),$(shell .venv/bin/python $(version)))
 $(error .venv has another Python than PYTHON=$(PYTHON): delete it first)
 endif
@@ -43,14 +44,22 @@ gpu-plan-test: SELECT = -m "not slow"
 gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest -n 2 tests/test_gpu_plan.py $(SELECT)
 
-# An environment with an extra of pyproject.toml, its versions those of constraints/. pip would compile it on one core.
-.venv/with-% .venv-gpu-plan/with-%: pyproject.toml $(wildcard constraints/*.txt)
+# An environment with an extra of pyproject.toml, its versions those of constraints/. pip would compile it on one core,
+# and the tests of what it installs.
+INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints/$$($(@D)/bin/python $(version)).txt
+.venv/with-%: pyproject.toml $(wildcard constraints/*.txt)
 	@test -e $(@D)/bin/python || $(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
 		and 'error: PYTHON=$(PYTHON) is ' + v + ', give one of 3.11, 3.12 and 3.13: make PYTHON=python3.12')"
 	test -e $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--constraint constraints/$$($(@D)/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])").txt ".[$*]"
-	-$(@D)/bin/python -m compileall -qq -j 0 $(@D)/lib
+	$(@D)/bin/python $(INSTALL) ".[$*]"
+	-$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|rllib)/' $(@D)/lib
+	@touch $@
+
+# Only XLA's compiler is installed here: all else is found in .venv, whichever extra that has.
+.venv-gpu-plan/with-gpu-plan: $(or $(firstword $(wildcard .venv/with-*)),.venv/with-$(EXTRA))
+	.venv/bin/python -m venv $(@D)
+	.venv/bin/python -c "$(packages)" > "$$($(@D)/bin/python -c "$(packages)")/venv.pth"
+	$(@D)/bin/python $(INSTALL) ".[gpu-plan]"
 	@touch $@
 
 # Writes constraints/, one file for each of these Pythons, CUDA's wheels among them without fetching these: make constraints PYTHONS="python3.11 python3.12 python3.13"
