@@ -276,8 +276,8 @@ def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
 
 
 def assert_resumes_after_sigterm(script, flags, tmp_path):
-    """SIGTERM during the third update writes a checkpoint, and what goes on with it, in a process of its own, equals a
-    run that was not stopped. PPO is stopped in processes of their own (tests/test_devices.py, tests/test_run.py).
+    """SIGTERM during the third update writes a checkpoint, and what goes on with it equals a run that was not stopped.
+    PPO is stopped and goes on in processes of their own (tests/test_devices.py, tests/test_run.py).
 
     Returns its directory.
     """
@@ -298,8 +298,7 @@ def assert_resumes_after_sigterm(script, flags, tmp_path):
     assert f"python {script.SCRIPT}.py --resume {run_dir}" in output.getvalue()
     step = checkpoints.load(run_dir)[0]
     assert step == read_metrics(run_dir)[-1]["global_step"] < script.Args(**flags).total_timesteps
-    resumed = start(f"{script.SCRIPT}.py", "--resume", run_dir)
-    assert resumed.wait(120) == 0, resumed.communicate()[0]
+    runs.cli(script.Args, script.main, ["--resume", str(run_dir)])
     assert_same_run(whole, run_dir)
     return run_dir
 
