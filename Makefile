@@ -45,7 +45,7 @@ gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 	JAX_PLATFORMS=cpu .venv-gpu-plan/bin/python -m pytest -n 2 tests/test_gpu_plan.py $(SELECT)
 
 # An environment with an extra of pyproject.toml, its versions those of constraints/. pip would compile it on one core,
-# and the tests of what it installs.
+# with the packages' own tests and RLlib, which nothing here imports.
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints/$$($(@D)/bin/python $(version)).txt
 .venv/with-%: pyproject.toml $(wildcard constraints/*.txt)
 	@test -e $(@D)/bin/python || $(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
