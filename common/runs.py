@@ -277,7 +277,11 @@ def _parse(args_class: type, argv: Sequence[str], default: Any, description: str
     def part(box):
         return box(**{field.name: getattr(default, field.name) for field in dataclasses.fields(box)})
 
-    boxed = dataclasses.make_dataclass("Boxed", [(k, tyro.conf.OmitArgPrefixes[v], part(v)) for k, v in boxes.items()])
+    fields = []
+    for name, box in boxes.items():
+        about = box.__doc__ if box in groups else ""  # given none, tyro would look for one in all of this file
+        fields.append((name, Annotated[tyro.conf.OmitArgPrefixes[box], tyro.conf.arg(help=about)], part(box)))
+    boxed = dataclasses.make_dataclass("Boxed", fields)
     answer = tyro.cli(boxed, args=argv, description=description)
     return args_class(**{k: v for box in boxes for k, v in vars(getattr(answer, box)).items()})
 
