@@ -2,6 +2,7 @@ import contextlib
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import shlex
@@ -30,10 +31,11 @@ ROOT = Path(__file__).parent.parent
 COMPILE_SOONER = (
     "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
 )
-# Also for the processes that tests start: what one has compiled, however short that took, no other compiles again.
+# Also for the processes that tests start: what one has compiled no other compiles again, but for what takes no longer
+# than to write it.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "jax")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 runs.set_up_jax()
 # More devices than most tests use, on however many cores; the processes that tests start have as many.
 os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count=4 {COMPILE_SOONER}"
@@ -71,12 +73,16 @@ def pytest_runtest_setup(item):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(off)
 
 
+ENDED = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Drops compiled programs before they fill memory, and Linux's 65,530 maps of a process: XLA crashes there."""
+    """Drops compiled programs before they fill memory, and Linux's 65,530 maps of a process: XLA crashes there. Looks
+    after every eighth test, as that takes time."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
+    if next(ENDED) % 8 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
         jax.clear_caches()
         gc.collect()
 
@@ -119,11 +125,10 @@ def assert_same_run(a, b):
 
 def cut_back(run_dir, updates, folder):
     """A copy of a run with a checkpoint after each update, as one is that was killed after so many of them."""
-    path = shutil.copytree(run_dir, folder / "cut back")
-    saved = sorted((path / "checkpoints").iterdir(), key=lambda checkpoint: int(checkpoint.name))
-    for later in saved[updates:]:
-        shutil.rmtree(later)
-    return path
+    steps = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    later = [str(step) for step in steps[updates:]]
+    leave_out = {str(run_dir / "checkpoints"): later}
+    return shutil.copytree(run_dir, folder / "cut back", ignore=lambda path, names: leave_out.get(str(path), ()))
 
 
 def start(*argv, **variables):
