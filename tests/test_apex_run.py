@@ -21,7 +21,6 @@ from conftest import (
     flags_of,
     read_metrics,
     record_homes,
-    start,
 )
 
 import apex_procgen as apex
@@ -245,17 +244,16 @@ def test_the_hosts_memory_must_be_there(monkeypatch):
     offpolicy.OffPolicyArgs.check(apex.Args())
 
 
-def test_the_command_line(tmp_path):
-    """As a user types it, threads free to run: W&B, evaluation, video, then evaluate.py."""
+def test_the_command_line(tmp_path, capfd):
+    """Threads free to run: W&B, evaluation, video, then evaluate.py."""
     command = TINY | {
         "env_id": "starpilot", "num_levels": 8, "total_timesteps": 2_000, "replay_ratio": 1.0, "deterministic": False,
         "eval_every": 1_200, "eval_episodes": 2, "capture_video": True, "checkpoint_every": 800, "keep_checkpoints": 2,
         "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
-    process = start("apex_procgen.py", *flags_of(command))
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, output
-    assert "replay buffer: 320 steps x 12.3 kB" in output
+    runs.cli(apex.Args, apex.main, [*map(str, flags_of(command))])
+    output = capfd.readouterr()
+    assert "replay buffer: 320 steps x 12.3 kB" in output.out + output.err
     (run_dir,) = tmp_path.iterdir()
     assert re.fullmatch(r"starpilot__apex_procgen__1__\d+", run_dir.name)
     lines = read_metrics(run_dir, clocks=True)

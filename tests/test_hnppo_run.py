@@ -16,7 +16,6 @@ from conftest import (
     assert_same_run,
     flags_of,
     read_metrics,
-    start,
 )
 from PIL import Image
 
@@ -194,16 +193,15 @@ def test_other_methods(tmp_path, method):
 
 
 def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
-    """The command line as a user types it: W&B, the gripper, then evaluate.py with a (smaller) video."""
+    """A command line: W&B, the gripper, then evaluate.py with a (smaller) video."""
     flags = TINY | {
         "tasks": "0,Round-Left-Push", "robot": "gripper", "num_envs": 8, "num_worlds": 8, "task_timesteps": 1_024,
         "chunked": True, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
-    process = start("hnppo_doorgym.py", *flags_of(flags))
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, output
-    assert "REM" in output
-    assert "Round-Left-Push learnt in 1 updates" in output
+    runs.cli(hn.Args, hn.main, [*map(str, flags_of(flags))])
+    output = capfd.readouterr()
+    assert "REM" in output.out + output.err
+    assert "Round-Left-Push learnt in 1 updates" in output.out + output.err
     (run_dir,) = tmp_path.iterdir()
     assert re.fullmatch(r"DoorGym__hnppo_doorgym__1__\d+", run_dir.name)
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
