@@ -125,10 +125,12 @@ def assert_same_run(a, b):
 
 def cut_back(run_dir, updates, folder):
     """A copy of a run with a checkpoint after each update, as one is that was killed after so many of them."""
-    steps = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-    later = [str(step) for step in steps[updates:]]
-    leave_out = {str(run_dir / "checkpoints"): later}
-    return shutil.copytree(run_dir, folder / "cut back", ignore=lambda path, names: leave_out.get(str(path), ()))
+    later = [str(step) for step in checkpoints.steps_in(run_dir)[updates:]]
+
+    def leave_out(path, names):
+        return later if Path(path) == run_dir / "checkpoints" else []
+
+    return shutil.copytree(run_dir, folder / "cut back", ignore=leave_out)
 
 
 def start(*argv, **variables):
@@ -153,7 +155,7 @@ def flags_of(args):
         if isinstance(value, bool):
             words.append(runs.flag_of(name if value else f"no_{name}"))
         else:
-            words += [runs.flag_of(name), value]
+            words += [runs.flag_of(name), str(value)]
     return words
 
 
@@ -286,8 +288,8 @@ def assert_resumes_after_sigterm(script, flags, tmp_path):
 
     Returns its directory.
     """
-    plain = flags | {"wandb_mode": "disabled", "capture_video": False} if "capture_video" in flags else flags
-    whole = script.main(script.Args(**plain | {"run_dir": str(tmp_path / "whole")})).path
+    quiet = {"run_dir": str(tmp_path / "whole"), "wandb_mode": "disabled"}
+    whole = script.main(script.Args(**flags | quiet)).path
     log, lines, output = runs.Run.log, [], io.StringIO()
 
     def log_and_stop(run, *given):

@@ -251,9 +251,8 @@ def test_the_command_line(tmp_path, capfd):
         "eval_every": 1_200, "eval_episodes": 2, "capture_video": True, "checkpoint_every": 800, "keep_checkpoints": 2,
         "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
-    runs.cli(apex.Args, apex.main, [*map(str, flags_of(command))])
-    output = capfd.readouterr()
-    assert "replay buffer: 320 steps x 12.3 kB" in output.out + output.err
+    runs.cli(apex.Args, apex.main, flags_of(command))
+    assert "replay buffer: 320 steps x 12.3 kB" in "".join(capfd.readouterr())
     (run_dir,) = tmp_path.iterdir()
     assert re.fullmatch(r"starpilot__apex_procgen__1__\d+", run_dir.name)
     lines = read_metrics(run_dir, clocks=True)

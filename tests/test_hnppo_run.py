@@ -198,10 +198,10 @@ def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
         "tasks": "0,Round-Left-Push", "robot": "gripper", "num_envs": 8, "num_worlds": 8, "task_timesteps": 1_024,
         "chunked": True, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
-    runs.cli(hn.Args, hn.main, [*map(str, flags_of(flags))])
-    output = capfd.readouterr()
-    assert "REM" in output.out + output.err
-    assert "Round-Left-Push learnt in 1 updates" in output.out + output.err
+    runs.cli(hn.Args, hn.main, flags_of(flags))
+    output = "".join(capfd.readouterr())
+    assert "REM" in output
+    assert "Round-Left-Push learnt in 1 updates" in output
     (run_dir,) = tmp_path.iterdir()
     assert re.fullmatch(r"DoorGym__hnppo_doorgym__1__\d+", run_dir.name)
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1

@@ -156,7 +156,7 @@ def test_a_failing_actor_stops_the_run_with_a_checkpoint(resume, whole, tmp_path
     monkeypatch.chdir(tmp_path)
     fail_after(monkeypatch, 60)
     with pytest.raises(ActorError, match="actor 1") as error:
-        runs.cli(impala.Args, impala.main, [str(word) for word in flags_of(TINY | STATEFUL)])
+        runs.cli(impala.Args, impala.main, flags_of(TINY | STATEFUL))
     shown = "".join(traceback.format_exception(error.value))
     assert "in failing" in shown
     assert "ZeroDivisionError: the game broke" in shown
