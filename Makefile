@@ -46,12 +46,13 @@ gpu-plan-test: .venv-gpu-plan/with-gpu-plan
 
 # An environment with an extra of pyproject.toml, its versions those of constraints/, by a pip that takes half as long as
 # Python 3.11's. It would compile all on one core, with the packages' own tests and RLlib, which nothing here imports.
-INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints/$$($(@D)/bin/python $(version)).txt
+PIP = -m pip install --quiet --disable-pip-version-check
+INSTALL = $(PIP) --no-compile --constraint constraints/$$($(@D)/bin/python $(version)).txt
 .venv/with-%: pyproject.toml $(wildcard constraints/*.txt)
 	@test -e $(@D)/bin/python || $(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
 		and 'error: PYTHON=$(PYTHON) is ' + v + ', give one of 3.11, 3.12 and 3.13: make PYTHON=python3.12')"
 	test -e $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check pip==26.3
+	$(@D)/bin/python $(PIP) pip==26.3
 	$(@D)/bin/python $(INSTALL) ".[$*]"
 	-$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|rllib)/' $(@D)/lib
 	@touch $@
@@ -69,10 +70,10 @@ constraints:
 	mkdir -p constraints
 	for python in $(PYTHONS); do \
 		folder=$$(mktemp -d) && $$python -m venv $$folder && \
-		$$folder/bin/python -m pip install --quiet --disable-pip-version-check ".[dev,docs]" && \
+		$$folder/bin/python $(PIP) ".[dev,docs]" && \
 		version=$$($$folder/bin/python -c "import sys; print('%d.%d' % sys.version_info[:2])") && \
 		$$folder/bin/python -m pip freeze --exclude jax-rl-scripts > $$folder/pins && \
-		$$folder/bin/python -m pip install --quiet --disable-pip-version-check --dry-run --report $$folder/gpu ".[cuda12]" && \
+		$$folder/bin/python $(PIP) --dry-run --report $$folder/gpu ".[cuda12]" && \
 		$$folder/bin/python -c "import json, sys; [print(p['metadata']['name'] + '==' + p['metadata']['version']) \
 			for p in json.load(open(sys.argv[1]))['install'] if p['metadata']['name'] != 'jax-rl-scripts']" \
 			$$folder/gpu >> $$folder/pins && \
