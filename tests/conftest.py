@@ -2,7 +2,6 @@ import contextlib
 import gc
 import importlib
 import io
-import itertools
 import json
 import os
 import shlex
@@ -73,16 +72,12 @@ def pytest_runtest_setup(item):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(off)
 
 
-ENDED = itertools.count()
-
-
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Drops compiled programs before they fill memory, and Linux's 65,530 maps of a process: XLA crashes there. Looks
-    after every fourth test, as that takes time."""
+    """Drops compiled programs before they fill memory, and Linux's 65,530 maps of a process: XLA crashes there."""
     yield
     maps = Path("/proc/self/maps")
-    if next(ENDED) % 4 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
         jax.clear_caches()
         gc.collect()
 
