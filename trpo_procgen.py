@@ -413,6 +413,7 @@ def mean_over(function: Callable, data: Data, order: jax.Array):
     [M, B] are all. So a batch takes the memory of a minibatch."""
     total = jnp.maximum(devices.total(data.weight.reshape(-1)[order].sum()), 1)
 
+    @jax.jit  # so that it is traced once, not for its shapes too
     def some(index):
         minibatch, weight = data.take(index)
         share = devices.total(weight.sum()) / total

@@ -353,15 +353,14 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, whole: bool = 
     samples, steps = len(weight), weight.size // len(weight)
     few = max(n for n in range(1, max(CHUNK // steps, 1) + 1) if samples % n == 0)
     chunks = _chunks(data, few)
-    grads, (means, _) = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], chunks))
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, means))
 
     def add(sums, chunk):
-        grads, (means, parts) = differentiate(params, chunk)
-        return jax.tree.map(jnp.add, sums, (grads, means)), parts
+        grads, metrics = differentiate(params, chunk)
+        return jax.tree.map(jnp.add, sums, grads), metrics
 
-    sums, parts = lax.scan(add, zero, chunks)
-    return *total(sums), jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
+    grads, (means, parts) = lax.scan(add, jax.tree.map(jnp.zeros_like, params), chunks)
+    means = jax.tree.map(lambda x: x.sum(0), means)
+    return *total((grads, means)), jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
 
 
 def _per_sample(parts, shape: tuple[int, ...]) -> dict:

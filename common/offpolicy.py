@@ -302,6 +302,7 @@ def repeat(args: Any, improve: Callable, state: Any, buffer: replay.Replay, k: j
     Returns the state, the buffer with new priorities, and mean metrics.
     """
 
+    @jax.jit  # so that it is traced once, not for its shapes too
     def once(state, buffer):
         batch = sample(args, buffer, state.updates, beta)
         state, td, metrics = improve(state, batch)
