@@ -27,15 +27,14 @@ def run_dir(tmp_path_factory):
 
 def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
     folder = tmp_path / "agent"
-    words = [str(run_dir), "--episodes", "4", "--seed", "3"]
-    runs.cli(evaluate.Args, evaluate.main, words)
+    words = [str(run_dir), "--episodes", "2", "--seed", "3"]
     runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
     content = json.loads((folder / "args.json").read_text())
     content["args"] |= {"total_timesteps": 100}
     del content["args"]["track"]
     (folder / "args.json").write_text(json.dumps(content))  # exported earlier in the run, by an older script
     runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
-    both = evaluate.main(evaluate.Args((str(folder), str(run_dir)), episodes=4, seed=3))
+    both = evaluate.main(evaluate.Args((str(folder), str(run_dir)), episodes=2, seed=3))
     assert both[0] == both[1]
     exported, saved = (json.loads((path / "eval.json").read_text()) for path in (folder, run_dir))
     assert exported == saved

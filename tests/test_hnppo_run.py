@@ -170,13 +170,15 @@ def test_gradients_that_are_not_finite_stop_the_run_with_advice(train, tmp_path)
     assert not list((run_dir / "checkpoints").glob("[0-9]*"))
 
 
+@pytest.mark.slow
 def test_penalty_is_what_beta_zero_lacks(train):
     lines = read_metrics(train(beta=0.0, task_timesteps=256).path)
     assert lines[-1]["global_step"] == 512
     assert not any("losses/penalty" in line for line in lines)
 
 
-@pytest.mark.parametrize("method", [pytest.param("ppo", marks=pytest.mark.slow), "finetune"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ppo", "finetune"])
 def test_other_methods(tmp_path, method):
     """Two tasks, then evaluate.py: from scratch, the first one has a policy of its own; otherwise there is but one."""
     args = hn.Args(**PLAIN | {"method": method, "task_timesteps": 256, "eval_every": 0, "run_dir": str(tmp_path)})

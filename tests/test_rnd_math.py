@@ -205,6 +205,7 @@ def test_it_plays_the_same_on_all_devices_in_turns_as_on_one(tinies):
     )
 
 
+@pytest.mark.slow
 def test_two_devices_learn_the_same_as_one(tiny):
     """From a whole batch, where it is not drawn at random what a minibatch has of each."""
     flags = {"num_minibatches": 1, "update_epochs": 1, "update_proportion": 1.0, "norm_adv": True, "vtrace": True}

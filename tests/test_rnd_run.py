@@ -13,12 +13,12 @@ import pytest
 from conftest import (
     assert_flag_matters,
     assert_one_sentence,
-    assert_resumes_after_sigterm,
     assert_same_run,
     cut_back,
     parameters,
     read_metrics,
     record_homes,
+    stop_and_go_on,
 )
 
 import evaluate
@@ -70,7 +70,12 @@ def test_same_seed_same_metrics_wherever_checkpoints_fall(train, whole):
     assert lags == ([0, 1, 1, 1] if whole.flags is ASYNC else [0] * 4)
 
 
-@pytest.mark.parametrize("updates", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("whole", "updates"),
+    [(SYNC, 1), *[pytest.param(SYNC, n, marks=pytest.mark.slow) for n in (2, 3)], *[(ASYNC, n) for n in (1, 2, 3)]],
+    indirect=["whole"],
+    ids=[f"{name}-{n}" for name in ("sync", "async") for n in (1, 2, 3)],
+)
 def test_resume_equals_uninterrupted(resume, whole, updates, tmp_path):
     """From the checkpoint before the update after which the games start anew, at it, and after it."""
     assert len(whole.checkpoints) == 4
@@ -131,7 +136,7 @@ def stop_at_once(enter):
     return entered
 
 
-@QUICK_IF_ASYNC
+@pytest.mark.slow
 def test_a_failing_actor_stops_the_run_with_a_checkpoint(train, resume, whole, tmp_path, monkeypatch, capfd):
     step, played = envs.Games.step, []
 
@@ -305,13 +310,12 @@ def test_a_replay_is_the_same_game_in_colour():
 
 @pytest.mark.optimised
 def test_two_thousand_frames(tmp_path, capfd):
-    """As a user types it: W&B, a map of the rooms, SIGTERM, --resume, which equals a run that was not stopped, then
-    evaluate.py."""
+    """As a user types it: W&B, a map of the rooms, SIGTERM, --resume, then evaluate.py."""
     more = {
         "total_timesteps": 2_000, "checkpoint_every": 400, "keep_checkpoints": 2, "max_episode_steps": 60,
         "restart_every": 130, "room_map": True, "wandb_mode": "offline", "wandb_project": "test",
     }  # fmt: skip
-    run_dir = assert_resumes_after_sigterm(rnd, TINY | ASYNC | more, tmp_path)
+    run_dir = stop_and_go_on(rnd, TINY | ASYNC | more, tmp_path)
     assert "rooms visited: 1" in capfd.readouterr().err
     assert re.fullmatch(r"MontezumaRevenge-v5__rnd_montezuma__1__\d+", run_dir.name)
     lines = read_metrics(run_dir, clocks=True)

@@ -85,18 +85,12 @@ def test_an_evaluation_that_came_after_its_checkpoint_is_kept(tmp_path):
     assert lines == [["losses/loss"], ["eval/test_levels/mean_return"], ["losses/loss"]]
 
 
+@pytest.mark.slow
 def test_the_last_evaluation_is_kept_where_a_checkpoint_was_due_too(train):
     half = train(total_timesteps=128, checkpoint_every=64, eval_every=0, eval_episodes=2)
     assert "eval/test_levels/mean_return" in read_metrics(half.path)[-1]
     longer = train(resume=str(half.path), total_timesteps=192, eval_episodes=0)
     assert len([line for line in read_metrics(longer.path) if "eval/test_levels/mean_return" in line]) == 1
-
-
-def test_evaluation_does_not_disturb_training(train, uninterrupted):
-    run = train(**STATEFUL, eval_every=50, eval_episodes=2)
-    evaluated = read_metrics(run.path)
-    assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
-    assert [x for x in evaluated if "losses/loss" in x] == read_metrics(uninterrupted)
 
 
 def test_an_error_closes_the_games(train, monkeypatch):
@@ -108,10 +102,13 @@ def test_an_error_closes_the_games(train, monkeypatch):
     assert len(closed) == 1
 
 
-def test_sigterm_during_an_evaluation(train, monkeypatch):
-    """The evaluation is given up, and made after the resume."""
+def test_an_evaluation_disturbs_nothing_and_a_signal_ends_it(train, uninterrupted, monkeypatch):
+    """Then it is given up, and made after the resume."""
     flags = STATEFUL | {"eval_every": 100, "eval_episodes": 2}
     whole = train(**flags)
+    evaluated = read_metrics(whole.path)
+    assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
+    assert [x for x in evaluated if "losses/loss" in x] == read_metrics(uninterrupted)
     play = envs.play_episodes
 
     def interrupted(*args, **options):

@@ -257,7 +257,7 @@ def test_the_encoder_learns_from_the_critics_alone():
 @pytest.mark.parametrize(
     "cures",
     [
-        pytest.param({}, id="plain"),
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
         pytest.param(CURES, id="cures", marks=pytest.mark.slow),
         pytest.param(
             {"autotune": True, "alpha": 0.1, "alpha_learning_rate": 0.05, "learning_rate": "0:3e-3,300:1e-4"},

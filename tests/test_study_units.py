@@ -57,8 +57,15 @@ def test_raw_returns_are_those_of_an_evaluation():
     assert ((normalized > 0) == (raw > 0)).all()
 
 
-def test_an_agent_gets_a_row(tmp_path, capfd):
-    path = tmp_path / "units.csv"
+def test_an_agent_gets_a_row(tmp_path, monkeypatch, capfd):
+    path, play, played = tmp_path / "units.csv", study_units.play, {}
+
+    def play_once(args, policy, levels, **how):
+        if levels not in played:
+            played[levels] = play(args, policy, levels, **how)
+        return played[levels]
+
+    monkeypatch.setattr(study_units, "play", play_once)
     args = study_units.Args((str(ROOT / "agents" / "ppo_coinrun"),), batches=1, csv=str(path))
     study_units.main(args)
     first = records.read_rows(path)
