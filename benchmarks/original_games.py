@@ -162,9 +162,9 @@ def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple
 
 def compare(args: Args, name: str, saved, policy: Callable) -> dict:
     """A row: the policy's mean return and its standard error in both, on unseen levels."""
+    frames, pixels, rewards = difference(args, saved)  # first: an interpreter without procgen is noticed here
     ours, *_ = envs.evaluate(saved, policy, "test", episodes=args.episodes, seed=args.seed)
     num_envs = devices.multiple(saved, min(args.episodes, 64))
-    frames, pixels, rewards = difference(args, saved)
     with original(args, saved, num_envs) as games:
         theirs = play(games, policy, saved.offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
     errors = ours["std"] / ours["episodes"] ** 0.5, theirs.std() / len(theirs) ** 0.5
