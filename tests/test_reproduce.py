@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,6 +195,8 @@ def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
     monkeypatch.setattr(trials, "origin", lambda: origin)
     words = {"scale": 0.1, "out": str(table / "out"), "cells": ("run",)}
     first, *_ = reproduce.main(reproduce.Args("small", seeds=(1, 3), runs=str(table / "here"), **words))
+    (seed,) = (table / "here").glob("*/1")
+    shutil.copytree(seed, table / "there" / seed.relative_to(table / "here"))
     one_seed, *_ = reproduce.main(reproduce.Args("small", seeds=(1,), runs=str(table / "there"), **words))
     assert first["seeds"] == 2
     assert one_seed == pytest.approx(first, nan_ok=True)

@@ -63,6 +63,13 @@ def whole(request, tmp_path_factory):
     return SimpleNamespace(flags=request.param, path=path, checkpoints=checkpoints)
 
 
+# Quick where the actor plays beside the learner, with a memory: all else is part of that.
+QUICK_IF_ASYNC = pytest.mark.parametrize(
+    "whole", [pytest.param(SYNC, marks=pytest.mark.slow), ASYNC], indirect=True, ids=["sync", "async"]
+)
+
+
+@QUICK_IF_ASYNC
 def test_same_seed_same_metrics_wherever_checkpoints_fall(train, whole):
     assert_same_run(whole.path, train(**whole.flags | {"checkpoint_every": 150}))
     lags = [line["charts/policy_lag"] for line in read_metrics(whole.path)]
@@ -108,12 +115,6 @@ def test_running_statistics_are_resumed(whole):
     assert saved["frame_stats"]["count"] == TINY["num_envs"] * steps
     assert saved["bonus_filter"]["count"] == saved["global_step"]
     assert saved["updates"] == 4
-
-
-# Quick where the actor plays beside the learner, with a memory: all else is part of that.
-QUICK_IF_ASYNC = pytest.mark.parametrize(
-    "whole", [pytest.param(SYNC, marks=pytest.mark.slow), ASYNC], indirect=True, ids=["sync", "async"]
-)
 
 
 @QUICK_IF_ASYNC

@@ -213,7 +213,7 @@ def test_kill_9_leaves_the_last_checkpoint_usable(tmp_path, long_run):
 def test_four_thousand_frames(tmp_path):
     """The command line as a user types it: W&B, evaluation, video, then evaluate.py."""
     command = flags_of(
-        {"env_id": "starpilot", "gap_stack": True, "channels": "4,4,4", "num_levels": 3, "num_envs": 16,
+        {"env_id": "starpilot", "gap_stack": True, "channels": "4,4,4", "blocks": 1, "num_levels": 3, "num_envs": 16,
          "num_steps": 64, "num_minibatches": 4, "update_epochs": 1, "learning_rate": "5e-4", "total_timesteps": 4_000,
          "eval_every": 2_500, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 1_200,
          "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test"}
@@ -294,13 +294,6 @@ def test_strips_are_put_under_each_other(tmp_path, capsys):
     for name, why in bad.items():
         assert_refused(strip, [tmp_path / name], capsys, why)
     assert_refused(strip, [tmp_path / "one.png", "--out", tmp_path], capsys, f"--out {tmp_path}", "name of a file")
-
-
-def test_resume_is_the_same_wandb_run(train):
-    run = train(wandb_mode="offline", total_timesteps=100)
-    train(wandb_mode="offline", total_timesteps=200, resume=str(run.path))
-    ids = {path.name.split("-", 3)[3] for path in (run.path / "wandb").glob("offline-run-*")}
-    assert ids == {run.path.name} == {json.loads((run.path / "args.json").read_text())["wandb_id"]}
 
 
 def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on(train):

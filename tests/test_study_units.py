@@ -10,6 +10,9 @@ from common import envs, runs
 from experiments import study_units
 
 
+pytestmark = pytest.mark.optimised  # episodes are played to their end
+
+
 class Played:
     """An env that replays rewards float64 [T, N] and ends of episodes bool [T, N]."""
 
