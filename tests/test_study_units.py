@@ -9,7 +9,6 @@ from benchmarks import records
 from common import envs, runs
 from experiments import study_units
 
-
 pytestmark = pytest.mark.optimised  # episodes are played to their end
 
 
