@@ -181,6 +181,18 @@ def test_what_devices_cannot_divide_is_said(script, flags, names, valid, monkeyp
 
 
 @pytest.mark.slow
+def test_a_run_that_goes_on_with_other_devices_says_so(tmp_path, capfd):
+    flags = ACTOR_CRITIC | {"run_dir": str(tmp_path), "total_timesteps": 256}
+    path = ppo.main(ppo.Args(**flags)).path
+    ppo.main(ppo.Args(**flags | {"resume": str(path), "total_timesteps": 500, "num_devices": 4}))
+    assert (
+        "on 2 devices of 1 hosts and goes on with 4 devices of 1 hosts: it will not be the same"
+        in capfd.readouterr().err
+    )
+    assert read_metrics(path)[-1]["global_step"] >= 500
+
+
+@pytest.mark.slow
 def test_actors_have_devices_of_their_own(tmp_path, monkeypatch):
     """They play the same there."""
     homes = record_homes(monkeypatch)
