@@ -449,6 +449,7 @@ def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Bat
         "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
         "rho": jnp.minimum(args.rho_bar, ratio),
         "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
+        "value_error": values[:, :-1] - targets,
         "target": targets,
         "target_square": targets**2,
     }
@@ -598,8 +599,9 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
         args, agent, state, unrolls, rates=(learning_rate, ent_coef, gamma), key=shuffle_key
     )
     variance = parts.pop("target_square") - parts.pop("target") ** 2
+    unexplained = 2 * parts["value_loss"] - parts.pop("value_error") ** 2
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
-        "losses/explained_variance": 1 - 2 * parts["value_loss"] / jnp.maximum(variance, 1e-8),
+        "losses/explained_variance": 1 - unexplained / jnp.maximum(variance, 1e-8),
         "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,

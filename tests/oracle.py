@@ -77,6 +77,7 @@ def impala_loss(args, ent_coef, logits, values, sequence, gamma):
         "approx_kl": mean(lambda t: sum(q[t] * np.log(q[t] / p[t]))),
         "rho": mean(lambda t: min(args.rho_bar, math.exp(log_ratio[t]))),
         "rho_clipfrac": mean(lambda t: float(math.exp(log_ratio[t]) > args.rho_bar)),
+        "value_error": mean(lambda t: values[t] - targets[t]),
     }
     return parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"], parts
 

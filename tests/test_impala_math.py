@@ -356,5 +356,10 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
         assert abs(metrics["losses/approx_kl"]) < 1e-5
         assert abs(metrics["losses/rho"] - 1) < 1e-3
     assert ends > 0
+    parts = jax.jit(partial(impala.loss, args, agent, gamma=0.99, ent_coef=0.01))(
+        state.params, minibatch_of(args, unrolls)
+    )
+    error, target = (parts[name].T[~unrolls.batch.done] for name in ("value_error", "target"))
+    assert abs(metrics["losses/explained_variance"] - (1 - error.var() / target.var())) < 1e-3
     for mine in games:
         mine.close()
