@@ -409,7 +409,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
             args, state.bonus, state.params["predictor"], frames=rollout.frames, steps=steps, gamma=gamma
         )
         state, rewards = state._replace(bonus=moved), rewards + args.rnd_coef * extra
-        metrics["charts/rnd_bonus"] = shaping.masked_moments(extra, mask)[0]
+        metrics["charts/intrinsic_reward"] = shaping.masked_moments(extra, mask)[0]
     stacked, first = rollout.frames.stack(args.num_steps), rollout.frames.first[-1]
     last_value = policy_and_value(agent, state.params["agent"], stacked, first, rollout.core)[1]
     advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(

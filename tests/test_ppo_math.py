@@ -358,7 +358,7 @@ def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
 
     _, batch, metrics = jax.jit(partial(ppo.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps, 0.9)
     kept = ~steps.done
-    np.testing.assert_allclose(metrics["charts/rnd_bonus"], np.asarray(got)[kept].mean(), rtol=1e-3)
+    np.testing.assert_allclose(metrics["charts/intrinsic_reward"], np.asarray(got)[kept].mean(), rtol=1e-3)
     last = seen(past + 8, steps.age[-1])
     last_value = tiny.agent.apply(params["agent"], last, np.zeros(3, bool), ())[1][:, 0]
     values = np.concatenate([tiny.rollout.values, last_value[None]])
