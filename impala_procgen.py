@@ -90,21 +90,23 @@ class Args(
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
         check(
+            batch * self.num_steps <= 2**24,
+            f"--num-envs {self.num_envs}: a batch of {batch * self.num_steps} steps is too large, at most {2**24}",
+        )
+        check(
             batch % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches}: must divide a batch's unrolls, {batch}"
             + (f" ({self.num_envs} new and {replayed} replayed)" if self.replay_fraction else ""),
         )
         if self.replay_fraction:
-            least, most = 1 / (self.num_envs + 1), 2**24 // self.num_steps
-            check(replayed > 0, f"--replay-fraction {self.replay_fraction}: give 0, or at least {least:.2g}")
+            one, most = 1 / (self.num_envs + 1), 2**24 // self.num_steps
+            check(
+                replayed > 0, f"--replay-fraction {self.replay_fraction}: give 0, or {one:.2g} for one unroll, or more"
+            )
             check(
                 self.num_envs <= self.replay_size <= most,
                 f"--replay-size {self.replay_size}: must be from {self.num_envs}, one unroll of each game, to {most}",
             )
-        check(
-            batch * self.num_steps <= 2**24,
-            f"--num-envs {self.num_envs}: a batch of {batch * self.num_steps} steps is too large, at most {2**24}",
-        )
 
     def shares(self) -> dict[str, int]:
         """What the devices divide between them."""
@@ -676,7 +678,10 @@ def main(args: Args) -> runs.Run:
         saved = run.saved
         start_from = saved or devices.run_once(initial, args, agent)
         state = devices.share(args, start_from["state"], SAME)
-        memory = devices.share(args, start_from.pop("memory"), MEMORY)  # large: not to lie there twice
+        memory = start_from.pop("memory")  # large: not to lie there twice
+        if saved and int(saved["run"]["devices"]) != devices.mesh(args).size:
+            memory = memory._replace(written=np.int32(0))  # of other parts of the buffer, some never written
+        memory = devices.share(args, memory, MEMORY)
         step, params = int(state.global_step), devices.here(args, state.params)
         if saved and "fleet" in saved:  # there are as many hosts as there were
             episodes.restore(saved["episodes"])

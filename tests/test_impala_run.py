@@ -126,6 +126,22 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
 
 
 @pytest.mark.slow
+def test_on_other_devices_the_replay_buffer_begins_anew(train, resume, monkeypatch):
+    """Else a device would draw from a part of it into which nothing had been written yet."""
+    path = train(**STATEFUL | {"num_devices": 1, "total_timesteps": 60}).path
+    update, blank = impala.update, []
+
+    def look(args, agent, state, unrolls):
+        blank.append((np.asarray(unrolls.frames.images) == 0).all(axis=(0, 2, 3, 4)).any())
+        return update(args, agent, state, unrolls)
+
+    monkeypatch.setattr(impala, "update", look)
+    resume(path, **STATEFUL)
+    assert len(blank) > 3
+    assert not any(blank)
+
+
+@pytest.mark.slow
 def test_evaluation_does_not_disturb_training(train, whole):
     evaluated = read_metrics(train(**STATEFUL, eval_every=100, eval_episodes=2).path)
     assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
@@ -334,7 +350,7 @@ BAD = {
     "actors": (["--num-actors", 3], "--num-actors 3", "16"),
     "minibatches": (["--num-minibatches", 3], "--num-minibatches 3", "16"),
     "replayed minibatches": (["--replay-fraction", 0.2, "--num-minibatches", 3], "--num-minibatches 3", "20"),
-    "replay fraction": (["--replay-fraction", 0.02], "--replay-fraction 0.02", "at least 0.059"),
+    "replay fraction": (["--replay-fraction", 0.02], "--replay-fraction 0.02", "0.059 for one unroll"),
     "replay of all": (["--replay-fraction", 1], "--replay-fraction 1", "from 0 to 0.95"),
     "replay size": (["--replay-fraction", 0.5, "--replay-size", 8], "--replay-size 8", "from 16"),
     "replay size of nothing": (["--replay-size", 64], "--replay-size 64", "without --replay-fraction"),
@@ -346,6 +362,11 @@ BAD = {
     "schedule": (["--learning-rate", "0:1e-4,oops"], "--learning-rate '0:1e-4,oops'", "step:value"),
     "batch too large": (["--num-envs", 65536, "--num-steps", 1024], "--num-envs 65536", "at most 16777216"),
     "no evaluation to film": (["--capture-video", "--eval-episodes", 0], "--capture-video", "--eval-episodes 1"),
+    "batch with its replay": (
+        ["--num-envs", 512, "--num-steps", 65536, "--replay-fraction", 0.5],
+        "--num-envs 512",
+        "at most",
+    ),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other script": (["--resume", "other"], "--resume other", "ppo_procgen.py"),
     "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, 2"),
