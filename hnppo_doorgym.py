@@ -116,6 +116,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
         runs.check_needs(self, self.method != "ppo", "--method hnppo or finetune", ("keep_std",))
         ordinary = self.method != "hnppo" or self.critic == "fresh" or not self.keep_std
         runs.check_needs(self, ordinary, "--critic fresh or --no-keep-std", ("learning_rate",))
+        runs.check_needs(self, self.eval_every, "--eval-every", ("stop_at_success",))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host")
         batch = DECISIONS * self.num_envs
         check(

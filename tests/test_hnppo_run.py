@@ -326,6 +326,7 @@ BAD = {
     "no generated critic": (["--method", "finetune", "--critic", "fresh"], "--critic fresh", "--method hnppo"),
     "anew in any case": (["--method", "ppo", "--keep-std"], "--keep-std", "--method hnppo or finetune"),
     "nothing ordinary": (["--keep-std", "--learning-rate", 0.5], "--learning-rate 0.5", "--critic fresh"),
+    "never looked": (["--eval-every", 0, "--stop-at-success", 0.9], "--stop-at-success 0.9", "--eval-every"),
     "discount": (["--gamma", 1.5], "--gamma 1.5", "from 0 to 1"),
     "worlds": (["--num-worlds", 0], "--num-worlds 0", "from 1"),
     "nan": (["--beta", "nan"], "--beta nan", "0 or more"),
