@@ -446,7 +446,7 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
 
 def on_this_machine(args: Any) -> Any:
     """The arguments of a run, to play what it has learnt on whatever devices there are here."""
-    anywhere = {"num_devices": 0, "actor_devices": 0, "distributed": False}
+    anywhere = {"num_devices": 0, "actor_devices": 0, "distributed": False, "replay_device": "device"}
     return dataclasses.replace(args, **{name: anywhere[name] for name in anywhere if hasattr(args, name)})
 
 

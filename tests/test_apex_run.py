@@ -241,7 +241,7 @@ def test_the_hosts_memory_must_be_there(monkeypatch):
     monkeypatch.setattr(offpolicy, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda")))
     with pytest.raises(runs.UsageError, match=r"--replay-device host: JAX_PLATFORMS=cuda .* cuda,cpu"):
         offpolicy.OffPolicyArgs.check(apex.Args(replay_device="host"))
-    offpolicy.OffPolicyArgs.check(apex.Args())
+    offpolicy.OffPolicyArgs.check(runs.on_this_machine(apex.Args(replay_device="host")))  # evaluation has no buffer
 
 
 def test_the_command_line(tmp_path, capfd):
