@@ -75,9 +75,10 @@ class EncoderArgs:
         of |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
         for flag, encoders in of.items():
             value, own = getattr(self, flag), getattr(EncoderArgs, flag)
+            leave = "nothing" if own == "" else own
             check(
                 value == own or name in encoders,
-                f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {own or 'nothing'}",
+                f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {leave}",
             )
         check(
             not self.channels or self.width == EncoderArgs.width,

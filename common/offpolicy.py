@@ -60,8 +60,8 @@ class OffPolicyArgs(actors.FleetArgs):
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
         check(
             buffer_rows(self) * games >= least,
-            f"--buffer-size {self.buffer_size}: give {least} or more, {games} games times an unroll and an n-step "
-            "return",
+            f"--buffer-size {self.buffer_size}: give {least} or more, {games} games times an unroll, an n-step return "
+            "and the frames of stacks",
         )
         check(
             least <= self.learning_starts <= self.buffer_size,
