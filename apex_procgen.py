@@ -293,8 +293,8 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
 
     For distributions the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), or the loss of
     quantiles. One atom has no distribution to learn: it is the value itself, with Huber's loss, as in DQN
-    (Mnih et al. 2015). The TD error is that of means in all, since those are what actors can compute too, but of a
-    target that the support can hold: what is beyond it is not there to be learnt.
+    (Mnih et al. 2015). The TD error is that of means in all (of quantiles: of those drawn), since those are what actors
+    can compute too, but of a target that the support can hold: what is beyond it is not there to be learnt.
 
     Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the reward of the first of n steps is more by
     alpha tau log pi(a | s), clipped at -1, and what follows is worth its mean under pi, entropy included.
