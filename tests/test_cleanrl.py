@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import assert_refused
@@ -27,7 +28,7 @@ def args(tmp_path):
 
 
 def test_their_curve_is_of_the_last_hundred_episodes(args, tmp_path):
-    points = cleanrl.play_theirs(args, tmp_path)
+    points = cleanrl.play_theirs(replace(args, minutes=0.04), tmp_path)
     assert [point.step for point in points] == [64 * (i + 1) for i in range(150)]
     assert points[9].mean_return == 4.5
     assert points[-1].mean_return == sum(range(50, 150)) / 100
@@ -35,7 +36,9 @@ def test_their_curve_is_of_the_last_hundred_episodes(args, tmp_path):
 
 def test_runs_are_compared_at_the_steps_of_the_shortest(args, monkeypatch):
     ours = [cleanrl.Point(10, 5_000, 1), cleanrl.Point(50, 15_000, 3), cleanrl.Point(55, 16_000, 9)]
+    theirs = [cleanrl.Point(1, 9_536, 98.5), cleanrl.Point(2, 9_600, 99.5)]
     monkeypatch.setattr(cleanrl, "play_ours", lambda args, flags, folder: ours)
+    monkeypatch.setattr(cleanrl, "play_theirs", lambda args, folder: theirs)
     cleanrl.main(args)
     with open(f"{args.out}.csv") as file:
         rows = list(csv.DictReader(file))

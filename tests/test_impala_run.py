@@ -166,6 +166,7 @@ def fail_after(monkeypatch, steps):
         return step(self, actions)
 
     monkeypatch.setattr(envs.Games, "step", failing)
+    return played
 
 
 def test_a_failing_actor_stops_the_run_with_a_checkpoint(resume, whole, tmp_path, monkeypatch, capfd):
@@ -232,11 +233,14 @@ def test_sigterm_with_full_queues(train, resume, whole, monkeypatch):
 
 
 def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch):
-    fail_after(monkeypatch, 96)  # its seventh unroll, which no update of the six takes
-    update = impala.update
+    played = fail_after(monkeypatch, 96)  # its seventh unroll, which no update of the six takes
+    update, done = impala.update, []
 
     def slow(*args):
-        time.sleep(1)
+        done.append(1)
+        end = time.monotonic() + 60
+        while len(done) == 6 and len(played) <= 96 and time.monotonic() < end:
+            time.sleep(0.01)
         return update(*args)
 
     monkeypatch.setattr(impala, "update", slow)
