@@ -341,11 +341,12 @@ def write_results(study: optuna.Study, out: Path) -> None:
     varied = [name for name in names if len({str(trial.params.get(name)) for trial in valued}) > 1]
     if len(valued) < 2 or not varied:
         return
-    options = {"params": varied, "target": lambda trial: trial.value, "target_name": metric}
-    draw(out / "parallel.png", optuna.visualization.matplotlib.plot_parallel_coordinate, drawn, **options)
+    options, pictures = {"params": varied, "target_name": metric}, optuna.visualization.matplotlib
+    draw(out / "parallel.png", pictures.plot_parallel_coordinate, drawn, target=lambda trial: trial.value, **options)
     if len({trial.value for trial in valued}) > 1 and len(varied) > 1 and len(valued) >= 4:
+        # Without a target it is of what the best trials have in common; with one, of those with the least of it.
         options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
-        draw(out / "importance.png", optuna.visualization.matplotlib.plot_param_importances, drawn, **options)
+        draw(out / "importance.png", pictures.plot_param_importances, drawn, **options)
 
 
 def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:

@@ -11,6 +11,7 @@ import threading
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pytest
 import tyro
@@ -562,6 +563,29 @@ def test_names_are_no_formulas(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"results.csv", "parallel.png", "importance.png"}
     assert {"$\\frac{$", "1e\N{MINUS SIGN}03"} <= set(texts)
     assert not any("mathdefault" in text for text in texts)
+
+
+@pytest.mark.parametrize("goal", ["maximize", "minimize"])
+def test_importance_is_of_what_the_best_trials_have_in_common(goal, tmp_path, monkeypatch):
+    """The best are those with x near 1, the worst those with y near 0."""
+    study, sign = optuna.create_study(direction=goal), 1 if goal == "maximize" else -1
+    study.set_user_attr("sweep", {"metric": {"name": "m", "goal": goal}})
+    told = {"seconds": 1, "origin": {"machine": "this one"}}
+    distributions = dict.fromkeys("xy", optuna.distributions.FloatDistribution(0, 1))
+    for x, y in np.random.default_rng(0).random((60, 2)).tolist():
+        value = sign * (x**8 - (1 - y) ** 8)
+        study.add_trial(optuna.trial.create_trial(
+            params={"x": x, "y": y}, distributions=distributions, value=value, user_attrs=told
+        ))  # fmt: skip
+    importance = {}
+
+    def look(path, plot, drawn, target_name, **options):
+        if path.name == "importance.png":
+            importance.update(optuna.importance.get_param_importances(drawn, **options))
+
+    monkeypatch.setattr(sweep, "draw", look)
+    sweep.write_results(study, tmp_path)
+    assert importance["x"] > 0.7
 
 
 def test_cells_are_queued_once(tmp_path, monkeypatch):
