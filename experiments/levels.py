@@ -23,17 +23,19 @@ class Args:
     """run directories of one game, of different --num-levels, each with an evaluation"""
     out: str = "levels"
     """where to write: OUT.csv and OUT.png"""
-    group_by: tuple[str, ...] = ("encoder",)
+    group_by: tuple[str, ...] = ("script", "encoder")
     """flags that tell lines apart; script too"""
 
 
-def last_evaluation(run: plot.Logged) -> dict[str, dict[str, float]]:
-    """Mean_return, min, max and std by split, of the last line that has them for all splits that the run evaluates."""
+def last_evaluation(run: plot.Logged) -> tuple[int, dict[str, dict[str, float]]]:
+    """The step of the last line that has them for all splits that the run evaluates: mean_return, min, max and std by
+    split."""
     splits = SPLITS if run.args["num_levels"] else SPLITS[1:]
     names = [(split, name) for split in splits for name in ("mean_return", "min", "max", "std")]
     found = [x for x in run.lines if all(plot.can_be_drawn(x.get(f"eval/{s}_levels/{n}", np.nan)) for s, n in names)]
     runs.check(bool(found), f"RUN_DIRS {run.path}: has no evaluation on {' and '.join(splits)} levels, leave it out")
-    return {split: {n: found[-1][f"eval/{split}_levels/{n}"] for s, n in names if s == split} for split in splits}
+    by_split = {s: {n: found[-1][f"eval/{s}_levels/{n}"] for split, n in names if s == split} for s in splits}
+    return found[-1]["global_step"], by_split
 
 
 def summarize(evaluations: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -59,7 +61,9 @@ def study(groups: dict[str, list[plot.Logged]]) -> dict[str, dict[int, dict[str,
         by_levels = {}
         for run in sorted(group, key=lambda run: run.args["num_levels"] or np.inf):
             by_levels.setdefault(run.args["num_levels"], []).append(last_evaluation(run))
-        answer[name] = {levels: summarize(found) for levels, found in by_levels.items()}
+        for levels, found in by_levels.items():
+            plot.check_lengths([step for step, _ in found], f"RUN_DIRS: {name} has runs of {levels or 'all'} levels")
+        answer[name] = {levels: summarize([x for _, x in found]) for levels, found in by_levels.items()}
     return answer
 
 

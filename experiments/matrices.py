@@ -18,13 +18,13 @@ import tyro
 import hnppo_doorgym
 from common import continual, doors, files, runs
 from common.runs import check, flag_of
-from experiments import plot
+from experiments import plot, trials
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 REFERENCE = Path(__file__).parent / "reference" / "doorgym_matrices.csv"
-FREE = plot.BESIDE | {"seed", "num_devices"}  # flags in which runs of one method may differ
+FREE = trials.BESIDE | {"seed", "num_devices"}  # flags in which runs of one method may differ
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,15 @@ def name_of(args: hnppo_doorgym.Args) -> str:
     critic = "" if args.critic == "hyper" else ", fresh critic"
     method = names.get(args.method, "HN-PPO" + critic + (", beta 0" if args.beta == 0 else ""))
     return method + ", gripper" * (args.robot == "gripper") + ", easy" * (args.hardness == "easy")
+
+
+def args_of(run: plot.Logged) -> hnppo_doorgym.Args:
+    """A run's arguments. Raises UsageError if it is older than a flag that decides what is learnt: its default then may
+    not be today's."""
+    args = runs.saved_args(hnppo_doorgym.Args, run.path, "RUN_DIRS", hnppo_doorgym.SCRIPT)
+    unknown = [flag_of(f.name) for f in fields(args) if f.name not in FREE | run.args.keys()]
+    check(not unknown, f"RUN_DIRS {run.path}: is of a version without {', '.join(unknown)}, leave it out")
+    return args
 
 
 def read_rates(path: Path, tasks: tuple[str, ...], method: str | None = None) -> np.ndarray:
@@ -76,7 +85,7 @@ def read_ours(run_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Met
     """Tasks, and their runs by method. Raises UsageError for one that has learnt no task or does not fit the others."""
     ours, first, tasks = {}, {}, ()
     for run in plot.read_runs(run_dirs):
-        args = runs.saved_args(hnppo_doorgym.Args, run.path, "RUN_DIRS", hnppo_doorgym.SCRIPT)
+        args = args_of(run)
         path, own, name = Path(run.path) / "matrix.csv", doors.task_names(args), name_of(args)
         check(path.exists(), f"RUN_DIRS {run.path}: has no matrix.csv yet, leave it out")
         tasks = tasks or own

@@ -479,7 +479,13 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     rows = read_rows(out, results.numbers)
     if any(row[args.metric] for row in rows):
         draw(args, out, ranges)
-    good = [result for result in grid if result.checkpoint and math.isfinite(result.metrics.get("score", math.nan))]
+    good = [  # of the last generation: a member that Ray lost may have been better before
+        result
+        for result in grid
+        if result.checkpoint
+        and result.metrics.get("generation") == args.generations
+        and math.isfinite(result.metrics.get("score", math.nan))
+    ]
     results.setup()  # Ray may have had a copy
     ended = [row for row in rows if row["generation"] == str(args.generations) and row["global_step"]]
     over = len(ended) + grid.num_errors  # a member that Ray lost has no step in its row

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from common import files, runs
 from common.envs import RETURN_RANGES
 from experiments import trials
+from experiments.trials import BESIDE
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -98,12 +99,6 @@ class Logged(NamedTuple):
 
 # RUNS
 
-# Flags that say nothing about how a run learnt.
-BESIDE = {
-    "run_dir", "resume", "num_threads", "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project",
-    "wandb_entity", "track",
-}  # fmt: skip
-
 
 class SavedArgs(TypedDict, total=False):
     """The arguments of a run, those of them that are read here."""
@@ -150,11 +145,13 @@ def read_run(run_dir: str) -> Logged:
 
 
 def differing(run: Logged, everything: list[Logged]) -> list[str]:
-    """The arguments that tell a run of a script from the others', but for its game, seed and places."""
-    others = [other.args for other in everything if other.script == run.script]
+    """The arguments that tell a script's runs apart, but for game, seed and places. One that older runs do not have yet
+    does so if it differs among the others."""
+    runs_of_script = [other.args for other in everything if other.script == run.script]
+    names = dict.fromkeys(name for args in runs_of_script for name in args)
+    values = {name: [args[name] for args in runs_of_script if name in args] for name in names}
     same = BESIDE | {"env_id", "seed", "total_timesteps"}
-    known = [k for k in run.args if k not in same and all(k in x for x in others)]
-    return [k for k in known if any(other[k] != run.args[k] for other in others)]
+    return [name for name in names if name not in same and any(x != values[name][0] for x in values[name])]
 
 
 def group_runs(everything: list[Logged], group_by: tuple[str, ...]) -> dict[str, list[Logged]]:
@@ -246,10 +243,17 @@ def common_grid(curves: list[np.ndarray], points: int) -> tuple[np.ndarray, np.n
     return grid, np.array([np.interp(grid, x, y) for x, y in curves]).reshape(len(curves), len(grid))
 
 
+def check_lengths(steps: Sequence[float], which: str) -> None:
+    """Raises UsageError if runs whose last values are compared have not trained for as long, but for 2 %."""
+    least, most = min(steps), max(steps)
+    runs.check(most <= 1.02 * least, f"{which} with last values of {least:,.0f} to {most:,.0f} steps, leave some out")
+
+
 def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
     """Mean over runs of values [runs, ...] and its 95 % bootstrap interval, by percentiles: float64 [3, ...].
 
-    Runs are drawn whole, so that a curve's points stay together. One run has no interval: low and high are NaN.
+    Runs are drawn whole, so that a curve's points stay together. Of two or three runs the interval is from the least to
+    the greatest, which holds the true mean less often. One run has none: low and high are NaN.
     """
     count = len(values)
     mean = np.mean(values, axis=0)
@@ -387,14 +391,16 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
         found = sorted((run for run in group if run.game == game), key=lambda run: run.args.get("seed", 0))
         of_game = f"--aggregate: the group {name!r}"
         runs.check(bool(found), f"{of_game} has no run of {game}, give each group runs of the same games")
-        last = [curve(run.lines, "global_step", metric)[1, -1:] for run in found]
-        empty = " ".join(run.path for run, values in zip(found, last, strict=True) if not len(values))
+        ends = [curve(run.lines, "global_step", metric)[:, -1:] for run in found]
+        empty = " ".join(run.path for run, end in zip(found, ends, strict=True) if not end.size)
         runs.check(not empty, f"--score-metric {metric}: {empty} has logged none, leave it out or give another metric")
+        steps, last = np.concatenate(ends, axis=1)
+        check_lengths(steps, f"{of_game} has runs of {game}")
         modes = [run.args.get("distribution_mode", "easy") for run in found]
         known = all(game in RETURN_RANGES.get(mode, {}) for mode in modes)
         runs.check(known, f"--aggregate: {game} has no normalisation constants, give runs of Procgen's games")
         ranges = np.array([RETURN_RANGES[mode][game] for mode in modes])
-        scores.append((np.concatenate(last) - ranges[:, 0]) / (ranges[:, 1] - ranges[:, 0]))
+        scores.append((last - ranges[:, 0]) / (ranges[:, 1] - ranges[:, 0]))
     return np.array([x[: min(map(len, scores))] for x in scores]).T
 
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import tyro
 
-import hnppo_doorgym
 from common import doors, runs
-from common.runs import as_given, check, flag_of
-from experiments import plot
+from common.runs import as_given, check
+from experiments import matrices, plot, trials
 
 # Flags that are not told: of no account to what is learnt until then, or with a column of their own.
-NOT_METHODS = plot.BESIDE | {"seed", "method", "tasks", "task_timesteps", "stop_at_success", "eval_every"}
+NOT_METHODS = trials.BESIDE | {"seed", "method", "tasks", "task_timesteps", "stop_at_success", "eval_every"}
 LAST = 10  # updates whose mean is shown
 
 
@@ -36,12 +35,10 @@ def summarize(run: plot.Logged, half: float) -> dict:
 
     Raises UsageError if it is of another script or version, of several tasks, or was not evaluated yet.
     """
-    args = runs.saved_args(hnppo_doorgym.Args, run.path, "RUN_DIRS", hnppo_doorgym.SCRIPT)
+    args = matrices.args_of(run)
     tasks = doors.task_names(args)
     check(len(tasks) == 1, f"RUN_DIRS {run.path}: is of {len(tasks)} tasks, give runs of one")
     told = {field.name: field.default for field in fields(args) if field.name not in NOT_METHODS}
-    unknown = [flag_of(name) for name in told if name not in run.args]
-    check(not unknown, f"RUN_DIRS {run.path}: is of a version without {', '.join(unknown)}, leave it out")
     flags = [as_given(name, getattr(args, name)) for name in told if getattr(args, name) != told[name]]
     evaluations = [line for line in run.lines if "eval/success_rate" in line]
     updates = [line for line in run.lines if {"charts/freed_rate", "losses/action_std"} <= line.keys()]

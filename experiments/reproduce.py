@@ -200,6 +200,10 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     failed = [p["why"] for p in progress.values() if p["why"]]
     low, high = interval(values)
     notes = [row["note"], *([f"{len(failed)} failed: {failed[0]}"] if failed else [])]
+    saved = [runs.read_args(str(trials.find_run(folder)), "--runs")["args"] for folder in done]
+    names = dict.fromkeys(name for args in saved for name in args if name not in trials.BESIDE | {"seed"})
+    unlike = [runs.flag_of(name) for name in names if any(args.get(name) != saved[0].get(name) for args in saved)]
+    notes += [f"runs of versions that differ in {', '.join(unlike)}"] if unlike else []
     result = {"cell": row["cell"], "metric": row["metric"], "published": row["published"]}
     result |= {"ours": np.mean(values) if values else float("nan"), "low": low, "high": high, "seeds": len(values)}
     result |= {

@@ -55,6 +55,11 @@ def setting(row: dict) -> str:
     return SETTINGS[row["setting"]]
 
 
+def of_one_call(row: dict) -> tuple[str, ...]:
+    """What rows have in common that a benchmark measured in turns."""
+    return tuple(row[name] for name in ("setting", "machine", "commit", "date"))
+
+
 def throughput() -> list[str]:
     columns = {"setting": setting, "steps/s": number("steps/s", ".0f"), "game": percent("game %", ".1f")}
     columns |= {"inference": percent("inference %", ".1f"), "update": percent("update %", ".1f")}
@@ -65,8 +70,8 @@ def throughput() -> list[str]:
 
 def ppo_impala() -> list[str]:
     rows = records.read_rows(SPEED / "ppo_impala.csv")
-    ppo = {row["setting"]: row["steps/s"] for row in rows if row["script"] == "ppo"}
-    rows = [row | {"PPO": ppo[row["setting"]]} for row in rows if row["script"] == "impala"]
+    ppo = {of_one_call(row): row["steps/s"] for row in rows if row["script"] == "ppo"}
+    rows = [row | {"PPO": ppo[of_one_call(row)]} for row in rows if row["script"] == "impala"]
     rows.sort(key=lambda row: -float(row["PPO"]))
     columns = {"setting": setting, "PPO steps/s": number("PPO", ".0f"), "IMPALA steps/s": number("steps/s", ".0f")}
     columns |= {"learner busy": percent("learner busy %"), "waits": percent("learner waits %")}
@@ -84,10 +89,10 @@ def apex() -> list[str]:
 def rnd() -> list[str]:
     names = {"paper": "the paper's network and epochs, 32 games", "small": "a tiny network, one epoch, 64 games"}
     rows = records.read_rows(SPEED / "rnd.csv")
-    speed = {(row["setting"], row["mode"]): row["steps/s"] for row in rows}
+    speed = {(*of_one_call(row), row["mode"]): row["steps/s"] for row in rows}
     firsts = sorted((row for row in rows if row["mode"] == "synchronous"), key=lambda row: float(row["steps/s"]))
     for row in firsts:
-        row |= {mode: speed.get((row["setting"], mode), "") for mode in ("--async", "--async --vtrace")}
+        row |= {mode: speed.get((*of_one_call(row), mode), "") for mode in ("--async", "--async --vtrace")}
     columns = {"setting": lambda row: names[row["setting"]]}
     columns |= {"emulator alone": number("emulator alone steps/s", ".0f", " steps/s")}
     columns |= {"synchronous": number("steps/s", ".0f"), "`--async`": number("--async", ".0f")}

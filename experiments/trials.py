@@ -22,6 +22,12 @@ from common import checkpoints, runs
 from common.files import FailedError, FullError, UsageError, check
 from common.runs import flag_of
 
+# Flags that say nothing about how a run learnt.
+BESIDE = {
+    "run_dir", "resume", "num_threads", "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project",
+    "wandb_entity", "track",
+}  # fmt: skip
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
 PLACES = ("resume", "run_dir")  # flags by which a run could write to another's

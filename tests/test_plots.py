@@ -177,6 +177,25 @@ def test_seeds_and_places_tell_no_runs_apart(tmp_path):
     assert list(plot.group_runs([plot.read_run(path) for path in paths], ())) == ["ppo_procgen"]
 
 
+def test_a_flag_that_an_older_run_lacks_tells_the_others_apart(tmp_path):
+    paths = [write_run(tmp_path, **flags) for flags in ({"min_alpha": 0.1}, {}, {"min_alpha": 0.2}, {"min_alpha": 0.1})]
+    groups = plot.group_runs([plot.read_run(path) for path in paths], ())
+    assert {name.partition(", ")[2]: len(group) for name, group in groups.items()} == {
+        "min_alpha 0.1": 2, "min_alpha none": 1, "min_alpha 0.2": 1
+    }  # fmt: skip
+
+
+def test_last_values_of_runs_of_different_length_are_not_averaged(tmp_path, capsys):
+    runs_of = [
+        write_run(tmp_path, seed=seed, lines=scored(5, step), num_levels=0) for seed, step in ((1, 3000), (2, 9000))
+    ]
+    assert "3,000 to 9,000 steps" in assert_refused(plot, [*runs_of, "--aggregate", "--out", tmp_path / "a"], capsys)
+    long = [write_run(tmp_path, seed=seed, num_levels=0, encoder="nature",
+                      lines=[line | {"global_step": 3000 * seed} for line in evaluated(test=summary(5.0))])
+            for seed in (1, 2)]  # fmt: skip
+    assert "3,000 to 6,000 steps" in assert_refused(levels, [*long, "--out", tmp_path / "b"], capsys)
+
+
 def test_csv_has_a_row_a_logged_line(study, tmp_path):
     rows = draw(tmp_path, study)
     assert list(rows[0]) == ["script", "flags", "seed", "hours", "global_step", "episodic_return"]
@@ -411,7 +430,7 @@ def test_levels(tmp_path):
     rows = draw(tmp_path, paths, levels)
     wanted = [("nature", "10", "train"), ("nature", "10", "test"), ("nature", "0", "test"), ("impala", "1", "train"),
               ("impala", "1", "test")]  # fmt: skip
-    assert [(r["group"].split()[1], r["num_levels"], r["split"]) for r in rows] == wanted
+    assert [(r["group"].split()[-1], r["num_levels"], r["split"]) for r in rows] == wanted
     train, test, everywhere = rows[:3]
     numbers = {k: float(train[k]) for k in ("runs", "mean", "low", "high", "min", "max", "variance", "gap")}
     assert numbers == {"runs": 2, "mean": 25, "low": 20, "high": 30, "min": 1, "max": 42, "variance": 2.5, "gap": 15}
