@@ -97,7 +97,7 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
         return devices.gradient(loss, params, frames, jnp.ones(len(frames)))[0]
 
     args = ppo.Args(num_envs=batch, num_steps=1, num_minibatches=1)  # as many devices as a script would take
-    everywhere = devices.put(args, params, SAME)
+    everywhere = devices.put(args, (params, frames), (SAME, GAMES))  # not to time how they get there
     programs = {
         "forward": (jax.jit(partial(devices.spread([SAME, GAMES], GAMES)(forward), args)), everywhere),
         "gradient": (jax.jit(partial(devices.spread([SAME, GAMES], SAME)(both), args)), everywhere),
@@ -106,12 +106,12 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
         plain = jax.jit(partial(both, args))
         with plain_flax():
             plain(params, frames)  # compiled here
-        programs["plain Flax"] = (plain, params)
+        programs["plain Flax"] = (plain, (params, frames))
     times = {name: [] for name in programs}
     for i in range(rounds + 1):
-        for name, (function, weights) in programs.items():
+        for name, (function, given) in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(function(weights, frames))
+            jax.block_until_ready(function(*given))
             times[name] += [time.perf_counter() - start] if i else []
     return {name: float(np.median(values)) / batch for name, values in times.items()}
 
@@ -141,7 +141,7 @@ def main(args: Args) -> None:
             for f in fields(EncoderArgs)
             if getattr(one, f.name) != getattr(EncoderArgs, f.name)
         }
-        rows[-1]["flags"] = " ".join(runs.as_given(*flag) for flag in changed.items())
+        rows[-1] |= {"flags": " ".join(runs.as_given(*flag) for flag in changed.items())} | records.origin()
     Console().print(table)
     if args.csv:
         records.write_rows(Path(args.csv), rows)

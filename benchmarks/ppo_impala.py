@@ -71,8 +71,8 @@ def main(args: Args) -> None:
     runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     settings = {"ppo": (ppo, f"{args.flags} {args.ppo_flags}"), "impala": (impala, f"{args.flags} {args.impala_flags}")}
     results = {name: [] for name in settings}
-    for _ in range(args.rounds):
-        for name, (script, flags) in settings.items():
+    for i in range(args.rounds):
+        for name, (script, flags) in list(settings.items())[:: -1 if i % 2 else 1]:  # neither is always the first
             results[name].append(measure(script, flags, args.updates))
     ratio = np.median([i["steps/s"] / p["steps/s"] for p, i in zip(results["ppo"], results["impala"], strict=True)])
     alone = throughput.procgen_rate(records.read_flags(ppo, args.flags))

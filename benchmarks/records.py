@@ -21,7 +21,11 @@ ROOT = Path(__file__).parent.parent
 
 def read_flags(script: ModuleType, flags: str) -> Any:
     """A script's Args from flags as on its command line; raises UsageError."""
-    args = tyro.cli(script.Args, args=shlex.split(flags))
+    try:
+        words = shlex.split(flags)
+    except ValueError as error:
+        raise runs.UsageError(f"--flags {flags}: {error}; give them as on a command line") from None
+    args = tyro.cli(script.Args, args=words)
     runs.check_args(args, script.SCRIPT)
     return args
 

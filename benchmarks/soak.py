@@ -236,8 +236,11 @@ def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
         sampler.count_checkpoints()
         if time.monotonic() >= due:
             due += args.every
-            with contextlib.suppress(OSError):  # it has just ended
-                add(sampler.sample())
+            try:
+                sample = sampler.sample()
+            except OSError:  # it has just ended
+                continue
+            add(sample)
     asked = process.poll() is None
     if asked:
         if time.monotonic() > due - args.every + 1:

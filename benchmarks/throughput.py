@@ -148,7 +148,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
             state, metrics = ppo.update(args, agent, state, *given)
             jax.device_get(metrics)
         marks.append((time.perf_counter() - start, int(state.global_step) - before, dict(watch.seconds)))
-    timed = marks[2:]
+    timed, peak = marks[2:], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # not of what is measured below
     seconds, done = (sum(mark[i] for mark in timed) for i in (0, 1))
     part = {name: 100 * sum(m[2][name] for m in timed) / seconds for name in ("game", "inference", "update")}
     transfer = 100 * transfer_seconds(args) * args.num_steps * updates / seconds
@@ -167,11 +167,12 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
         "GFLOP/s": flops_a_step * done / seconds / 1e9,
         "matrix product GFLOP/s": matrix_rate(),
         "gradient speed-up": gradient_speedup(args, agent, state.params["agent"]) if devices.on_cpu() else 1.0,
-        "peak host MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak host MiB": peak,
     }
 
 
 def main(args: Args) -> None:
+    runs.check_limits(args, {"updates": (1, None)})
     ppo_args = records.read_flags(ppo, args.flags)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
     row |= {"flags": args.flags} | records.origin()
