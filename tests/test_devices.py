@@ -153,6 +153,7 @@ def test_a_first_state_has_the_types_of_the_next(script):
     assert not [jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(state) if x.weak_type]
 
 
+@pytest.mark.slow
 def test_devices_draw_from_their_own_part_of_the_buffer(tmp_path):
     """Ape-X learns on four devices, and priorities are set where they were drawn."""
     flags = SCRIPTS[apex] | {"num_devices": 4, "num_envs": 8, "learning_starts": 200, "total_timesteps": 400}

@@ -30,8 +30,11 @@ def bars_of(args):
     return {name: getattr(args, name) for name in ("rho_bar", "c_bar", "pg_rho_bar", "vtrace_lambda")}
 
 
+compiled_vtrace = jax.jit(impala.vtrace)
+
+
 @relaxed
-@given(seeds, st.integers(1, 14), st.floats(0, 1), st.floats(0, 1), bars, bars, bars)
+@given(seeds, st.sampled_from([1, 2, 7, 14]), st.floats(0, 1), st.floats(0, 1), bars, bars, bars)
 def test_vtrace_equals_the_papers_formula(seed, length, gamma, vtrace_lambda, rho_bar, c_bar, pg_rho_bar):
     """Across episode ends, truncations and junk steps."""
     args = impala.Args(rho_bar=rho_bar, c_bar=c_bar, pg_rho_bar=pg_rho_bar, vtrace_lambda=vtrace_lambda)
@@ -39,7 +42,7 @@ def test_vtrace_equals_the_papers_formula(seed, length, gamma, vtrace_lambda, rh
     steps = jax.tree.map(lambda x: x[..., 0], random_steps(rng, length, 1))
     values, log_ratio = normal(rng, length + 1, scale=3), normal(rng, length, scale=0.7)
     rewards = np.where(steps.done, 1e6, steps.rewards)  # whatever stands at a junk step
-    got = impala.vtrace(log_ratio, rewards, values, steps.terminated, steps.done, gamma=gamma, **bars_of(args))
+    got = compiled_vtrace(log_ratio, rewards, values, steps.terminated, steps.done, gamma=gamma, **bars_of(args))
     want = oracle.vtrace(args, log_ratio, steps.rewards, values, steps.terminated, steps.done, gamma)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(g)[~steps.done], w[~steps.done], rtol=2e-4, atol=2e-4)
@@ -104,7 +107,9 @@ def outputs(agent, params, unrolls):
     return np.stack(logits[:-1]), np.stack(values)
 
 
-@pytest.mark.parametrize("core", ["none", "lstm", "gru"])
+@pytest.mark.parametrize(
+    "core", [pytest.param("none", marks=pytest.mark.slow), "lstm", pytest.param("gru", marks=pytest.mark.slow)]
+)
 def test_loss_equals_the_sums_by_hand(core):
     """Of each game, since the oracle averages over one."""
     args = make_args(core=core, vf_coef=0.7, rho_bar=0.9, c_bar=0.8, pg_rho_bar=0.7, vtrace_lambda=0.95)

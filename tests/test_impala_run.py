@@ -166,7 +166,6 @@ def fail_after(monkeypatch, steps):
         return step(self, actions)
 
     monkeypatch.setattr(envs.Games, "step", failing)
-    return played
 
 
 def test_a_failing_actor_stops_the_run_with_a_checkpoint(resume, whole, tmp_path, monkeypatch, capfd):
@@ -233,16 +232,26 @@ def test_sigterm_with_full_queues(train, resume, whole, monkeypatch):
 
 
 def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch):
-    played = fail_after(monkeypatch, 96)  # its seventh unroll, which no update of the six takes
-    update, done = impala.update, []
+    """In its seventh unroll, which no update of the six takes, while the sixth goes on."""
+    step, update, played, done, last = envs.Games.step, impala.update, [], [], threading.Event()
+
+    def failing(self, actions):
+        if threading.current_thread().name == "actor 1":
+            played.append(1)
+            if len(played) > 96:
+                assert last.wait(60)
+                raise ZeroDivisionError("the game broke")
+        return step(self, actions)
 
     def slow(*args):
         done.append(1)
-        end = time.monotonic() + 60
-        while len(done) == 6 and len(played) <= 96 and time.monotonic() < end:
-            time.sleep(0.01)
+        if len(done) == 6:
+            last.set()
+            (actor,) = [thread for thread in actor_threads() if thread.name == "actor 1"]
+            actor.join(60)
         return update(*args)
 
+    monkeypatch.setattr(envs.Games, "step", failing)
     monkeypatch.setattr(impala, "update", slow)
     with pytest.raises(ActorError, match="actor 1"):
         train(**STATEFUL)

@@ -55,12 +55,22 @@ def resume(train):
     return lambda path, **flags: train(**flags, resume=str(path))
 
 
-@pytest.fixture(scope="module", params=[SYNC, ASYNC], ids=["sync", "async"])
-def whole(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def made():
+    """The runs of `whole` so far."""
+    return {}
+
+
+# Not a fixture of the module itself: that is made anew wherever a test has other parameters besides.
+@pytest.fixture(params=[SYNC, ASYNC], ids=["sync", "async"])
+def whole(request, made, tmp_path_factory):
     """Flags, and an uninterrupted run with them, with a checkpoint after each of its updates."""
-    path = train_in(tmp_path_factory.mktemp("whole"), **request.param)
-    checkpoints = sorted((path / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
-    return SimpleNamespace(flags=request.param, path=path, checkpoints=checkpoints)
+    which = "async_" in request.param
+    if which not in made:
+        path = train_in(tmp_path_factory.mktemp("whole"), **request.param)
+        checkpoints = sorted((path / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
+        made[which] = SimpleNamespace(flags=request.param, path=path, checkpoints=checkpoints)
+    return made[which]
 
 
 # Quick where the actor plays beside the learner, with a memory: all else is part of that.
