@@ -1,7 +1,9 @@
 """Frame stacks, episode statistics, and what this project relies on in EnvPool."""
 
 from functools import partial
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import oracle
 import pytest
@@ -116,6 +118,41 @@ def test_a_game_is_the_same_beside_whichever_others_it_is_played(make):
     for together, alone in zip(play(range(6)), play([4, 5]), strict=True):
         axis = 1 if together.ndim == 2 else 0
         np.testing.assert_array_equal(np.take(together, [4, 5], axis), alone)
+
+
+def test_sticky_actions_repeat_what_was_played_before():
+    """With their probability, but never on an episode's first frame."""
+    keys, age = jax.random.split(jax.random.PRNGKey(0), 4000), np.arange(4000) % 2
+    actions, last = np.arange(4000) % 15, 100 + np.arange(4000)
+    played = np.asarray(envs.stick(keys, 0.3, actions, last_action=last, age=age))
+    again = played == last
+    assert (again | (played == actions)).all()
+    assert not again[age == 0].any()
+    assert again[age == 1].mean() == pytest.approx(0.3, abs=0.04)
+
+
+def test_rewards_are_clipped_as_they_are_shaped():
+    rewards = np.array([-3.0, -0.2, 0.0, 0.3, 7.0], np.float32)
+    shaped = np.asarray(shaping.shape_reward(rewards))
+    assert (shaped != rewards).any()
+    for flags, want in (
+        ({}, rewards),
+        ({"reward_clip": 0.5}, rewards.clip(-0.5, 0.5)),
+        ({"reward_clip": 0.5, "reward_shaping": True}, shaped.clip(-0.5, 0.5)),
+    ):
+        np.testing.assert_allclose(shaping.shape_and_clip(Args(**flags), rewards), want)
+
+
+@pytest.mark.parametrize(("mode", "least"), [("easy", 1), ("hard", 0)])
+def test_an_evaluations_mean_is_normalised_by_the_games_range(mode, least, monkeypatch):
+    """Bigfish pays from 1 or 0 to 40."""
+    played = np.array([10.0, 30.0, 23.0]), np.array([5, 3, 5]), None
+    monkeypatch.setattr(envs, "make_levels", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(envs, "play_episodes", lambda *_, **__: played)
+    args = Args(env_id="bigfish", distribution_mode=mode)
+    summary, by_level, _ = envs.evaluate(args, None, "test", episodes=3, seed=1)
+    assert summary["normalized"] == pytest.approx((21 - least) / (40 - least))
+    assert (summary["mean_return"], summary["episodes"], by_level) == (21, 3, {"3": [30.0], "5": [10.0, 23.0]})
 
 
 def test_a_restart_ends_no_episode_in_the_statistics():

@@ -394,6 +394,16 @@ def test_spectral_norm_is_the_largest_singular_value(seed, shape):
         np.testing.assert_allclose(slope.reshape(-1, shape[3]), np.outer(u[:, 0], v[0]), atol=2e-3)
 
 
+def test_l2_is_the_gradient_of_the_convolutions_squares():
+    rng = np.random.default_rng(0)
+    params = {"kernel": rng.normal(size=(3, 3, 2, 4)), "dense": rng.normal(size=(4, 5)), "bias": rng.normal(size=4)}
+    grads = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
+    got = networks.add_l2(grads, params, 0.1)
+    np.testing.assert_allclose(got["kernel"], grads["kernel"] + 0.2 * params["kernel"])
+    assert all((got[name] == grads[name]).all() for name in ("dense", "bias"))
+    assert networks.add_l2(grads, params, 0.0) is grads
+
+
 def test_residual_blocks_with_spectral_norm_are_those_of_normed_kernels():
     args = EncoderArgs(channels="4,8", blocks=1, hidden=8, spectral_norm=True)
     frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)

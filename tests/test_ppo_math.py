@@ -230,7 +230,7 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
 def test_transitions_do_change_the_update(tiny):
     """The test above can fail: the same noise on transitions does move the parameters."""
     steps = tiny.steps._replace(rewards=tiny.steps.rewards + ~tiny.steps.done * tiny.rng.random((8, 3), np.float32))
-    before, after = run_update(tiny, tiny.rollout, tiny.steps), run_update(tiny, tiny.rollout, steps)
+    before, after = (run_update(tiny, tiny.rollout, given)[0].params for given in (tiny.steps, steps))
     assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True))
 
 
@@ -250,7 +250,9 @@ def test_the_adapted_kl_coefficient_is_in_the_loss(tiny):
     for coef in (0.1, 10.0):
         state = devices.run_once(ppo.initial_state, tiny.args, tiny.agent)._replace(kl_coef=jnp.float32(coef))
         rollout = tiny.rollout._replace(logits=logits)
-        lines.append(jax.device_get(ppo.update(tiny.args, tiny.agent, state, rollout, tiny.steps)[1]))
+        after, metrics = jax.device_get(ppo.update(tiny.args, tiny.agent, state, rollout, tiny.steps))
+        lines.append(metrics)
+        assert after.kl_coef == pytest.approx(2 * coef)  # its KL divergence is far above the target
     assert lines[1]["losses/loss"] - lines[0]["losses/loss"] > 5 * lines[1]["losses/approx_kl"] > 0.1
 
 

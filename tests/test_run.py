@@ -299,6 +299,7 @@ def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on(train):
     from tensorboardX.proto.event_pb2 import Event
 
     run = train(track="tensorboard", total_timesteps=100)
+    saved = read_metrics(run.path)[-1]["global_step"]
     train(track="tensorboard", total_timesteps=200, resume=str(run.path))
     assert not (run.path / "wandb").exists()
     events = []
@@ -314,7 +315,7 @@ def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on(train):
         for name, value in line.items():
             if name in ("charts/episodic_return", "losses/policy_loss", "losses/entropy"):
                 np.testing.assert_allclose(written[step, name], value, rtol=1e-6)
-    assert any(e.session_log.status for e in events)
+    assert [e.step for e in events if e.session_log.status] == [saved + 1]
 
 
 def test_wandb_gets_project_entity_and_arguments(train, monkeypatch):
