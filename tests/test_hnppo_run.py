@@ -233,6 +233,14 @@ def test_evaluation_is_the_same_every_time(whole):
     assert first == second
     assert first.step == 1536
     assert first.rows != other.rows
+    agent = hn.make_agent(args)
+    state = runs.load(partial(hn.initial, args, agent), str(whole))["state"]
+    actors = [hn.policy_for(agent, state, i) for i in range(len(first.rows))]  # of each task its own
+    with pytest.raises(AssertionError):
+        jax.tree.map(np.testing.assert_array_equal, *actors[:2])
+    for row, actor in zip(first.rows, actors, strict=True):
+        ends = doors.evaluate(args, hn.make_policy(agent, actor), row["task"], episodes=5, seed=hn.EVAL_SEED)
+        assert row["mean_return"] == pytest.approx(ends.returns.mean(), rel=1e-5)
 
 
 def test_doors_have_no_training_levels(whole, capfd):

@@ -248,8 +248,14 @@ def test_what_an_update_learns_from(tiny):
     np.testing.assert_allclose(batch.advantages, 2 * both[..., 0] + both[..., 1], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
     assert moved.bonus_filter.count == mask.sum()
-    after, _, given = run_update(tiny, tiny.rollout, steps)
+    after, metrics, given = run_update(tiny, tiny.rollout, steps)
     np.testing.assert_allclose(given, bonus, rtol=1e-4)  # by the statistics from before
+    learner, errors = after, [metrics["charts/prediction_error"]]
+    for _ in range(3):
+        learner = learner._replace(frame_stats=tiny.state.frame_stats)
+        learner, metrics, _ = run_update(SimpleNamespace(**vars(tiny) | {"state": learner}), tiny.rollout, steps)
+        errors.append(metrics["charts/prediction_error"])
+    assert errors[-1] < errors[0]
     np.testing.assert_allclose(after.bonus_filter.var, moved.bonus_filter.var, rtol=1e-4)
     stats, frames = after.frame_stats, np.asarray(tiny.rollout.frames.images)
     seen = np.float64(np.concatenate([frames[3], *frames[4:]]))  # the first were in the statistics before

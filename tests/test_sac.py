@@ -197,6 +197,11 @@ def test_an_update_moves_the_target_the_temperature_and_the_priorities():
     still, _, _ = jax.jit(partial(sac.improve, sac.Args(**vars(args) | {"autotune": False}), agent))(state, batch)
     assert still.params["log_alpha"] == state.params["log_alpha"]
     assert (td >= 0).all()
+    learner, losses = state, []
+    for _ in range(10):
+        learner, _, metrics = improve(learner, batch)
+        losses.append(float(metrics["losses/q_loss"]))
+    assert losses[-1] < 0.9 * losses[0]
 
     buffer = full_buffer(args, jax.devices()[0])
     before = np.asarray(buffer.priorities)
