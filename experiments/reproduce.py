@@ -200,7 +200,8 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     failed = [p["why"] for p in progress.values() if p["why"]]
     low, high = interval(values)
     notes = [row["note"], *([f"{len(failed)} failed: {failed[0]}"] if failed else [])]
-    saved = [runs.read_args(str(trials.find_run(folder)), "--runs")["args"] for folder in done]
+    found = filter(None, map(trials.find_run, done))
+    saved = [runs.read_args(str(run), "--runs")["args"] for run in found]
     names = dict.fromkeys(name for args in saved for name in args if name not in trials.BESIDE | {"seed"})
     unlike = [runs.flag_of(name) for name in names if any(args.get(name) != saved[0].get(name) for args in saved)]
     notes += [f"runs of versions that differ in {', '.join(unlike)}"] if unlike else []
@@ -234,8 +235,9 @@ def markdown(args: Args, results: list[dict]) -> str:
     def origin(name: str) -> str:
         return ", ".join(dict.fromkeys(row[name] for row in results if row["seeds"]))
 
-    settings = f", with {' '.join(args.set)}" if args.set else ""
-    scaled = f"**Not the published setting**: {in_words(parts_of(results))} of its steps{settings}."
+    unlike = [f"{in_words(parts_of(results))} of its steps"] if parts_of(results) != (1.0, 1.0) else []
+    unlike += [f"with {' '.join(args.set)}"] if args.set else []
+    scaled = f"**Not the published setting**: {', '.join(unlike)}."
     scaled += " Compare the order of the cells only."
     commands = dict.fromkeys(row["command"] for row in results if row["seeds"]) or [command_of(args)]
     lines = [
