@@ -206,6 +206,20 @@ def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
     assert another["ours"] == pytest.approx(first["ours"])
 
 
+def test_seeds_that_ran_with_other_defaults_are_noted(tmp_path):
+    row = {"cell": "c", "metric": "m", "published": "", "steps": "", "note": "", "script": "x.py", "flags": ""}
+    for seed, own in ((1, {"old": 1}), (2, {"old": 1, "new_flag": 2}), (3, {"old": 1, "new_flag": 2})):
+        run = tmp_path / str(seed) / "game__x__1"
+        run.mkdir(parents=True)
+        saved = {"script": "x", "wandb_id": "x", "args": own | {"seed": seed, "run_dir": str(run)}}
+        (run / "args.json").write_text(json.dumps(saved))
+        (run / "metrics.jsonl").write_text(json.dumps({"global_step": 1, "time": 1, "m": seed}) + "\n")
+        (run.parent / "progress.json").write_text('{"done": true, "seconds": 1, "why": ""}')
+    folders = [tmp_path / seed for seed in "123"]
+    assert "differ in --new-flag" in reproduce.summarize(row, {}, folders, reproduce.Args("small"))["note"]
+    assert not reproduce.summarize(row, {}, folders[1:], reproduce.Args("small"))["note"]
+
+
 def test_a_run_that_went_on_has_each_commit_once():
     assert reproduce.joined("", "a") == "a"
     assert reproduce.joined("a b+", "b") == "a b+ b"
