@@ -6,7 +6,6 @@ table and appends a row to a CSV file. The flags in quotes are those of apex_pro
     python -m benchmarks.apex nature --flags="--encoder nature --width 1 --pool flatten --num-envs 32 --batch-size 512"
 """
 
-import shlex
 import tempfile
 from dataclasses import dataclass
 
@@ -36,7 +35,7 @@ class Args:
 def measure(flags: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--eval-episodes", "0", "--wandb-mode", "disabled", "--no-save-replay", "--run-dir", folder]
-        args = tyro.cli(apex.Args, args=[*shlex.split(flags), *fixed])
+        args = tyro.cli(apex.Args, args=[*records.words_of(flags), *fixed])
         unroll = args.num_envs * args.num_steps
         runs.check(steps >= 2 * unroll, f"--steps {steps}: must be {2 * unroll} or more, two unrolls of every game")
         warm = args.learning_starts + max(2 * unroll, 2 * args.batch_size / max(args.replay_ratio, 1e-9))  # it compiles

@@ -72,8 +72,8 @@ def main(args: Args) -> None:
     settings = {"ppo": (ppo, f"{args.flags} {args.ppo_flags}"), "impala": (impala, f"{args.flags} {args.impala_flags}")}
     results = {name: [] for name in settings}
     for i in range(args.rounds):
-        for name, (script, flags) in list(settings.items())[:: -1 if i % 2 else 1]:  # neither is always the first
-            results[name].append(measure(script, flags, args.updates))
+        for name in settings if i % 2 == 0 else reversed(settings):
+            results[name].append(measure(*settings[name], args.updates))
     ratio = np.median([i["steps/s"] / p["steps/s"] for p, i in zip(results["ppo"], results["impala"], strict=True)])
     alone = throughput.procgen_rate(records.read_flags(ppo, args.flags))
     table = Table()

@@ -19,13 +19,17 @@ from common import devices, files, runs
 ROOT = Path(__file__).parent.parent
 
 
-def read_flags(script: ModuleType, flags: str) -> Any:
-    """A script's Args from flags as on its command line; raises UsageError."""
+def words_of(flags: str) -> list[str]:
+    """The words of --flags; raises UsageError."""
     try:
-        words = shlex.split(flags)
+        return shlex.split(flags)
     except ValueError as error:
         raise runs.UsageError(f"--flags {flags}: {error}; give them as on a command line") from None
-    args = tyro.cli(script.Args, args=words)
+
+
+def read_flags(script: ModuleType, flags: str) -> Any:
+    """A script's Args from flags as on its command line; raises UsageError."""
+    args = tyro.cli(script.Args, args=words_of(flags))
     runs.check_args(args, script.SCRIPT)
     return args
 

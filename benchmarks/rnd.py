@@ -66,8 +66,8 @@ def main(args: Args) -> None:
     alone, given = [], records.read_flags(rnd, args.flags)
     for i in range(args.rounds):
         alone.append(throughput.game_rate(given, atari.make_montezuma, atari.NUM_ACTIONS, 200))
-        for name, flags in list(MODES.items())[:: -1 if i % 2 else 1]:  # none is always the first
-            row = measure(f"{args.flags} {flags}", args.updates)
+        for name in MODES if i % 2 == 0 else reversed(MODES):
+            row = measure(f"{args.flags} {MODES[name]}", args.updates)
             row["of the emulator's rate %"] = 100 * row["steps/s"] / alone[-1]
             results[name].append(row)
     for name in MODES:

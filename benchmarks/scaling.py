@@ -9,7 +9,6 @@ file. The flags in quotes are the script's:
 
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -47,7 +46,7 @@ def start(args: Args, folder: str, devices: int, more: list[str], **variables: s
     """The script in a process of its own, in which a CPU is so many devices."""
     fixed = f"--total-timesteps {args.steps} --eval-episodes 0 --wandb-mode disabled --run-dir".split()
     env = os.environ | variables | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    command = [sys.executable, f"{args.script}.py", *shlex.split(args.flags), *fixed, folder, *more]
+    command = [sys.executable, f"{args.script}.py", *records.words_of(args.flags), *fixed, folder, *more]
     return subprocess.Popen(command, cwd=records.ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 

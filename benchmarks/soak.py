@@ -14,7 +14,6 @@ import csv
 import ctypes
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -197,10 +196,7 @@ def start(args: Args, folder: Path, lock) -> subprocess.Popen:
     has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
     run = trials.find_run(folder)
     resumable = run is not None and bool(checkpoints.steps_in(run))
-    try:
-        words = ["--wandb-mode", "disabled", *shlex.split(args.flags)]
-    except ValueError as error:
-        raise runs.UsageError(f"--flags {args.flags}: {error}; give them as on a command line") from None
+    words = ["--wandb-mode", "disabled", *records.words_of(args.flags)]
     if "total_timesteps" in [field.name for field in fields(import_module(Path(args.script).stem).Args)]:
         words = ["--total-timesteps", str(ENDLESS), *words]
     words += ["--resume", str(run)] if resumable else ["--run-dir", str(folder)]

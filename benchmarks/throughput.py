@@ -148,7 +148,8 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
             state, metrics = ppo.update(args, agent, state, *given)
             jax.device_get(metrics)
         marks.append((time.perf_counter() - start, int(state.global_step) - before, dict(watch.seconds)))
-    timed, peak = marks[2:], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # not of what is measured below
+    timed = marks[2:]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # before what is measured below takes more
     seconds, done = (sum(mark[i] for mark in timed) for i in (0, 1))
     part = {name: 100 * sum(m[2][name] for m in timed) / seconds for name in ("game", "inference", "update")}
     transfer = 100 * transfer_seconds(args) * args.num_steps * updates / seconds

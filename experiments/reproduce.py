@@ -195,13 +195,13 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     """A row of the result: published beside the mean, over seeds, of the last value that each run logged."""
     progress = {folder: read_progress(folder) for folder in folders}
     done = [folder for folder in folders if progress[folder]["done"]]
-    logged = {folder: trials.values_of(trials.find_run(folder), row["metric"]) for folder in done}
-    values = [series[-1] for series in logged.values() if series]
+    found = [trials.find_run(folder) for folder in done]
+    logged = [trials.values_of(run, row["metric"]) for run in found]
+    values = [series[-1] for series in logged if series]
     failed = [p["why"] for p in progress.values() if p["why"]]
     low, high = interval(values)
     notes = [row["note"], *([f"{len(failed)} failed: {failed[0]}"] if failed else [])]
-    found = filter(None, map(trials.find_run, done))
-    saved = [runs.read_args(str(run), "--runs")["args"] for run in found]
+    saved = [runs.read_args(str(run), "--runs")["args"] for run in found if run]
     names = dict.fromkeys(name for args in saved for name in args if name not in trials.BESIDE | {"seed"})
     unlike = [runs.flag_of(name) for name in names if any(args.get(name) != saved[0].get(name) for args in saved)]
     notes += [f"runs of versions that differ in {', '.join(unlike)}"] if unlike else []
@@ -235,7 +235,8 @@ def markdown(args: Args, results: list[dict]) -> str:
     def origin(name: str) -> str:
         return ", ".join(dict.fromkeys(row[name] for row in results if row["seeds"]))
 
-    unlike = [f"{in_words(parts_of(results))} of its steps"] if parts_of(results) != (1.0, 1.0) else []
+    parts = parts_of(results)
+    unlike = [f"{in_words(parts)} of its steps"] if parts != (1, 1) else []
     unlike += [f"with {' '.join(args.set)}"] if args.set else []
     scaled = f"**Not the published setting**: {', '.join(unlike)}."
     scaled += " Compare the order of the cells only."
@@ -247,7 +248,7 @@ def markdown(args: Args, results: list[dict]) -> str:
         if any(row["seeds"] for row in results)
         else "Nothing has run yet:",
         "\n".join(f"    {command}" for command in commands),
-        *([scaled] if parts_of(results) != (1, 1) or args.set else []),
+        *([scaled] if unlike else []),
     ]
     columns = ("cell", "published", "ours", "95 %", "seeds", "steps", "minutes", "")
     table = [columns, ["---"] * len(columns)]

@@ -154,14 +154,15 @@ def test_lag_of_lock_step(whole, plain):
     assert [line["charts/policy_lag"] for line in read_metrics(plain)] == [0, 1, 1, 1]
 
 
-def fail_after(monkeypatch, steps):
-    """Makes the games of one actor raise."""
+def fail_after(monkeypatch, steps, wait=lambda: True):
+    """Makes the games of one actor raise, once `wait` has returned."""
     step, played = envs.Games.step, []
 
     def failing(self, actions):
         if threading.current_thread().name == "actor 1":
             played.append(1)
             if len(played) > steps:
+                assert wait()
                 raise ZeroDivisionError("the game broke")
         return step(self, actions)
 
@@ -233,15 +234,8 @@ def test_sigterm_with_full_queues(train, resume, whole, monkeypatch):
 
 def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch):
     """In its seventh unroll, which no update of the six takes, while the sixth goes on."""
-    step, update, played, done, last = envs.Games.step, impala.update, [], [], threading.Event()
-
-    def failing(self, actions):
-        if threading.current_thread().name == "actor 1":
-            played.append(1)
-            if len(played) > 96:
-                assert last.wait(60)
-                raise ZeroDivisionError("the game broke")
-        return step(self, actions)
+    update, done, last = impala.update, [], threading.Event()
+    fail_after(monkeypatch, 96, wait=lambda: last.wait(60))
 
     def slow(*args):
         done.append(1)
@@ -251,7 +245,6 @@ def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch
             actor.join(60)
         return update(*args)
 
-    monkeypatch.setattr(envs.Games, "step", failing)
     monkeypatch.setattr(impala, "update", slow)
     with pytest.raises(ActorError, match="actor 1"):
         train(**STATEFUL)
