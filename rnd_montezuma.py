@@ -38,6 +38,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None),
         "clip_coef": (1e-6, None), "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1),
         "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "learning_rate": (0, None),
+        "predictor_lr_ratio": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
 
@@ -62,6 +63,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     """passes over a batch"""
     learning_rate: str = "1e-4"
     """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
+    predictor_lr_ratio: float = 1.0
+    """step size of RND's predictor over that of the policy; the slower it learns, the longer a bonus lasts"""
     gamma: float = 0.999
     """discount of the game's reward"""
     int_gamma: float = 0.99
@@ -636,6 +639,7 @@ def optimize(
         )
         grads = {"agent": policy_grads, "predictor": predictor_grads}
         direction, opt_state = tx.update(grads, opt_state)
+        direction["predictor"] = jax.tree.map(lambda d: args.predictor_lr_ratio * d, direction["predictor"])
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), parts | {"rnd_loss": error["loss"], "grad_norm": devices.norm(grads)}
 

@@ -207,12 +207,14 @@ def six_doors() -> list[str]:
 def at_the_end(row: dict) -> tuple[float, float, int, str]:
     """What ours came to in a row of published.csv: the value, of a curve the mean over the last tenth of its steps, and
     the steps (NaN where the file has none), both means over seeds; how many seeds there are; and of one seed
-    the standard error over an evaluation's episodes, where the file has it."""
+    the standard error over an evaluation's episodes, where the file has it. A reproduced table's cells are means
+    already and have their number of seeds."""
     chosen = dict(pair.split("=") for pair in shlex.split(row["rows"]))
-    curves, error = {}, ""
+    curves, error, seeds = {}, "", 0
     for line in records.read_rows(STUDIES / row["file"]):
         if chosen.items() <= line.items() and line[row["column"]]:
-            step = float(line.get("global_step") or line.get("step") or "nan")
+            step = float(line.get("global_step") or line.get("step") or line.get("steps") or "nan")
+            seeds = int(line.get("seeds", 0))
             curves.setdefault(line.get("seed") or line.get("run", ""), []).append((step, float(line[row["column"]])))
             error = line.get(f"{row['column']} error", "")
     ends = []
@@ -220,7 +222,7 @@ def at_the_end(row: dict) -> tuple[float, float, int, str]:
         steps, values = np.array(curve).T
         late = steps >= 0.9 * steps[-1] if row["column"] in ("episodic_return", "test_levels") else [-1]
         ends.append((values[late].mean(), steps[-1]))
-    return *np.mean(ends, axis=0), len(ends), error if len(ends) == 1 else ""
+    return *np.mean(ends, axis=0), seeds or len(ends), error if len(ends) == 1 else ""
 
 
 def beside(chosen: Callable[[dict], bool] = lambda row: True) -> list[str]:

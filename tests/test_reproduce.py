@@ -316,6 +316,8 @@ def test_what_stands_beside_the_published(tmp_path, monkeypatch):
     value, step, seeds, _ = tables.at_the_end({"file": "b.csv", "rows": "whose=ours", "column": "ACC"})
     assert (value, seeds) == (0.9, 1)
     assert np.isnan(step)
+    records.write_rows(tmp_path / "d.csv", [{"cell": "a b", "ours": 7.5, "seeds": 3, "steps": 9}])
+    assert tables.at_the_end({"file": "d.csv", "rows": "cell='a b'", "column": "ours"}) == (7.5, 9, 3, "")
 
 
 def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch):

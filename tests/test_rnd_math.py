@@ -263,6 +263,17 @@ def test_what_an_update_learns_from(tiny):
     np.testing.assert_allclose(stats.var, seen.var(axis=0), rtol=1e-3)
 
 
+def test_the_predictor_has_a_step_size_of_its_own(tiny):
+    """Of one and the same gradient: a quarter as far, and the policy where it would have been."""
+    once, before = {"num_minibatches": 1, "update_epochs": 1}, tiny.state.params["predictor"]
+    whole, short = (
+        run_update(tiny, tiny.rollout, tiny.steps, **once, predictor_lr_ratio=ratio)[0].params for ratio in (1.0, 0.25)
+    )
+    jax.tree.map(np.testing.assert_array_equal, whole["agent"], short["agent"])
+    want = jax.tree.map(lambda start, end: start + (end - start) / 4, before, whole["predictor"])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), short["predictor"], want)
+
+
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_vtrace_corrects_from_the_actors_to_the_learners_policy(tinies, core):
     """The learner has moved on: its values and probabilities, over the actor's, are those of an agent that walks
