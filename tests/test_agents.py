@@ -17,7 +17,7 @@ from test_apex_run import TINY
 import apex_procgen as apex
 import evaluate
 import rnd_montezuma as rnd
-from common import agents, runs
+from common import agents, networks, runs
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,29 @@ def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
     assert exported["args"]["run_dir"] == "runs"
     assert exported["env_id"] == TINY["env_id"]
     assert (folder / agents.FILE).stat().st_size < 2e6
+
+
+@pytest.mark.parametrize("script", ["ppo_procgen", "impala_procgen", "rnd_montezuma"])
+def test_a_policy_with_a_core_remembers_until_its_episode_ends(script):
+    """Step by step, as it is played, it comes to what its network makes of the whole sequence."""
+    module = importlib.import_module(script)
+    encoder = {} if module is rnd else {"encoder": "nature", "frame_stack": 1}
+    args = module.Args(channels="4,4,4", hidden=8, core="gru", num_devices=1, **encoder)
+    side, depth = (84, 4) if module is rnd else (64, 3)
+    frames = np.random.default_rng(0).integers(0, 256, (3, 2, side, side, depth), np.uint8)  # steps, games
+    ages = np.int32([[0, 4], [1, 5], [2, 0]])
+    agent, start = module.make_agent(args), networks.initial_core("gru", 8, 2)
+    params = agent.init(jax.random.PRNGKey(0), frames[0], ages[0] == 0, start)
+    features = np.stack([agent.apply(params, frame, method="encode") for frame in frames], axis=1)
+    *_, whole = agent.apply(params, features, ages.T == 0, start, method="decode")
+    policy, memory = module.make_policy(args, agent, params), None
+    for frame, age in zip(frames, ages, strict=True):
+        _, memory = policy(frame, age, jax.random.PRNGKey(1), memory)
+    np.testing.assert_allclose(memory[0], whole[0], rtol=1e-4, atol=1e-6)
+    _, newest = policy(frames[2], ages[2], jax.random.PRNGKey(1), None)
+    going_on, begun_anew = np.abs(newest[0] - memory[0]).max(axis=1)
+    assert going_on > 0.01
+    assert begun_anew < 1e-5
 
 
 def test_large_agents_are_stored_as_float16(tmp_path):
