@@ -259,6 +259,7 @@ def main(args: Args) -> None:
     runs.check_limits(args, {"minutes": (0.1, 10**6), "every": (1, 3600)})
     trials.check_flags(f"soak {args.script}", args.script, {})
     runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")
+    files.make_room(Path(f"{args.out}.csv"), "--out")
     rows = read_rows(Path(f"{args.out}.csv"))
     there = [rows[0].get(name, "") for name in ("script", "flags")] if rows else [args.script, args.flags]
     of = " ".join(there).strip() or "another table"

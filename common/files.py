@@ -178,9 +178,11 @@ def take(folder: Path, wait: bool = False) -> TextIO | None:
     The kernel lets the lock go when what is returned is closed in every process that inherited it, or when they are
     dead: however they died. Who has it is written in the file, for `holder`. On NFS it holds between machines, unless
     it is mounted with `nolock` or `local_lock`; where a file system has no locks at all, it is said and nothing held.
+    Raises FullError where the disk is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("a+")
+    with full_disk_explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -189,9 +191,10 @@ def take(folder: Path, wait: bool = False) -> TextIO | None:
     except OSError as error:
         sentence = f"{folder}: cannot be locked ({error.strerror}); see to it that one process writes there"
         print(sentence, file=sys.stderr, flush=True)
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {platform.node()}")
-    lock.flush()
+    with full_disk_explained(folder):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
     return lock
 
 

@@ -160,10 +160,10 @@ def test_a_checkpoint_is_of_few_files(run_dir):
 
 
 @contextlib.contextmanager
-def small_files():
-    """The kernel writes no file beyond a thousand bytes."""
+def small_files(size: int = 1000):
+    """The kernel writes no file beyond so many bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
@@ -205,6 +205,11 @@ def test_of_many_files_without_room_only_one_is_heard(tmp_path, caplog):
         checkpoints.save(tmp_path, 1, arrays, keep=1)
     gc.collect()
     assert not caplog.records
+
+
+def test_a_full_disk_when_a_folder_is_taken(tmp_path):
+    with small_files(0), pytest.raises(files.FullError, match=f"cannot write {tmp_path}"):
+        files.take(tmp_path)
 
 
 @pytest.mark.parametrize("words", [[], ["--resume"]])

@@ -61,6 +61,7 @@ REFUSED = {
     "minutes": (soak, ["ppo_procgen.py", "--out", "x", "--minutes", 0], "--minutes 0", "from 0.1"),
     "others' rows": (soak, ["ppo_procgen.py", "--out", "there"], "--out there: is of apex_procgen.py", "give another"),
     "another table": (soak, ["ppo_procgen.py", "--out", "other"], "--out other: is of another table", "give another"),
+    "no folder": (soak, ["ppo_procgen.py", "--out", "there.csv/x"], "--out there.csv", "give another folder"),
     "kills": (torture, ["--kills", 0], "--kills 0", "from 1"),
     "scripts": (torture, ["--scripts", "dqn.py"], "--scripts dqn.py", "ppo_procgen.py"),
     "folder": (torture, ["--folder", "."], "--folder .", "an empty folder"),
