@@ -191,10 +191,14 @@ def take(folder: Path, wait: bool = False) -> TextIO | None:
     except OSError as error:
         sentence = f"{folder}: cannot be locked ({error.strerror}); see to it that one process writes there"
         print(sentence, file=sys.stderr, flush=True)
-    with full_disk_explained(folder):
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}")
-        lock.flush()
+    try:
+        with full_disk_explained(folder):
+            lock.truncate(0)
+            # Not buffered, so that close() has nothing left to write.
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
+    except BaseException:
+        lock.close()
+        raise
     return lock
 
 
