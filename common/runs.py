@@ -669,13 +669,14 @@ class Run:
         self._console.print(*parts, sep="\n", markup=False)
 
     def _clock(self) -> float:
-        """Seconds that this run has run, over all its resumes, by a clock that nobody sets."""
-        return self._seconds + time.monotonic() - self._since
+        """Seconds that this run has run, over all its resumes, by a clock that nobody sets. Rounded here, so that what a
+        checkpoint has is never less than what was logged before."""
+        return round(self._seconds + time.monotonic() - self._since, 3)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Writes metrics to metrics.jsonl and W&B or TensorBoard."""
         numbers = {name: float(value) for name, value in metrics.items()}
-        clocks = {"global_step": step, "time": time.time(), "seconds": round(self._clock(), 3)}
+        clocks = {"global_step": step, "time": time.time(), "seconds": self._clock()}
         with files.full_disk_explained(self.path / "metrics.jsonl"):
             self._metrics.write(json.dumps(clocks | numbers) + "\n")
             self._metrics.flush()
