@@ -669,8 +669,8 @@ class Run:
         self._console.print(*parts, sep="\n", markup=False)
 
     def _clock(self) -> float:
-        """Seconds that this run has run, over all its resumes, by a clock that nobody sets. Rounded here, so that what a
-        checkpoint has is never less than what was logged before."""
+        """Seconds that this run has run, over all its resumes, by a clock that nobody sets. Rounded here, so that what
+        a checkpoint has is never less than what was logged before."""
         return round(self._seconds + time.monotonic() - self._since, 3)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
