@@ -10,9 +10,12 @@ with the exponential average of their plots.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
 from benchmarks import records
 from common import files, runs
@@ -37,6 +40,12 @@ class Args:
     """the CSV to write"""
 
 
+# What is read of an update. EPrewmean is nan before the first episode has ended.
+Number = Annotated[str, Field(pattern=r"^(-?[0-9.]+(e[+-]?[0-9]+)?|nan)$")]
+Update = TypedDict("Update", {"misc/total_timesteps": Number, "eprewmean": Number})
+Update.__pydantic_config__ = ConfigDict(extra="allow")
+
+
 def around(steps: np.ndarray, returns: np.ndarray) -> list[float]:
     """Mean return [points] of the updates around each of POINTS that a run [updates] has come to, NaN where no episode
     had ended yet."""
@@ -46,7 +55,7 @@ def around(steps: np.ndarray, returns: np.ndarray) -> list[float]:
 
 def read(path: Path, workers: int) -> tuple[np.ndarray, np.ndarray]:
     """Steps of all workers and returns, a number for each update. Raises UsageError."""
-    rows = files.read(path, list[dict[str, str]], "RESULTS", "give train-procgen's results")
+    rows = files.read(path, list[Update], "RESULTS", "give train-procgen's results")
     return tuple(np.array([float(row[name]) for row in rows]) * scale
                  for name, scale in (("misc/total_timesteps", workers), ("eprewmean", 1)))  # fmt: skip
 

@@ -131,6 +131,7 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
         check(-math.inf < low < high < math.inf, f"--mutate {word}: low must be less than high")
         check(low > 0 or not log, f"--mutate {word}: low must be above 0 for a logarithm")
         check(name in kinds, f"--mutate {word}: {args.program} has no flag {runs.flag_of(name)}")
+        check(name not in ranges, f"--mutate {word}: {name} has a range already, give one")
         ranges[name] = Range(low, high, log, kinds[name] is int)
     check(bool(ranges), "--mutate: give at least one flag with its range, such as gamma=0.9:0.999")
     return ranges

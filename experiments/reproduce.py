@@ -15,7 +15,6 @@ import json
 import shlex
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -151,11 +150,12 @@ def train(
     """
     with files.take(folder) or contextlib.nullcontext() as lock:
         before = read_progress(folder)
-        begun = time.monotonic()
         if before["done"] or lock is None:
             if before["done"]:
                 look(False)
             return "done elsewhere" if before["done"] else ELSEWHERE
+        both = {name: joined(before.get(name, ""), x) for name, x in origin.items()}
+        runs.write_json(folder / "progress.json", before | both)  # also of a session that is killed
         done = False
         why = ""
         try:
@@ -168,8 +168,8 @@ def train(
         except RuntimeError as error:
             why = str(error)
             look(False)
-        seconds = before["seconds"] + time.monotonic() - begun
-        both = {name: joined(before.get(name, ""), x) for name, x in origin.items()}
+        clock = trials.values_of(trials.find_run(folder), "seconds")  # the run's own, which goes on over resumes
+        seconds = float(clock[-1]) if clock else 0.0
         runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **both})
         return "done" if done else why or "stopped"
 
@@ -200,7 +200,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     values = [series[-1] for series in logged if series]
     failed = [p["why"] for p in progress.values() if p["why"]]
     low, high = interval(values)
-    notes = [row["note"], *([f"{len(failed)} failed: {failed[0]}"] if failed else [])]
+    notes = [f"{len(failed)} failed: {failed[0]}"] if failed else []
     saved = [runs.read_args(str(run), "--runs")["args"] for run in found if run]
     names = dict.fromkeys(name for args in saved for name in args if name not in trials.BESIDE | {"seed"})
     unlike = [runs.flag_of(name) for name in names if any(args.get(name) != saved[0].get(name) for args in saved)]
@@ -212,7 +212,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
         "steps": next((v for k, v in flags.items() if k.endswith("_timesteps")), ""),
     }
     result |= {"seconds": round(np.mean([progress[f]["seconds"] for f in done])) if done else ""}
-    result |= {"note": "; ".join(filter(None, notes)), "script": row["script"], "flags": row["flags"]}
+    result |= {"note": row["note"], "of its runs": "; ".join(notes), "script": row["script"], "flags": row["flags"]}
     for name in ("machine", "jax", "commit", "date"):
         result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
     return result | {"command": command_of(args)}
@@ -221,7 +221,8 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
 def command_of(args: Args) -> str:
     words = ["python", "-m", "experiments.reproduce", args.table]
     words += ["--scale", f"{args.scale:g}"] if args.scale != 1 else []
-    words += ["--seeds", *map(str, args.seeds), *(["--set", *args.set] if args.set else [])]
+    words += ["--seeds", *map(str, args.seeds), *(["--cells", *args.cells] if args.cells else [])]
+    words += ["--set", *args.set] if args.set else []
     return shlex.join(words)
 
 
@@ -256,7 +257,8 @@ def markdown(args: Args, results: list[dict]) -> str:
         between = f"{number(row['low'])} to {number(row['high'])}" if number(row["low"]) else ""
         minutes = number(row["seconds"] / 60, 1) if row["seconds"] else ""
         steps = f"{row['steps']:,}" if row["steps"] else ""
-        ours = number(row["ours"]), between, row["seeds"], steps, minutes, row["note"]
+        notes = "; ".join(filter(None, (row["note"], row["of its runs"])))
+        ours = number(row["ours"]), between, row["seeds"], steps, minutes, notes
         table.append((row["cell"], row["published"], *ours))
     return "\n\n".join(lines) + "\n\n" + "".join(f"| {' | '.join(map(str, row))} |\n" for row in table)
 
@@ -318,7 +320,8 @@ def read_results(args: Args) -> list[dict]:
         check(row["flags"] == now, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
     floats, integers = ("ours", "low", "high"), ("seeds", "steps", "seconds")
     return [
-        row
+        {"of its runs": ""}
+        | row
         | {name: float(row[name] or "nan") for name in floats}
         | {name: int(row[name]) if row[name] else "" for name in integers}
         for row in rows

@@ -29,7 +29,7 @@ import numpy as np
 import optuna
 import tyro
 from optuna.trial import TrialState
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from sqlalchemy.exc import SQLAlchemyError
 from typing_extensions import TypedDict
 
@@ -115,12 +115,14 @@ def in_order(spec: dict) -> dict:
 
 
 LARGEST = 2**53  # a float holds whole numbers up to there
+NOTHING_ELSE = ConfigDict(extra="forbid")  # a misspelt key would change what is drawn
 Number = Annotated[Any, AfterValidator(number)]
 
 
 class Parameter(TypedDict, total=False):
     """How a flag's value is found."""
 
+    __pydantic_config__ = NOTHING_ELSE
     value: Annotated[Any, AfterValidator(fixed)]
     values: Annotated[list[Annotated[Any, AfterValidator(scalar)]], Field(min_length=1)]
     min: Number
@@ -132,6 +134,7 @@ class Parameter(TypedDict, total=False):
 class Metric(TypedDict):
     """What trials are compared by."""
 
+    __pydantic_config__ = NOTHING_ELSE
     name: str
     goal: NotRequired[Literal["minimize", "maximize"]]
 
@@ -139,11 +142,13 @@ class Metric(TypedDict):
 class EarlyTerminate(TypedDict, total=False):
     """When a trial is given up."""
 
+    __pydantic_config__ = NOTHING_ELSE
     type: Required[Literal["hyperband"]]
     min_iter: Annotated[int, Field(ge=1, le=LARGEST)]
     max_iter: Annotated[int, Field(ge=1, le=LARGEST)]
     s: Annotated[int, Field(ge=0, le=100)]
     eta: Annotated[int, Field(ge=2, le=1000)]
+    strict: bool
 
 
 def in_time(rule: dict | None) -> dict | None:
@@ -154,8 +159,14 @@ def in_time(rule: dict | None) -> dict | None:
 
 
 class Sweep(TypedDict):
-    """A sweep file, as far as it is read here."""
+    """A sweep file. What only W&B's server needs is let through."""
 
+    __pydantic_config__ = NOTHING_ELSE
+    name: NotRequired[Any]
+    description: NotRequired[Any]
+    project: NotRequired[Any]
+    entity: NotRequired[Any]
+    command: NotRequired[Any]
     program: str
     method: Literal["grid", "random", "bayes"]
     metric: Metric
@@ -195,9 +206,19 @@ def grid_of(sweep: dict) -> list[dict]:
     return [dict(zip(values, cell, strict=True)) for cell in itertools.product(*values.values())]
 
 
-def first_of(spec: dict) -> Any:
-    """A value that a parameter can have."""
-    return spec["value"] if "value" in spec else spec["values"][0] if "values" in spec else spec["min"]
+def values_to_ask(spec: dict) -> list:
+    """The values that a parameter can have, or the ends of its range."""
+    return [spec["value"]] if "value" in spec else spec["values"] if "values" in spec else [spec["min"], spec["max"]]
+
+
+def ask_script(sweep: dict) -> None:
+    """Ends as the script would if it does not take one of the parameters' values, the others at their first."""
+    values = {name: values_to_ask(spec) for name, spec in sweep["parameters"].items()}
+    first = {name: some[0] for name, some in values.items()}
+    trials.ask_script(sweep["program"], first)
+    for name, some in values.items():
+        for value in some[1:]:
+            trials.ask_script(sweep["program"], first | {name: value})
 
 
 def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
@@ -429,7 +450,7 @@ def main(args: Args) -> optuna.Study:
     """Runs trials until the study has enough; returns it."""
     runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS), "count": (0, 1_000_000), "seed": (0, None)})
     sweep = read_sweep(args.sweep, args.set)
-    trials.ask_script(sweep["program"], {name: first_of(spec) for name, spec in sweep["parameters"].items()})
+    ask_script(sweep)
     drawn = args.sampler == "auto" or sweep["method"] == "bayes"
     check(drawn, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
     check(args.count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")

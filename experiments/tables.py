@@ -133,6 +133,11 @@ def beside_cleanrl() -> list[str]:
     return table(rows, {name: itemgetter(name) for name in rows[0]})
 
 
+def notes_of(row: dict) -> str:
+    """What a table says of a cell, and of its runs."""
+    return "; ".join(filter(None, (row["note"], row.get("of its runs"))))
+
+
 def tables() -> list[str]:
     """Each table of the studies that was reproduced, published beside ours."""
     lines = []
@@ -143,8 +148,8 @@ def tables() -> list[str]:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
             columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
-            if any(row["note"] for row in rows):
-                columns["note"] = lambda row: row["note"]
+            if any(notes_of(row) for row in rows):
+                columns["note"] = notes_of
             machine, jax, commit, date, command = (
                 ", ".join(dict.fromkeys(row[column] for row in done))
                 for column in ("machine", "jax", "commit", "date", "command")

@@ -61,8 +61,10 @@ def read_settings(words: Sequence[str]) -> dict[str, str]:
     settings = {}
     for word in words:
         name, equals, value = word.partition("=")
+        name = name.replace("-", "_")
         check(bool(name and equals), f"--set {word}: give name=value")
-        settings[name.replace("-", "_")] = value
+        check(name not in settings, f"--set {word}: {name} is {settings.get(name)} already, give one value")
+        settings[name] = value
     return settings
 
 

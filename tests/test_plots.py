@@ -358,6 +358,9 @@ def test_openais_logs_become_a_curve(tmp_path):
     (tmp_path / "hard-all-run2" / "progress-maze.csv").unlink()
     with pytest.raises(files.UsageError, match=r"RESULTS .*progress-maze\.csv"):
         openai_curves.main(openai_curves.Args(str(tmp_path), out=str(tmp_path / "none.csv")))
+    (tmp_path / "hard-all-run2" / "progress-maze.csv").write_text("eprewmean\n1\n")
+    with pytest.raises(files.UsageError, match=r"RESULTS .*misc/total_timesteps"):
+        openai_curves.main(openai_curves.Args(str(tmp_path), out=str(tmp_path / "none.csv")))
     assert float(rows["easy-all", "maze", "200000"]["mean_return"]) == 20 + 1
     assert float(rows["hard-500-test", "maze", "400000"]["mean_return"]) == 10 + 1
     assert float(rows["hard-all", "maze", "400000"]["std_over_runs"]) == pytest.approx((2 / 3) ** 0.5, abs=1e-3)

@@ -87,7 +87,7 @@ def test_a_table_is_made_and_not_made_twice(table, monkeypatch):
     assert first["ours"] == pytest.approx(np.mean(values))
     assert first["low"] < first["ours"] < first["high"]
     assert (failed["seeds"], absent["seeds"]) == (0, 0)
-    assert failed["note"] == "2 failed: exit code 2: error: --gamma '2': must be from 0 to 1"
+    assert failed["of its runs"] == "2 failed: exit code 2: error: --gamma '2': must be from 0 to 1"
     times = {path: path.stat().st_mtime_ns for path in table.glob("runs/*/*/*/metrics.jsonl")}
     assert len(times) == 2
     again = reproduce.main(args)[0]
@@ -206,6 +206,35 @@ def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
     assert another["ours"] == pytest.approx(first["ours"])
 
 
+def test_what_is_known_of_a_killed_run(table, monkeypatch):
+    """Its machine and commit, from its start on, and its own clock: also what it had done before it was killed."""
+    args = reproduce.Args("small", cells=("runs",), seeds=(1,), runs=str(table / "runs"), out=str(table / "out"))
+    monkeypatch.setattr(trials, "origin", lambda: {"machine": "this", "jax": "1", "commit": "a", "date": "today"})
+
+    def run(program, flags, folder, lock, **how):
+        assert reproduce.read_progress(folder)["commit"] == "a"
+        (folder / "a run").mkdir()
+        runs.write_json(folder / "a run/args.json", {"script": "x", "wandb_id": "x", "args": {}})
+        (folder / "a run/metrics.jsonl").write_text('{"seconds": 90.5, "charts/episodic_return": 1}\n')
+
+    monkeypatch.setattr(trials, "run", run)
+    row, *_ = reproduce.main(args)
+    assert (row["seconds"], row["ours"], row["commit"]) == (90, 1, "a")
+
+
+def test_a_row_without_its_runs_here_keeps_what_was_said_of_them(table):
+    row = reproduce.read_table("small")[0]
+    cell = {"cell": row["cell"], "metric": row["metric"], "command": "c", "flags": row["flags"], "machine": "here"}
+    cell |= {"ours": "1.5", "low": "", "high": "", "seeds": "1", "published steps": "100", "steps": "10", "seconds": ""}
+    cell |= {"note": "older", "of its runs": "2 failed: by night", "jax": "1", "commit": "a", "date": "today"}
+    (table / "out").mkdir()
+    records.write_rows(table / "out/small.csv", [cell | {"published": "", "script": row["script"]}])
+    args = reproduce.Args("small", seeds=(1,), collect=True, runs=str(table / "runs"), out=str(table / "out"))
+    first, *_ = reproduce.main(args)
+    assert (first["ours"], first["note"], first["of its runs"]) == (1.5, row["note"], "2 failed: by night")
+    assert "2 failed: by night" in (table / "out/small.md").read_text()
+
+
 def test_seeds_that_ran_with_other_defaults_are_noted(tmp_path):
     row = {"cell": "c", "metric": "m", "published": "", "steps": "", "note": "", "script": "x.py", "flags": ""}
     for seed, own in ((1, {"old": 1}), (2, {"old": 1, "new_flag": 2}), (3, {"old": 1, "new_flag": 2})):
@@ -216,8 +245,8 @@ def test_seeds_that_ran_with_other_defaults_are_noted(tmp_path):
         (run / "metrics.jsonl").write_text(json.dumps({"global_step": 1, "time": 1, "m": seed}) + "\n")
         (run.parent / "progress.json").write_text('{"done": true, "seconds": 1, "why": ""}')
     folders = [tmp_path / seed for seed in "123"]
-    assert "differ in --new-flag" in reproduce.summarize(row, {}, folders, reproduce.Args("small"))["note"]
-    assert not reproduce.summarize(row, {}, folders[1:], reproduce.Args("small"))["note"]
+    assert "differ in --new-flag" in reproduce.summarize(row, {}, folders, reproduce.Args("small"))["of its runs"]
+    assert not reproduce.summarize(row, {}, folders[1:], reproduce.Args("small"))["of its runs"]
 
 
 def test_a_run_that_went_on_has_each_commit_once():

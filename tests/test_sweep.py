@@ -414,6 +414,15 @@ BAD = {
     "another run": ({"parameters": {"resume": {"value": "/x"}}}, [], "resume={'value': '/x'}", "each run is given its"),
     "another run's folder": ({}, ["--set", "run-dir=/x"], "--set run_dir=/x", "each run is given its own"),
     "another project": ({}, ["--set", "wandb_project=x"], "--set wandb_project=x", "each run is given its own"),
+    "a later value that the script refuses": (with_gamma({"values": [0.9, 1.5]}), [], "--gamma '1.5'", "from 0 to 1"),
+    "an end that the script refuses": (
+        with_gamma({"min": 0.9, "max": 1.5}), ["--count", 1], "--gamma '1.5'", "from 0 to 1"
+    ),
+    "a misspelt key": (
+        with_gamma({"min": 0, "max": 1, "distribtion": "uniform"}), [], "gamma.distribtion", "not permitted"
+    ),
+    "a rule that is misspelt": ({"early_terminat": {}}, [], "early_terminat", "not permitted"),
+    "a flag twice": ({}, ["--set", "gamma=0.5", "gamma=0.9"], "--set gamma=0.9", "give one value"),
     "a value that the script refuses": ({}, ["--set", "l2=-1"], "--l2 -1", "0 or more"),
     "a file to write in": ({}, ["--out", "/dev/null"], "--out /dev/null: cannot write there", "another folder"),
     "a long name": ({}, ["--out", "/tmp/" + "a" * 300], "--out /tmp/aaa", "File name too long"),
