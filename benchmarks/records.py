@@ -69,6 +69,12 @@ def origin() -> dict[str, str]:
     return {"machine": machine(), "jax": jax.__version__, "commit": commit(), "date": date.today().isoformat()}
 
 
+def check_path(path: str, flag: str) -> None:
+    """Raises UsageError, naming `flag`, if a file cannot be written; for before anything is measured."""
+    if path:
+        files.make_room(Path(path), flag)
+
+
 def append_rows(path: str, rows: list[dict]) -> None:
     """Appends rows to a CSV file, with a header if it is new; does nothing without a path.
 
@@ -76,7 +82,6 @@ def append_rows(path: str, rows: list[dict]) -> None:
     """
     if path:
         check_columns(path, read_rows(Path(path)), rows)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with files.full_disk_explained(Path(path)), Path(path).open("a", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
             if file.tell() == 0:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import assert_refused
 
-from benchmarks import soak, torture
+from benchmarks import apex, doors, encoders, gpu_profile, ppo_impala, rnd, scaling, soak, throughput, torture
 
 
 def rows(slope, start=1, begin=0, minutes=60):
@@ -85,3 +85,13 @@ def test_what_differs_is_named(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = torture.difference(tmp_path / "whole", tmp_path / "run")
     assert said == "line 2 of metrics, step 2: losses/loss is 1.5, 1.0 if left alone (1 differ)"
+
+
+@pytest.mark.parametrize("tool", [apex, doors, encoders, gpu_profile, ppo_impala, rnd, scaling, throughput])
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(tool, monkeypatch, capfd):
+    for name in ("measure", "speed", "cost", "steps_per_second"):
+        monkeypatch.setattr(tool, name, None, raising=False)
+    flag = "--out" if tool in (doors, gpu_profile) else "--csv"
+    needed = {"name": "a", "script": "ppo_procgen"}
+    words = [word for name, word in needed.items() if name in tool.Args.__dataclass_fields__]
+    assert_refused(tool, [*words, flag, "/dev/null/x"], capfd, f"{flag} /dev/null", "cannot write there")
