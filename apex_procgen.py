@@ -84,11 +84,11 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        check(
-            self.v_min <= 0 <= self.v_max and self.v_max - self.v_min >= 1e-3,
-            f"--v-min {self.v_min}: must be 0 or less, and less than --v-max, which must be 0 or more, not "
-            f"{self.v_max}",
-        )
+        check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, so that values can start there")
+        check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, so that values can start there")
+        apart = self.v_max - self.v_min >= 1e-3
+        check(apart, f"--v-max {self.v_max}: must be above --v-min, {self.v_min}, by .001 or more")
+        runs.check_needs(self, 0 < self.epsilon < 1, "an --epsilon between 0 and 1", ("epsilon_alpha",))
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
         runs.check_needs(self, self.with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
         check(
@@ -436,9 +436,7 @@ def main(args: Args) -> runs.Run:
         if saved:
             episodes.restore(saved["episodes"])
             fleet.restore(saved["fleet"], state.params, run)
-            if step and not buffer.written:
-                state = state._replace(learn_from=state.global_step + args.learning_starts)
-                run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
+            state = offpolicy.learn_later(args, run, state, buffer)
         run.say(offpolicy.describe(args, buffer, int(state.learn_from)))
 
         def save():
@@ -459,7 +457,7 @@ def main(args: Args) -> runs.Run:
             with watch("insert"):
                 buffer, steps = offpolicy.add(args, buffer, items)
             step += int((~steps.done).sum())
-            beta = float(runs.parse_schedule(args.per_beta)(step))
+            beta = float(runs.parse_schedule(args.per_beta)(before))
             k = offpolicy.updates_due(args, int(state.learn_from), before, step)
             state, buffer, metrics = offpolicy.learn(
                 args, agent, state, buffer, update=update, update_on_batch=update_on_batch, k=k, beta=beta, watch=watch

@@ -71,6 +71,9 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         """Raises UsageError, one sentence, if these flags make no sense."""
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
+        behind = self.tau < 1 or self.target_network_frequency > 1
+        needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
+        runs.check_needs(self, behind, needs, ("q_clip", "entropy_penalty"))
         runs.check(self.min_alpha <= self.alpha, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
 
@@ -361,9 +364,7 @@ def main(args: Args) -> runs.Run:
         if saved:
             episodes.restore(saved["episodes"])
             fleet.restore(saved["fleet"], state.params, run)
-            if step and not buffer.written:
-                state = state._replace(learn_from=state.global_step + args.learning_starts)
-                run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
+            state = offpolicy.learn_later(args, run, state, buffer)
         run.say(offpolicy.describe(args, buffer, int(state.learn_from)))
 
         def save():
@@ -384,7 +385,7 @@ def main(args: Args) -> runs.Run:
             with watch("insert"):
                 buffer, steps = offpolicy.add(args, buffer, items)
             step += int((~steps.done).sum())
-            beta = float(runs.parse_schedule(args.per_beta)(step))
+            beta = float(runs.parse_schedule(args.per_beta)(before))
             k = offpolicy.updates_due(args, int(state.learn_from), before, step)
             state, buffer, metrics = offpolicy.learn(
                 args, agent, state, buffer, update=update, update_on_batch=update_on_batch, k=k, beta=beta, watch=watch

@@ -50,7 +50,7 @@ class FleetArgs(ActorArgs):
     """how many of the learner's iterations old an unroll's policy may be; 0 for none: actors and learner take turns"""
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
-    for bit on a CPU); without it the threads' timing decides how old"""
+    for bit on a CPU); without it the threads' timing decides how old, but at --max-lag 0"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
@@ -82,7 +82,7 @@ class Item(NamedTuple):
 
 
 class Unroll(NamedTuple):
-    """What an actor hands to the learner."""
+    """What an actor has played."""
 
     rollout: Any  # what the script keeps of it on a device
     steps: envs.Steps
@@ -119,7 +119,7 @@ class Fleet:
         self._ready = [deque() for _ in games]
         self._published: dict[int, dict[jax.Device, Any]] = {}
         self._error: tuple[int, BaseException] | None = None
-        self._stopping, self._threads = True, []
+        self._stopping, self._threads, self._waiting = True, [], 0.0
 
     def __enter__(self) -> "Fleet":
         return self
@@ -221,8 +221,8 @@ class Fleet:
             games.restore(saved["games"][str(actor)], run)
             self._carries[actor] = parts["carries"][str(actor)]
             self._marks[actor] = games.mark()
-        for version, params in parts["published"].items():
-            self.publish(int(version), params)
+        for version, published in parts["published"].items():
+            self.publish(int(version), published)
 
     def check(self) -> None:
         """Raises ActorError if an actor's thread has raised."""

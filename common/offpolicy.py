@@ -174,6 +174,7 @@ def collect(
 
 
 def make_fleet(args: Any, agent: nn.Module, act: Callable) -> actors.Fleet:
+    """The actors of a script, which choose by its `act`, as `collect` calls it."""
     return actors.make_fleet(args, partial(collect, act, args, agent), partial(initial_carry, args))
 
 
@@ -186,6 +187,7 @@ def buffer_rows(args: Any) -> int:
 
 
 def initial_replay(args: Any) -> replay.Replay:
+    """An empty buffer of --buffer-size transitions, or a few more."""
     return replay.empty(buffer_rows(args), args.num_envs, args.offsets)
 
 
@@ -198,6 +200,14 @@ def make_buffer(args: Any, saved: dict | None) -> replay.Replay:
     if saved and "replay" in saved:
         return jax.device_put(saved.pop("replay"), home)
     return jax.jit(partial(initial_replay, args), out_shardings=home)()
+
+
+def learn_later(args: Any, run: runs.Run, state: Any, buffer: replay.Replay) -> Any:
+    """A resumed run's state, which learns once the buffer is filled again where that was not saved; `run` says so."""
+    if buffer.written or not state.global_step:
+        return state
+    run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
+    return state._replace(learn_from=state.global_step + args.learning_starts)
 
 
 def describe(args: Any, buffer: replay.Replay, learn_from: int) -> str:

@@ -278,6 +278,8 @@ BAD = {
     "learning starts late": (["--learning-starts", 10**6], "--learning-starts 1000000", "--buffer-size, 200000"),
     "learning starts early": (["--learning-starts", 10], "--learning-starts 10", "from 1008"),
     "support": (["--v-min", 30], "--v-min 30", "0 or less"),
+    "support's end": (["--v-max", -1], "--v-max -1", "0 or more"),
+    "no epsilon": (["--epsilon", 0, "--epsilon-alpha", 3], "--epsilon-alpha 3", "between 0 and 1"),
     "no support": (["--num-atoms", 1, "--v-max", 9], "--v-max 9", "--num-atoms 2 or more"),
     "atoms and quantiles": (["--num-quantiles", 8, "--num-atoms", 51], "--num-atoms 51", "--num-quantiles 0"),
     "munchausen": (["--munchausen-alpha", 0.9], "--munchausen-alpha 0.9", "--num-atoms 1"),

@@ -37,7 +37,8 @@ def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
         restarts[i, i % 2 :: 2] = True
         for n in np.flatnonzero(restarts[i]):
             lost[(i + 1) * rows - 1, n] = not steps.terminated[(i + 1) * rows - 1, n]
-            start_anew(steps, (i + 1) * rows, n)
+            if i + 1 < inserts:
+                start_anew(steps, (i + 1) * rows, n)
     images = np.zeros((*steps.done.shape, 64, 64, 3), np.uint8)
     images[..., 0, 0, 0], images[..., 0, 0, 1] = np.arange(len(images))[:, None], np.arange(GAMES)
     actions = rng.integers(0, 15, steps.done.shape, np.int32)
@@ -68,7 +69,7 @@ def return_of(game, t, n, n_step=3):
 def test_insert_gives_priorities_to_what_can_be_drawn(inserts, rows, restart_after, n_step):
     """20 rows: before, when and after the ring is full, and with games that start anew."""
     rng = np.random.default_rng(inserts)
-    game = play(rng, inserts, rows=rows, n_step=n_step, restart_after=[i for i in restart_after if i < inserts - 1])
+    game = play(rng, inserts, rows=rows, n_step=n_step, restart_after=restart_after)
     past, end = 3, rows * inserts
     oldest = 0 if end <= LENGTH - past else end - LENGTH + past  # its whole stack is still there
     want = np.zeros((LENGTH, GAMES))

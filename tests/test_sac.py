@@ -395,6 +395,7 @@ def test_every_flag_changes_something(flag, tmp_path):
         (["--no-autotune", "--target-entropy-scale", 0.5], "--target-entropy-scale 0.5", "--autotune"),
         (["--min-alpha", 0.02], "--min-alpha 0.02", "at most --alpha, 0.01"),
         (["--per-beta", 1], "--per-beta 1", "--per-alpha"),
+        (["--tau", 1, "--q-clip", 0.5], "--q-clip 0.5", "--target-network-frequency 2"),
         (["--learning-starts", 5], "--learning-starts 5", "an n-step return"),
         (["--num-actors", 3], "--num-actors 3", "32"),
     ],
