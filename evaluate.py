@@ -117,6 +117,9 @@ def main(args: Args) -> list[dict]:
         runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
         agents.check_hub(args.push_to_hub)
     chosen = [script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
+    for script, saved in chosen if args.levels == "train" else ():
+        what = f"--levels train: has no effect on {script.SCRIPT}.py, whose game has no levels to train on"
+        runs.check(isinstance(saved, envs.GameArgs), what)
     for run_dir, (_, saved) in zip(args.run_dirs, chosen, strict=True) if args.human else ():
         of = f"--human: RUN_DIR {run_dir}"
         runs.check(isinstance(saved, envs.GameArgs), f"{of} is of a game without levels, give --video")

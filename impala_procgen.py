@@ -36,7 +36,7 @@ class Args(
 ):  # fmt: skip
     LIMITS: ClassVar = {
         "num_steps": (1, 65536), "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
-        "replay_size": (1, 2**20), "rho_bar": (0, None), "c_bar": (0, None), "pg_rho_bar": (0, None),
+        "replay_size": (1, 2**20), "rho_bar": (1e-6, None), "c_bar": (0, None), "pg_rho_bar": (1e-6, None),
         "vtrace_lambda": (0, 1), "clip_coef": (0, None), "vf_coef": (0, None), "max_grad_norm": (0, None),
         "adam_eps": (1e-30, None), "l2": (0, None), "learning_rate": (0, None), "ent_coef": (0, None), "gamma": (0, 1),
     }  # fmt: skip

@@ -107,6 +107,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
+        runs.check_needs(self, self.ext_coef, "--ext-coef", ("gamma",))
+        runs.check_needs(self, self.int_coef, "--int-coef", ("int_gamma",))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         runs.check_needs(self, self.async_, "--async", ("vtrace", "actor_devices"))
         runs.check_batch(self)
@@ -584,13 +586,15 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
         ratio = jnp.exp(log_ratio(jax.nn.log_softmax(logits), acted, rollout.actions))
         metrics = {"losses/rho": mean_of(jnp.minimum(1.0, ratio)), "losses/rho_clipfrac": mean_of(ratio > 1)}
     bonus_filter, raw, bonus = bonuses(args, state, rollout, mask)
-    both = advantages(args, jnp.sign(steps.rewards), bonus, values=values, ratio=ratio, steps=steps)
+    rewards = jnp.sign(steps.rewards)
+    both = advantages(args, rewards, bonus, values=values, ratio=ratio, steps=steps)
     total = args.ext_coef * both[..., 0] + args.int_coef * both[..., 1]
     if args.norm_adv:
         mean, var = shaping.masked_moments(total, mask)
         total = (total - mean) / jnp.sqrt(var + 1e-8)
     batch = Batch(actions=rollout.actions, logits=logits, advantages=total, returns=both + values[:-1])
     metrics |= {
+        "charts/extrinsic_reward": mean_of(rewards),
         "charts/intrinsic_reward": mean_of(bonus),
         "charts/intrinsic_reward_max": devices.highest(bonus.max()),
         "charts/prediction_error": mean_of(raw),
@@ -721,7 +725,6 @@ def evaluate(
 ) -> runs.Evaluation:
     """For evaluate.py: plays what a run has learnt, or random actions, in the game as it was trained on: a row for each
     episode, a summary of them and the best one's frames, if asked."""
-    check(levels == "test", f"--levels {levels}: has no effect on {SCRIPT}.py's game")
     agent = make_agent(args)
     saved = devices.put(args, trained(args, agent, run_dir), SAME)
     policy = atari.random_policy if random else make_policy(args, agent, saved["params"])

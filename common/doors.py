@@ -51,7 +51,9 @@ class DoorArgs:
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        task_names(self)
+        for task in task_names(self):
+            able = self.robot == "gripper" or not task.startswith("Round")
+            check(able, f"--tasks {self.tasks!r}: a hook cannot turn the round knob of {task}, give --robot gripper")
 
 
 def task_names(args: DoorArgs) -> tuple[str, ...]:

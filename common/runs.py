@@ -66,7 +66,7 @@ class RunArgs:
     FIXED: ClassVar = ("seed",)
 
     seed: int = 1
-    """of everything: the same seed gives the same metrics (where threads play: with --deterministic)"""
+    """of everything: the same seed gives the same metrics (IMPALA, Ape-X and SAC: with --deterministic)"""
     run_dir: str = devices.host_only("runs")
     """where run directories go"""
     resume: str = devices.host_only("")
@@ -120,6 +120,8 @@ def check_args(args: Any, script: str) -> None:
     check_devices(args)
     if args.resume:
         saved = saved_args(type(args), args.resume, "--resume", script)
+        whole = (Path(args.resume) / "checkpoints").is_dir()
+        check(whole, f"--resume {args.resume}: has no checkpoints, as an exported agent; give a run directory")
         for name in fixed(type(args)):
             new, old = getattr(args, name), getattr(saved, name)
             check(new == old, f"{flag_of(name)} {new}: a resumed run keeps its own, {old}")
