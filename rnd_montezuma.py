@@ -38,7 +38,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None),
         "clip_coef": (1e-6, None), "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1),
         "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "learning_rate": (0, None),
-        "predictor_lr_ratio": (0, None),
+        "predictor_lr_ratio": (0, None), "int_reward_clip": (0, None),
     }  # fmt: skip
     FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
 
@@ -75,6 +75,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     """weight of the advantage from the game's reward, which is clipped to its sign; 0 for curiosity only"""
     int_coef: float = 1.0
     """weight of the advantage from the bonus"""
+    int_reward_clip: float = 0.0
+    """a transition's bonus, divided by its return's deviation, is at most this; 0 for no limit"""
     norm_adv: bool = False
     """normalise the advantages of a batch"""
     clip_coef: float = 0.1
@@ -108,7 +110,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
         runs.check_needs(self, self.ext_coef, "--ext-coef", ("gamma",))
-        runs.check_needs(self, self.int_coef, "--int-coef", ("int_gamma",))
+        runs.check_needs(self, self.int_coef, "--int-coef", ("int_gamma", "int_reward_clip"))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         runs.check_needs(self, self.async_, "--async", ("vtrace", "actor_devices"))
         runs.check_batch(self)
@@ -428,9 +430,8 @@ def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
 
     both = state.target, state.params["predictor"]
     raw = mask * jax.lax.map(partial(devices.in_chunks, partial(of_frames, both)), rollout.reached)
-    # The return runs on through an episode's end, and is not clipped.
-    ended = jnp.zeros_like(mask)
-    bonus_filter, bonus = shaping.normalize(state.bonus_filter, raw, ended, mask, args.int_gamma, clip=jnp.inf)
+    ended, most = jnp.zeros_like(mask), args.int_reward_clip or jnp.inf  # the return runs on through an episode's end
+    bonus_filter, bonus = shaping.normalize(state.bonus_filter, raw, ended, mask, args.int_gamma, clip=most)
     return bonus_filter, raw, bonus
 
 

@@ -237,6 +237,11 @@ def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
     want, mean, var = oracle.normalize_rewards(parts, tiny.args.int_gamma, clip=np.inf)
     np.testing.assert_allclose([bonus_filter.mean, bonus_filter.var], [mean, var], rtol=1e-3)
     np.testing.assert_allclose(got, want[1], rtol=1e-3, atol=1e-6)
+    most = float(np.median(got[mask]))
+    limited = jax.jit(partial(rnd.bonuses, replace(tiny.args, int_reward_clip=most)))(state, tiny.rollout, mask)
+    no_limit = jax.jit(partial(rnd.bonuses, tiny.args))(state, tiny.rollout, mask)
+    np.testing.assert_allclose(limited[2], np.minimum(no_limit[2], most), rtol=1e-4)
+    assert limited[0].var == no_limit[0].var
 
 
 def test_what_an_update_learns_from(tiny):

@@ -368,9 +368,9 @@ FLAGS = {
     "predictor_depth": 0, "dtype": "bfloat16", "total_timesteps": 64, "num_envs": 8, "num_steps": 8, "async_": True,
     "vtrace": True, "obs_norm_init_steps": 6, "num_minibatches": 4, "update_epochs": 1,
     "learning_rate": "0:0.003,1000:0.001", "predictor_lr_ratio": 0.5, "gamma": 0.9, "int_gamma": 0.9,
-    "gae_lambda": 0.5, "ext_coef": 0.0, "int_coef": 0.5, "norm_adv": True, "clip_coef": 0.01, "vf_coef": 0.1,
-    "ent_coef": 0.1, "update_proportion": 0.5, "max_grad_norm": 0.01, "adam_eps": 0.1, "seed": 2, "restart_every": 40,
-    "num_devices": 1,
+    "gae_lambda": 0.5, "ext_coef": 0.0, "int_coef": 0.5, "int_reward_clip": 0.01, "norm_adv": True, "clip_coef": 0.01,
+    "vf_coef": 0.1, "ent_coef": 0.1, "update_proportion": 0.5, "max_grad_norm": 0.01, "adam_eps": 0.1, "seed": 2,
+    "restart_every": 40, "num_devices": 1,
 }  # fmt: skip
 # Tested elsewhere: these change files or where things are, not metrics, and several hosts are refused.
 ELSEWHERE = {
