@@ -84,8 +84,8 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, so that values can start there")
-        check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, so that values can start there")
+        check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, where values start")
+        check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, where values start")
         apart = self.v_max - self.v_min >= 1e-3
         check(apart, f"--v-max {self.v_max}: must be above --v-min, {self.v_min}, by .001 or more")
         runs.check_needs(self, 0 < self.epsilon < 1, "an --epsilon between 0 and 1", ("epsilon_alpha",))

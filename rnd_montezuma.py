@@ -109,8 +109,6 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
-        runs.check_needs(self, self.ext_coef, "--ext-coef", ("gamma",))
-        runs.check_needs(self, self.int_coef, "--int-coef", ("int_gamma", "int_reward_clip"))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         runs.check_needs(self, self.async_, "--async", ("vtrace", "actor_devices"))
         runs.check_batch(self)
@@ -597,7 +595,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     metrics |= {
         "charts/extrinsic_reward": mean_of(rewards),
         "charts/intrinsic_reward": mean_of(bonus),
-        "charts/intrinsic_reward_max": devices.highest(bonus.max()),
+        "charts/intrinsic_reward_max": devices.highest(raw.max()) / jnp.sqrt(bonus_filter.var + 1e-8),
         "charts/prediction_error": mean_of(raw),
         "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
     }

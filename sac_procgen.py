@@ -71,9 +71,9 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         """Raises UsageError, one sentence, if these flags make no sense."""
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
-        behind = self.tau < 1 or self.target_network_frequency > 1
+        apart = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
         needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
-        runs.check_needs(self, behind, needs, ("q_clip", "entropy_penalty"))
+        runs.check_needs(self, apart, needs, ("q_clip", "entropy_penalty"))
         runs.check(self.min_alpha <= self.alpha, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
 

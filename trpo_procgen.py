@@ -461,7 +461,6 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     del parts["loss"]  # is the policy_loss
     grad_norm = devices.norm(grads)
     residual = devices.norm(along(downhill, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
-    residual = jnp.where(jnp.isfinite(residual), residual, 1.0)  # no direction was found, and no step is taken
     return params, parts | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}
 
 

@@ -64,7 +64,7 @@ def measure(flags: str, steps: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    records.check_path(args.csv, "--csv")
+    records.make_room(args.csv, "--csv")
     row = {"setting": args.name} | {k: f"{x:.4g}" for k, x in measure(args.flags, args.steps).items()}
     row |= {"flags": args.flags} | records.origin()
     table = Table("", args.name)

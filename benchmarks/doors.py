@@ -225,7 +225,7 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
 
 def main(args: Args) -> None:
     runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100), "num_envs": (1, 20_000)})
-    records.check_path(args.out and f"{args.out}.csv", "--out")
+    records.make_room(args.out and f"{args.out}.csv", "--out")
     tables = {
         "speed": ("", lambda: [speed(task, args) for task in TASKS]),
         "physics": ("_physics", lambda: [row for task in TASKS[:2] for row in physics(task, args)]),

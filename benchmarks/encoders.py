@@ -124,7 +124,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    records.check_path(args.csv, "--csv")
+    records.make_room(args.csv, "--csv")
     runs.check_flags(args.spec)
     named = NAMED if args.spec == EncoderArgs() else {args.spec.encoder: args.spec}
     rows = []

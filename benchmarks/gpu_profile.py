@@ -110,7 +110,7 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
 
 
 def main(args: Args) -> None:
-    records.check_path(args.out and f"{args.out}.csv", "--out")
+    records.make_room(args.out and f"{args.out}.csv", "--out")
     ppo_args = records.read_flags(ppo, args.flags)
     parts, rows = measure(ppo_args)
     named = {"setting": args.name}

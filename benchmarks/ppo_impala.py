@@ -68,7 +68,7 @@ def measure(script, flags: str, updates: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    records.check_path(args.csv, "--csv")
+    records.make_room(args.csv, "--csv")
     runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     settings = {"ppo": (ppo, f"{args.flags} {args.ppo_flags}"), "impala": (impala, f"{args.flags} {args.impala_flags}")}
     results = {name: [] for name in settings}

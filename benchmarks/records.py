@@ -69,8 +69,9 @@ def origin() -> dict[str, str]:
     return {"machine": machine(), "jax": jax.__version__, "commit": commit(), "date": date.today().isoformat()}
 
 
-def check_path(path: str, flag: str) -> None:
-    """Raises UsageError, naming `flag`, if a file cannot be written; for before anything is measured."""
+def make_room(path: str, flag: str) -> None:
+    """Makes the folder of a file, if there is to be one: for before anything is measured. Raises UsageError, naming
+    `flag`, if nothing can be written there."""
     if path:
         files.make_room(Path(path), flag)
 

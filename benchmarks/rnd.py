@@ -61,7 +61,7 @@ def measure(flags: str, updates: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    records.check_path(args.csv, "--csv")
+    records.make_room(args.csv, "--csv")
     runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     results = {name: [] for name in MODES}
     alone, given = [], records.read_flags(rnd, args.flags)

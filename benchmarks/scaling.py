@@ -79,7 +79,7 @@ def steps_per_second(args: Args, way: str) -> float:
 
 
 def main(args: Args) -> None:
-    records.check_path(args.csv, "--csv")
+    records.make_room(args.csv, "--csv")
     runs.check_limits(args, {"devices": (2, 8), "steps": (1, None), "rounds": (1, 100)})
     ways = "one device", "devices", "processes"
     rates = {way: [] for way in ways}

@@ -173,7 +173,7 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    records.check_path(args.csv, "--csv")
+    records.make_room(args.csv, "--csv")
     runs.check_limits(args, {"updates": (1, None)})
     ppo_args = records.read_flags(ppo, args.flags)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import numpy as np
 import tyro
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict
 from typing_extensions import TypedDict
 
 from benchmarks import records
@@ -40,8 +40,8 @@ class Args:
     """the CSV to write"""
 
 
-# What is read of an update. EPrewmean is nan before the first episode has ended.
-Number = Annotated[str, Field(pattern=r"^(-?[0-9.]+(e[+-]?[0-9]+)?|nan)$")]
+# What is read of an update; the mean is nan before the first episode has ended.
+Number = Annotated[str, AfterValidator(float)]
 Update = TypedDict("Update", {"misc/total_timesteps": Number, "eprewmean": Number})
 Update.__pydantic_config__ = ConfigDict(extra="allow")
 
@@ -56,7 +56,7 @@ def around(steps: np.ndarray, returns: np.ndarray) -> list[float]:
 def read(path: Path, workers: int) -> tuple[np.ndarray, np.ndarray]:
     """Steps of all workers and returns, a number for each update. Raises UsageError."""
     rows = files.read(path, list[Update], "RESULTS", "give train-procgen's results")
-    return tuple(np.array([float(row[name]) for row in rows]) * scale
+    return tuple(np.array([row[name] for row in rows]) * scale
                  for name, scale in (("misc/total_timesteps", workers), ("eprewmean", 1)))  # fmt: skip
 
 

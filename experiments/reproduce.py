@@ -215,13 +215,13 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     result |= {"note": row["note"], "of its runs": "; ".join(notes), "script": row["script"], "flags": row["flags"]}
     for name in ("machine", "jax", "commit", "date"):
         result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
-    return result | {"command": command_of(args)}
+    return result | {"command": command_of(args, args.cells if is_asked(args, row) else ())}
 
 
-def command_of(args: Args) -> str:
+def command_of(args: Args, cells: tuple[str, ...] = ()) -> str:
     words = ["python", "-m", "experiments.reproduce", args.table]
     words += ["--scale", f"{args.scale:g}"] if args.scale != 1 else []
-    words += ["--seeds", *map(str, args.seeds), *(["--cells", *args.cells] if args.cells else [])]
+    words += ["--seeds", *map(str, args.seeds), *(["--cells", *cells] if cells else [])]
     words += ["--set", *args.set] if args.set else []
     return shlex.join(words)
 

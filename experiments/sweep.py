@@ -8,7 +8,9 @@ last checkpoint. Any number of these processes may share it, also on several mac
 locked by a file there, so that one whose process has died is known and taken over.
 """
 
+import contextlib
 import importlib.util
+import io
 import itertools
 import math
 import os
@@ -159,7 +161,7 @@ def in_time(rule: dict | None) -> dict | None:
 
 
 class Sweep(TypedDict):
-    """A sweep file. What only W&B's server needs is let through."""
+    """A sweep file. What only W&B's server needs is let through: names, the command, and Hyperband's `strict`."""
 
     __pydantic_config__ = NOTHING_ELSE
     name: NotRequired[Any]
@@ -167,6 +169,7 @@ class Sweep(TypedDict):
     project: NotRequired[Any]
     entity: NotRequired[Any]
     command: NotRequired[Any]
+    run_cap: NotRequired[Annotated[int, Field(ge=1, le=1_000_000)]]
     program: str
     method: Literal["grid", "random", "bayes"]
     metric: Metric
@@ -212,13 +215,18 @@ def values_to_ask(spec: dict) -> list:
 
 
 def ask_script(sweep: dict) -> None:
-    """Ends as the script would if it does not take one of the parameters' values, the others at their first."""
+    """Ends as the script would if it takes one of the parameters' values neither with the others' first nor with their
+    last: some cells of a grid may be such as it refuses."""
     values = {name: values_to_ask(spec) for name, spec in sweep["parameters"].items()}
-    first = {name: some[0] for name, some in values.items()}
+    first, last = ({name: some[i] for name, some in values.items()} for i in (0, -1))
     trials.ask_script(sweep["program"], first)
     for name, some in values.items():
         for value in some[1:]:
-            trials.ask_script(sweep["program"], first | {name: value})
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    trials.ask_script(sweep["program"], last | {name: value})
+            except SystemExit:
+                trials.ask_script(sweep["program"], first | {name: value})
 
 
 def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
@@ -453,8 +461,9 @@ def main(args: Args) -> optuna.Study:
     ask_script(sweep)
     drawn = args.sampler == "auto" or sweep["method"] == "bayes"
     check(drawn, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
-    check(args.count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
-    count = args.count or len(grid_of(sweep))
+    count = args.count or sweep.get("run_cap", 0)
+    check(count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
+    count = count or len(grid_of(sweep))
     out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()
     files.make_folder(out, "--out")
     optuna.logging.set_verbosity(optuna.logging.ERROR)

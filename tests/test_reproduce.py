@@ -218,8 +218,9 @@ def test_what_is_known_of_a_killed_run(table, monkeypatch):
         (folder / "a run/metrics.jsonl").write_text('{"seconds": 90.5, "charts/episodic_return": 1}\n')
 
     monkeypatch.setattr(trials, "run", run)
-    row, *_ = reproduce.main(args)
+    row, other, *_ = reproduce.main(args)
     assert (row["seconds"], row["ours"], row["commit"]) == (90, 1, "a")
+    assert [x["command"].partition("small ")[2] for x in (row, other)] == ["--seeds 1 --cells runs", "--seeds 1"]
 
 
 def test_a_row_without_its_runs_here_keeps_what_was_said_of_them(table):

@@ -463,9 +463,16 @@ def test_what_wandb_takes_is_taken(tmp_path):
     }  # fmt: skip
     for rule in ({"min_iter": 3, "eta": 2, "strict": True}, {"max_iter": 27, "s": 2}):
         given = {"parameters": parameters, "method": "bayes", "early_terminate": {"type": "hyperband"} | rule}
-        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", name="mine", command=["x"], **given)))
+        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", name="mine", command=["x"], run_cap=9, **given)))
         assert read["parameters"] == parameters
         assert [type(x) for x in read["parameters"]["gamma"]["values"]] == [float, int]
+
+
+def test_a_grid_may_have_cells_that_the_script_refuses(tmp_path):
+    """512 minibatches are too many for 8 games of 16 steps, not for 64."""
+    parameters = {"num_envs": [8, 64], "num_minibatches": [4, 512], "num_steps": [16]}
+    given = {"parameters": {name: {"values": values} for name, values in parameters.items()}}
+    sweep.ask_script(sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **given))))
 
 
 def test_another_study_is_refused(tmp_path, capfd):
