@@ -118,11 +118,16 @@ def add_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
     Raises UsageError if the file has other columns.
     """
     with files.take(path.parent, wait=True):
-        there = read_rows(path)
-        check_columns(path, there, rows)
-        new = {tuple(str(row[name]) for name in key) for row in rows}
-        others = [row for row in there if tuple(row[name] for name in key) not in new]
-        write_rows(path, [*others, *rows])
+        replace_rows(path, rows, key)
+
+
+def replace_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
+    """`add_rows` for who holds the file's folder."""
+    there = read_rows(path)
+    check_columns(path, there, rows)
+    new = {tuple(str(row[name]) for name in key) for row in rows}
+    others = [row for row in there if tuple(row[name] for name in key) not in new]
+    write_rows(path, [*others, *rows])
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ class Args:
     runs: str = "runs/tables"
     """folder of the runs"""
     out: str = "runs/tables"
-    """where to write: OUT/TABLE.csv, .md and .png (those of the repository are in experiments/results)"""
+    """where to write: OUT/TABLE.csv, .md and .png, and TABLE_evaluations.csv, with every evaluation while runs trained
+    (those of the repository are in experiments/results)"""
 
 
 # WHAT TO RUN
@@ -120,6 +121,7 @@ def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
 # RUNS
 
 ELSEWHERE = "another process is at it"
+EVALUATION = "cell", "metric", "seed", "of steps", "step"  # what tells one from another
 
 
 class Progress(TypedDict):
@@ -216,6 +218,41 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     for name in ("machine", "jax", "commit", "date"):
         result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
     return result | {"command": command_of(args, args.cells if is_asked(args, row) else ())}
+
+
+def evaluations(row: dict, flags: dict, folders: list[Path], seeds: tuple[int, ...]) -> list[dict]:
+    """Each evaluation during a cell's finished runs: the mean return, and its standard error over the episodes."""
+    found = []
+    for folder, seed in zip(folders, seeds, strict=bool(folders)):
+        progress = read_progress(folder)
+        lines = trials.read_metrics(trials.find_run(folder)) if progress["done"] else []
+        about = {"cell": row["cell"], "metric": row["metric"], "seed": seed}
+        about["of steps"] = next(value for name, value in flags.items() if name.endswith("_timesteps"))
+        std, episodes = (row["metric"].replace("mean_return", name) for name in ("std", "episodes"))
+        for line in lines:
+            if {row["metric"], std, episodes} <= line.keys() and std != row["metric"]:
+                error = line[std] / max(line[episodes], 1) ** 0.5
+                numbers = {
+                    "mean": f"{line[row['metric']]:.4g}",
+                    "error": f"{error:.3g}",
+                    "episodes": int(line[episodes]),
+                }
+                found.append(
+                    about
+                    | {"step": line["global_step"]}
+                    | numbers
+                    | {"steps/s": speed(lines)}
+                    | {name: progress.get(name, "") for name in ("machine", "jax", "commit", "date")}
+                )
+    return found
+
+
+def speed(lines: list[dict]) -> str:
+    """Steps a second of a run's fastest tenth, by its own clock: what other jobs have disturbed least."""
+    points = [(line["seconds"], line["global_step"]) for line in lines if "charts/SPS" in line and "seconds" in line]
+    pairs = zip(points, points[max(len(points) // 10, 1) :], strict=False)
+    rates = [(step - before) / (now - then) for (then, before), (now, step) in pairs if now > then]
+    return f"{max(rates):.3g}" if rates else ""
 
 
 def command_of(args: Args, cells: tuple[str, ...] = ()) -> str:
@@ -345,7 +382,8 @@ def in_words(parts: tuple[float, float]) -> str:
 
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
-    """OUT/TABLE.csv, .md and .png: of each cell the runs that are done, or what is there of more training than that."""
+    """OUT/TABLE.csv, .md, .png and TABLE_evaluations.csv: of each cell the runs that are done, or what is there of more
+    training than that."""
     out = Path(args.out) / args.table
     with files.take(out.parent, wait=True):
         old = {(row["cell"], row["metric"]): row for row in read_results(args)}
@@ -357,6 +395,9 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
             results.append(before | known if training(before) > training(row) else row)
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
+        evaluated = [one for row, *of_cell in cells for one in evaluations(row, *of_cell, args.seeds)]
+        if evaluated:
+            records.replace_rows(out.with_name(f"{args.table}_evaluations.csv"), evaluated, EVALUATION)
         with files.whole(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
         parts = parts_of(results)

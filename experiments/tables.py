@@ -164,6 +164,37 @@ def tables() -> list[str]:
     return lines[:-1]
 
 
+def side_by_side() -> list[str]:
+    """What each algorithm makes on unseen levels of two games, over seeds, with the error of all their episodes."""
+    evaluated = records.read_rows(STUDIES / "algorithms_nature_evaluations.csv")
+    rows = {}
+    for row in evaluated:
+        name, game = row["cell"].rsplit(", ", 1)
+        rows.setdefault(name, {}).setdefault((game, round(float(row["step"]), -4)), []).append(row)
+
+    def after(game: str, steps: int) -> Callable[[dict], str]:
+        def cell(row):
+            found = row["of"].get((game, steps), [])
+            if not found:
+                return ""
+            mean = np.mean([float(one["mean"]) for one in found])
+            error = np.sqrt(sum(float(one["error"]) ** 2 for one in found)) / len(found)
+            return f"{mean:.2f} ({error:.2f})" + (f", {len(found)} seeds" if len(found) > 1 else "")
+
+        return cell
+
+    def speed(row):
+        rates = [float(one["steps/s"]) for some in row["of"].values() for one in some if one["steps/s"]]
+        return f"{max(rates):.0f}" if rates else ""
+
+    columns = {"": lambda row: row["name"]}
+    for game, steps in (("starpilot", 500_000), ("starpilot", 1_000_000), ("coinrun", 500_000)):
+        columns[f"{game}, {millions(steps)}"] = after(game, steps)
+    columns["steps/s"] = speed
+    shown = [{"name": name, "of": of} for name, of in rows.items()]
+    return table(sorted(shown, key=lambda row: after("starpilot", 500_000)(row), reverse=True), columns)
+
+
 def all_for_0(levels: str) -> str:
     """A number of training levels; --num-levels 0 is all of them."""
     return "all" if levels == "0" else levels
@@ -293,7 +324,7 @@ PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
     "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
     "sweeps": sweeps, "published": beside, "headlines": headlines, "six_doors": six_doors,
-    "cleanrl": beside_cleanrl,
+    "cleanrl": beside_cleanrl, "side_by_side": side_by_side,
 }  # fmt: skip
 
 

@@ -223,6 +223,33 @@ def test_what_is_known_of_a_killed_run(table, monkeypatch):
     assert [x["command"].partition("small ")[2] for x in (row, other)] == ["--seeds 1 --cells runs", "--seeds 1"]
 
 
+def test_every_evaluation_of_a_run_is_written_down(tmp_path):
+    """Mean and standard error over its episodes; and how fast the run was in the tenth that nothing disturbed."""
+    metric, run = "eval/test_levels/mean_return", tmp_path / "1" / "a run"
+    run.mkdir(parents=True)
+    runs.write_json(run / "args.json", {"script": "x", "wandb_id": "x", "args": {}})
+    lines = [{"global_step": 100 * i, "seconds": (2.0 if i < 20 else 1.0) * i, "charts/SPS": 1} for i in range(40)]
+    evaluation = {metric: 2.5, "eval/test_levels/std": 3.0, "eval/test_levels/episodes": 64.0}
+    lines.insert(30, {"global_step": 2950, "seconds": 29.5} | evaluation)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = {"cell": "PPO, maze", "metric": metric}
+    folders, flags = [tmp_path / "1", tmp_path / "2"], {"total_timesteps": 4000}
+    assert reproduce.evaluations(row, flags, folders, (1, 2)) == []  # not done
+    runs.write_json(tmp_path / "1/progress.json", {"done": True, "seconds": 1.0, "why": "", "commit": "a"})
+    (found,) = reproduce.evaluations(row, flags, folders, (1, 2))
+    assert [found[name] for name in ("seed", "of steps", "step", "mean", "error")] == [1, 4000, 2950, "2.5", "0.375"]
+    assert (found["steps/s"], found["commit"]) == ("100", "a")
+
+
+def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
+    """(2 + 4) / 2, and the root of .3^2 + .4^2, by two."""
+    row = {"cell": "PPO, starpilot", "seed": 1, "step": 501_234, "mean": 2, "error": 0.3, "steps/s": ""}
+    other = row | {"seed": 2, "step": 499_000, "mean": 4, "error": 0.4, "steps/s": 77}
+    records.write_rows(tmp_path / "algorithms_nature_evaluations.csv", [row, other, other | {"step": 1_000_900}])
+    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    assert tables.side_by_side()[-1] == "| PPO | 3.00 (0.25), 2 seeds | 4.00 (0.40) |  | 77 |"
+
+
 def test_a_row_without_its_runs_here_keeps_what_was_said_of_them(table):
     row = reproduce.read_table("small")[0]
     cell = {"cell": row["cell"], "metric": row["metric"], "command": "c", "flags": row["flags"], "machine": "here"}
