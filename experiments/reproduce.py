@@ -221,11 +221,12 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
 
 
 def evaluations(row: dict, flags: dict, folders: list[Path], seeds: tuple[int, ...]) -> list[dict]:
-    """Each evaluation during a cell's finished runs: the mean return, and its standard error over the episodes."""
+    """Each evaluation of a cell's runs so far, also of those under way: the mean return, and its standard error over
+    the episodes."""
     found = []
     for folder, seed in zip(folders, seeds, strict=bool(folders)):
         progress = read_progress(folder)
-        lines = trials.read_metrics(trials.find_run(folder)) if progress["done"] else []
+        lines = trials.read_metrics(trials.find_run(folder))
         about = {"cell": row["cell"], "metric": row["metric"], "seed": seed}
         about["of steps"] = next(value for name, value in flags.items() if name.endswith("_timesteps"))
         std, episodes = (row["metric"].replace("mean_return", name) for name in ("std", "episodes"))

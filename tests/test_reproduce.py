@@ -234,8 +234,7 @@ def test_every_evaluation_of_a_run_is_written_down(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     row = {"cell": "PPO, maze", "metric": metric}
     folders, flags = [tmp_path / "1", tmp_path / "2"], {"total_timesteps": 4000}
-    assert reproduce.evaluations(row, flags, folders, (1, 2)) == []  # not done
-    runs.write_json(tmp_path / "1/progress.json", {"done": True, "seconds": 1.0, "why": "", "commit": "a"})
+    runs.write_json(tmp_path / "1/progress.json", {"done": False, "seconds": 0.0, "why": "", "commit": "a"})
     (found,) = reproduce.evaluations(row, flags, folders, (1, 2))
     assert [found[name] for name in ("seed", "of steps", "step", "mean", "error")] == [1, 4000, 2950, "2.5", "0.375"]
     assert (found["steps/s"], found["commit"]) == ("100", "a")
