@@ -194,7 +194,7 @@ FLAGS = {
     "encoder": "nature", "width": 1, "pool": "avg", "dtype": "bfloat16", "hidden": 8, "dropout": 0.5, "dueling": False,
     "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "epsilon": 0.9, "epsilon_alpha": 1.0,
     "buffer_size": 256, "learning_starts": 200, "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1",
-    "n_step": 5, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
+    "n_step": 2, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
     "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
     "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "num_devices": 1, "num_quantiles": 4,
     "munchausen_alpha": 0.5, "munchausen_tau": 0.3,

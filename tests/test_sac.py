@@ -363,7 +363,7 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch):
 FLAGS = {
     "sticky_actions": 0.5, "reward_shaping": True, "reward_clip": 0.5, "hidden": 8, "dropout": 0.5, "seed": 2,
     "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "buffer_size": 256, "learning_starts": 200,
-    "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 5, "autotune": False,
+    "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1", "n_step": 2, "autotune": False,
     "alpha": 0.5, "target_entropy_scale": 0.9, "alpha_learning_rate": 0.1, "min_alpha": 0.01, "tau": 0.5,
     "target_network_frequency": 1, "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01,
     "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "num_devices": 1, **CURES,
