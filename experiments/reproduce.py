@@ -121,6 +121,7 @@ def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
 # RUNS
 
 ELSEWHERE = "another process is at it"
+ORIGIN = "machine", "jax", "commit", "date"  # of a run, as records.py has them
 EVALUATION = "cell", "metric", "seed", "of steps", "step"  # what tells one from another
 
 
@@ -211,40 +212,31 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     result |= {"ours": np.mean(values) if values else float("nan"), "low": low, "high": high, "seeds": len(values)}
     result |= {
         "published steps": row["steps"],
-        "steps": next((v for k, v in flags.items() if k.endswith("_timesteps")), ""),
+        "steps": steps_of(flags),
     }
     result |= {"seconds": round(np.mean([progress[f]["seconds"] for f in done])) if done else ""}
     result |= {"note": row["note"], "of its runs": "; ".join(notes), "script": row["script"], "flags": row["flags"]}
-    for name in ("machine", "jax", "commit", "date"):
+    for name in ORIGIN:
         result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
     return result | {"command": command_of(args, args.cells if is_asked(args, row) else ())}
 
 
 def evaluations(row: dict, flags: dict, folders: list[Path], seeds: tuple[int, ...]) -> list[dict]:
     """Each evaluation of a cell's runs so far, also of those under way: the mean return, and its standard error over
-    the episodes."""
-    found = []
+    the episodes; none where the cell's metric is no such mean."""
+    metric, found = row["metric"], []
+    if not metric.endswith("/mean_return"):
+        return []
+    std, episodes = (metric.replace("mean_return", name) for name in ("std", "episodes"))
     for folder, seed in zip(folders, seeds, strict=bool(folders)):
-        progress = read_progress(folder)
-        lines = trials.read_metrics(trials.find_run(folder))
-        about = {"cell": row["cell"], "metric": row["metric"], "seed": seed}
-        about["of steps"] = next(value for name, value in flags.items() if name.endswith("_timesteps"))
-        std, episodes = (row["metric"].replace("mean_return", name) for name in ("std", "episodes"))
+        lines, progress = trials.read_metrics(trials.find_run(folder)), read_progress(folder)
+        about = {"cell": row["cell"], "metric": metric, "seed": seed, "of steps": steps_of(flags)}
+        where = {"steps/s": speed(lines)} | {name: progress.get(name, "") for name in ORIGIN}
         for line in lines:
-            if {row["metric"], std, episodes} <= line.keys() and std != row["metric"]:
+            if {metric, std, episodes} <= line.keys():
                 error = line[std] / max(line[episodes], 1) ** 0.5
-                numbers = {
-                    "mean": f"{line[row['metric']]:.4g}",
-                    "error": f"{error:.3g}",
-                    "episodes": int(line[episodes]),
-                }
-                found.append(
-                    about
-                    | {"step": line["global_step"]}
-                    | numbers
-                    | {"steps/s": speed(lines)}
-                    | {name: progress.get(name, "") for name in ("machine", "jax", "commit", "date")}
-                )
+                numbers = {"step": line["global_step"], "mean": f"{line[metric]:.4g}", "error": f"{error:.3g}"}
+                found.append(about | numbers | {"episodes": int(line[episodes])} | where)
     return found
 
 
@@ -262,6 +254,16 @@ def command_of(args: Args, cells: tuple[str, ...] = ()) -> str:
     words += ["--seeds", *map(str, args.seeds), *(["--cells", *cells] if cells else [])]
     words += ["--set", *args.set] if args.set else []
     return shlex.join(words)
+
+
+def steps_of(flags: dict) -> int | str:
+    """How many environment steps a cell's runs take, nothing for a cell without a script."""
+    return next((value for name, value in flags.items() if name.endswith("_timesteps")), "")
+
+
+def notes_of(row: dict) -> str:
+    """What is said of a cell, and of its runs."""
+    return "; ".join(filter(None, (row["note"], row.get("of its runs"))))
 
 
 def number(value: float | str, digits: int = 2) -> str:
@@ -295,8 +297,7 @@ def markdown(args: Args, results: list[dict]) -> str:
         between = f"{number(row['low'])} to {number(row['high'])}" if number(row["low"]) else ""
         minutes = number(row["seconds"] / 60, 1) if row["seconds"] else ""
         steps = f"{row['steps']:,}" if row["steps"] else ""
-        notes = "; ".join(filter(None, (row["note"], row["of its runs"])))
-        ours = number(row["ours"]), between, row["seeds"], steps, minutes, notes
+        ours = number(row["ours"]), between, row["seeds"], steps, minutes, notes_of(row)
         table.append((row["cell"], row["published"], *ours))
     return "\n\n".join(lines) + "\n\n" + "".join(f"| {' | '.join(map(str, row))} |\n" for row in table)
 

@@ -133,11 +133,6 @@ def beside_cleanrl() -> list[str]:
     return table(rows, {name: itemgetter(name) for name in rows[0]})
 
 
-def notes_of(row: dict) -> str:
-    """What a table says of a cell, and of its runs."""
-    return "; ".join(filter(None, (row["note"], row.get("of its runs"))))
-
-
 def tables() -> list[str]:
     """Each table of the studies that was reproduced, published beside ours."""
     lines = []
@@ -148,8 +143,8 @@ def tables() -> list[str]:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
             columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
-            if any(notes_of(row) for row in rows):
-                columns["note"] = notes_of
+            if any(reproduce.notes_of(row) for row in rows):
+                columns["note"] = reproduce.notes_of
             machine, jax, commit, date, command = (
                 ", ".join(dict.fromkeys(row[column] for row in done))
                 for column in ("machine", "jax", "commit", "date", "command")
@@ -172,14 +167,16 @@ def side_by_side() -> list[str]:
         name, game = row["cell"].rsplit(", ", 1)
         rows.setdefault(name, {}).setdefault((game, round(float(row["step"]), -4)), []).append(row)
 
+    def mean(found):
+        return np.mean([float(one["mean"]) for one in found]) if found else 0.0
+
     def after(game: str, steps: int) -> Callable[[dict], str]:
         def cell(row):
             found = row["of"].get((game, steps), [])
             if not found:
                 return ""
-            mean = np.mean([float(one["mean"]) for one in found])
             error = np.sqrt(sum(float(one["error"]) ** 2 for one in found)) / len(found)
-            return f"{mean:.2f} ({error:.2f})" + (f", {len(found)} seeds" if len(found) > 1 else "")
+            return f"{mean(found):.2f} ({error:.2f})" + (f", {len(found)} seeds" if len(found) > 1 else "")
 
         return cell
 
@@ -192,7 +189,7 @@ def side_by_side() -> list[str]:
         columns[f"{game}, {millions(steps)}"] = after(game, steps)
     columns["steps/s"] = speed
     shown = [{"name": name, "of": of} for name, of in rows.items()]
-    return table(sorted(shown, key=lambda row: after("starpilot", 500_000)(row), reverse=True), columns)
+    return table(sorted(shown, key=lambda row: -mean(row["of"].get(("starpilot", 500_000)))), columns)
 
 
 def all_for_0(levels: str) -> str:
