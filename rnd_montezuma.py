@@ -428,8 +428,9 @@ def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
 
     both = state.target, state.params["predictor"]
     raw = mask * jax.lax.map(partial(devices.in_chunks, partial(of_frames, both)), rollout.reached)
-    ended, most = jnp.zeros_like(mask), args.int_reward_clip or jnp.inf  # the return runs on through an episode's end
-    bonus_filter, bonus = shaping.normalize(state.bonus_filter, raw, ended, mask, args.int_gamma, clip=most)
+    # The return runs on through an episode's end, and is not clipped.
+    ended = jnp.zeros_like(mask)
+    bonus_filter, bonus = shaping.normalize(state.bonus_filter, raw, ended, mask, args.int_gamma, clip=jnp.inf)
     return bonus_filter, raw, bonus
 
 
@@ -584,7 +585,8 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
         acted = jax.nn.log_softmax(rollout.logits)
         ratio = jnp.exp(log_ratio(jax.nn.log_softmax(logits), acted, rollout.actions))
         metrics = {"losses/rho": mean_of(jnp.minimum(1.0, ratio)), "losses/rho_clipfrac": mean_of(ratio > 1)}
-    bonus_filter, raw, bonus = bonuses(args, state, rollout, mask)
+    bonus_filter, raw, whole_bonus = bonuses(args, state, rollout, mask)
+    bonus = jnp.minimum(whole_bonus, args.int_reward_clip or jnp.inf)
     rewards = jnp.sign(steps.rewards)
     both = advantages(args, rewards, bonus, values=values, ratio=ratio, steps=steps)
     total = args.ext_coef * both[..., 0] + args.int_coef * both[..., 1]
@@ -595,7 +597,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     metrics |= {
         "charts/extrinsic_reward": mean_of(rewards),
         "charts/intrinsic_reward": mean_of(bonus),
-        "charts/intrinsic_reward_max": devices.highest(raw.max()) / jnp.sqrt(bonus_filter.var + 1e-8),
+        "charts/intrinsic_reward_max": devices.highest(whole_bonus.max()),
         "charts/prediction_error": mean_of(raw),
         "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
     }

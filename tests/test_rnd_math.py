@@ -238,10 +238,16 @@ def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
     np.testing.assert_allclose([bonus_filter.mean, bonus_filter.var], [mean, var], rtol=1e-3)
     np.testing.assert_allclose(got, want[1], rtol=1e-3, atol=1e-6)
     most = float(np.median(got[mask]))
-    limited = jax.jit(partial(rnd.bonuses, replace(tiny.args, int_reward_clip=most)))(state, tiny.rollout, mask)
-    no_limit = jax.jit(partial(rnd.bonuses, tiny.args))(state, tiny.rollout, mask)
-    np.testing.assert_allclose(limited[2], np.minimum(no_limit[2], most), rtol=1e-4)
-    assert limited[0].var == no_limit[0].var
+    learnt_from = [
+        jax.jit(partial(rnd.prepare, replace(tiny.args, int_reward_clip=clip), tiny.agent))(
+            state, tiny.rollout, tiny.steps
+        )
+        for clip in (0.0, most)
+    ]
+    (moved, _, no_limit, metrics), (same, _, limited, others) = learnt_from
+    np.testing.assert_allclose(limited, np.minimum(no_limit, most), rtol=1e-4)
+    assert same.bonus_filter.var == moved.bonus_filter.var
+    assert others["charts/intrinsic_reward_max"] == metrics["charts/intrinsic_reward_max"] > most
 
 
 def test_what_an_update_learns_from(tiny):
