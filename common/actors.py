@@ -50,7 +50,7 @@ class FleetArgs(ActorArgs):
     """how many of the learner's iterations old an unroll's policy may be; 0 for none: actors and learner take turns"""
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
-    for bit on a CPU); without it the threads' timing decides how old, but at --max-lag 0"""
+    for bit on a CPU); without it the threads' timing decides how old (not at --max-lag 0)"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""

@@ -1,8 +1,8 @@
 """A replay buffer: a ring of the last steps of N games, of which transitions are drawn by priority.
 
 Every frame is stored once, as bytes. Stacks and n-step returns are put together where they are drawn, and never reach
-over an episode's end. What is here are pure functions of arrays, for a script to jit; each
-device has a buffer of its own games, and only the weights of what is drawn look at the others'.
+over an episode's end. What is here are pure functions of arrays, for a script to jit; each device has a buffer of its
+own games, and only the weights of what is drawn look at the others'.
 
 Sources: n-step returns as in Horgan et al. 2018 (Ape-X, arXiv 1803.00933, section 3), priorities and how they are drawn
 from as in Schaul et al. 2016 (arXiv 1511.05952, section 3.3 and appendix B.2.1).
