@@ -4,7 +4,7 @@ Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-ste
 (C51), as in a 2020 Procgen competition entry, whose settings are the defaults. By flags, parts of Beyond the Rainbow
 (Clark et al. 2025): quantiles (IQN) and Munchausen's targets, spectral norm and another pool. Try:
 
-    python apex_procgen.py --env-id coinrun --gap-stack
+    python apex_procgen.py --env-id coinrun
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
 """
 
@@ -61,9 +61,9 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     num_quantiles: int = 0
     """quantiles of the distribution of values in place of atoms, at random places in each update (IQN); 0 for atoms"""
     munchausen_alpha: float = 0.0
-    """add so much of tau log pi to the reward, at least -1, pi a softmax policy of the values; 0 for none"""
+    """add so much of max(tau log pi(a|s), -1) to the reward, pi a softmax policy of the target's values; 0 for none"""
     munchausen_tau: float = 0.03
-    """tau, temperature of that policy, which then takes the place of double_q's best action"""
+    """tau, temperature of Munchausen's policy, which then takes the place of double_q's best action"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
     target_network_frequency: int = 150
@@ -283,7 +283,7 @@ class Outputs(NamedTuple):
 
     values: jax.Array  # float32 [B, 15, K], of the network that learns, for the batch's frames
     next_target: jax.Array  # float32 [B, 15, K], of the target network, for its next frames
-    next_judge: jax.Array  # float32 [B, 15, K], for the next frames, of the network that chooses the next action
+    next_selector: jax.Array  # float32 [B, 15, K], for the next frames, of the network that chooses the next action
     target: jax.Array | None  # float32 [B, 15, K], of the target network, for the batch's frames; Munchausen's
     taus: jax.Array | None  # float32 [B, K], which quantiles `values` are
 
@@ -297,9 +297,9 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
     can compute too, but of a target that the support can hold: what is beyond it is not there to be learnt.
 
     Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the reward of the first of n steps is more by
-    alpha tau log pi(a | s), clipped at -1, and what follows is worth its mean under pi, entropy included.
+    alpha max(tau log pi(a | s), -1), and what follows is worth its mean under pi, entropy included.
     """
-    chex.assert_equal_shape([outputs.values, outputs.next_target, outputs.next_judge])
+    chex.assert_equal_shape([outputs.values, outputs.next_target, outputs.next_selector])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
 
     def pick(x, actions):
@@ -314,7 +314,7 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
         log_policy = nn.log_softmax(mean_value(support, outputs.next_target) / tau)[..., None]
         following = (jnp.exp(log_policy) * (outputs.next_target - tau * log_policy)).sum(axis=1)
     else:
-        following = pick(outputs.next_target, mean_value(support, outputs.next_judge).argmax(axis=1))
+        following = pick(outputs.next_target, mean_value(support, outputs.next_selector).argmax(axis=1))
     returns, following = jax.lax.stop_gradient((returns, following))
     value = mean_value(support, chosen)
     td = returns + batch.discounts * mean_value(support, following) - value
@@ -335,10 +335,8 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target:
     keys, next_keys, dropout_keys, *tau_keys = (
         jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(5)
     )
-    frames, next_frames = batch.frames, batch.next_frames
-    if args.augment:
-        transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
-        frames, next_frames = transform(keys, frames), transform(next_keys, next_frames)
+    frames = augment.augment(args, keys, batch.frames)
+    next_frames = augment.augment(args, next_keys, batch.next_frames)
     taus = next_taus = None
     if args.num_quantiles:
         taus, next_taus = (jax.vmap(lambda key: jax.random.uniform(key, (args.num_quantiles,)))(k) for k in tau_keys)
@@ -347,7 +345,7 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target:
     outputs = Outputs(
         values=agent.apply(params, frames, dropout_keys, taus),
         next_target=next_target,
-        next_judge=agent.apply(params, next_frames, taus=next_taus) if by_other else next_target,
+        next_selector=agent.apply(params, next_frames, taus=next_taus) if by_other else next_target,
         target=agent.apply(target, frames) if args.munchausen_alpha else None,
         taus=taus,
     )
@@ -358,6 +356,7 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
     """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     objective = partial(loss, args, agent, target=state.target)
+    # Not batch.weight, by whose sum it would divide: importance weights are to make the loss smaller.
     grads, means, parts = devices.gradient(objective, state.params, batch, jnp.ones_like(batch.returns))
     grads = networks.add_l2(grads, state.params, args.l2)
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state)
@@ -401,11 +400,7 @@ def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
-
-    def policy(frames, age, key, memory):
-        return choose(args, agent, params, frames, jax.random.split(key, len(frames))), None
-
-    return policy
+    return envs.as_policy(partial(choose, args, agent, params))
 
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:

@@ -3,7 +3,7 @@
 Espeholt et al. 2018 (arXiv 1802.01561), with the settings of a 2020 Procgen competition entry as defaults: unrolls
 of 200 steps, three passes over each batch, and the same network on the same frames as ppo_procgen.py. Try:
 
-    python impala_procgen.py --env-id bigfish --gap-stack
+    python impala_procgen.py --env-id bigfish
     python impala_procgen.py --env-id coinrun --num-actors 4 --num-envs 256 --num-steps 32 --update-epochs 1
 """
 
@@ -49,7 +49,7 @@ class Args(
     update_epochs: int = 3
     """passes over a batch"""
     num_minibatches: int = 2
-    """minibatches in a pass, each of whole unrolls"""
+    """minibatches in an epoch, each of whole unrolls"""
     replay_fraction: float = 0.0
     """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
     replay_size: int = 128
@@ -59,9 +59,9 @@ class Args(
     gamma: str = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: float = 1.0
-    """V-trace: clip the probability ratio that weighs each temporal difference; decides the fixed point"""
+    """V-trace: clip the ratio that weighs each difference; values are of a policy between learner's and actors'"""
     c_bar: float = 1.0
-    """V-trace: clip the probability ratio that lets later differences through; decides the speed"""
+    """V-trace: clip the ratio that lets later differences through: how fast values are learnt, not which"""
     pg_rho_bar: float = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: float = 1.0
@@ -135,7 +135,7 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # A small first policy layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
+        # A small last layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -157,6 +157,13 @@ class Agent(nn.Module):
 
 def make_agent(args: Args) -> Agent:
     return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
+
+
+def policy(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core):
+    """Logits [N, 15] and the next core for stacked frames [N, 64, 64, C] of one step."""
+    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
+    logits, _, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
+    return logits[:, 0], core
 
 
 # TRAINING STATE
@@ -315,17 +322,16 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
     t = rollout.t
     frames = rollout.frames.put(t, obs, age)
-    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames.stack(t))
-    logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, rollout.core, method="decode")
+    logits, core = policy(agent, params, frames.stack(t), age == 0, rollout.core)
     choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
     # Drawn by game, so that it plays the same whichever actor it has.
-    actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits[:, 0])
+    actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits)
     stick_keys = devices.keys_of(stick_key, rollout.numbers)
     played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
-        logits=rollout.logits.at[t].set(logits[:, 0]),
+        logits=rollout.logits.at[t].set(logits),
         last_action=played,
         core=core,
         t=t + 1,
@@ -481,8 +487,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
         augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(inputs.keys), 2, 0)
         inputs = inputs._replace(keys=dropout_keys)
     if args.augment:
-        transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
-        augmented = jax.vmap(transform)(augment_keys, frames)
+        augmented = jax.vmap(partial(augment.augment, args))(augment_keys, frames)
         frames = augmented if args.augment_mode == "rad" else frames
     log_probs, values = forward(agent, params, inputs, frames)
     parts = impala_parts(args, log_probs, values, batch, gamma=gamma)
@@ -627,19 +632,14 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
     """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each; its
     memory is the core."""
-    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
-    logits, _, core = agent.apply(params, features[:, None], age[:, None] == 0, core, method="decode")
-    return jax.vmap(jax.random.categorical)(keys, logits[:, 0]), core
+    logits, core = policy(agent, params, frames, age == 0, core)
+    return jax.vmap(jax.random.categorical)(keys, logits), core
 
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
-
-    def policy(frames, age, key, core):
-        core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
-        return choose(args, agent, params, frames, age, jax.random.split(key, len(frames)), core)
-
-    return policy
+    start = partial(networks.initial_core, args.core, args.hidden)
+    return envs.as_recurrent_policy(partial(choose, args, agent, params), start)
 
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:

@@ -1,9 +1,9 @@
 """PPO on Procgen: proximal policy optimisation with ratio clipping and an adaptive KL penalty.
 
-Schulman et al. 2017 (arXiv 1707.06347), with the settings of the 2020 Procgen competition as defaults: a wide
-IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
+Schulman et al. 2017 (arXiv 1707.06347), with the settings of a 2020 Procgen competition entry as defaults: a
+wide IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
 
-    python ppo_procgen.py --env-id bigfish --gap-stack
+    python ppo_procgen.py --env-id bigfish
     python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --capture-video
 """
 
@@ -94,7 +94,7 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # A small first policy layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
+        # A small last layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -373,8 +373,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
         augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(inputs.keys), 2, 0)
         inputs = inputs._replace(keys=dropout_keys)
     if args.augment:
-        transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
-        augmented = jax.vmap(transform)(augment_keys, frames)
+        augmented = jax.vmap(partial(augment.augment, args))(augment_keys, frames)
         frames = augmented if args.augment_mode == "rad" else frames
     log_probs, values = forward(agent, params["agent"], inputs, frames)
     parts = ppo_parts(args, log_probs, values, batch)
@@ -403,7 +402,8 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     """Rewards and advantages: returns the state with its filters moved on, a Batch [T, N] and metrics float32 []."""
     mask = ~steps.done
     reward_filter, rewards = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
-    state, metrics = state._replace(reward_filter=reward_filter), {"charts/return_std": jnp.sqrt(reward_filter.var)}
+    state = state._replace(reward_filter=reward_filter)
+    metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}
     if args.rnd_coef:
         moved, extra = bonus.of_transitions(
             args, state.bonus, state.params["predictor"], frames=rollout.frames, steps=steps, gamma=gamma
@@ -441,23 +441,20 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
     target = state.bonus.target if args.rnd_coef else None
     objective = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, target=target)
 
-    def inputs_of(time, env, games, key):
-        keys = jax.vmap(partial(devices.keys_of, key))(time * args.num_envs + rollout.numbers[env])
-        return Inputs(
-            frames=rollout.frames.stack(time, env),
-            next_frames=rollout.frames.stack(time + 1, env) if args.rnd_coef else None,
-            first=rollout.frames.first[time, env],
-            core=jax.tree.map(lambda x: x[games], rollout.first_core),
-            keys=keys if args.augment or args.dropout else None,
-        )
-
     def minibatch(learner, key, index):
         params, opt_state = learner
         if recurrent:  # whole rollouts of some games
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // num_envs, index[:, None] % num_envs
-        inputs = inputs_of(time, env, index, key)
+        keys = jax.vmap(partial(devices.keys_of, key))(time * args.num_envs + rollout.numbers[env])
+        inputs = Inputs(
+            frames=rollout.frames.stack(time, env),
+            next_frames=rollout.frames.stack(time + 1, env) if args.rnd_coef else None,
+            first=rollout.frames.first[time, env],
+            core=jax.tree.map(lambda x: x[index], rollout.first_core),
+            keys=keys if args.augment or args.dropout else None,
+        )
         part = jax.tree.map(lambda x: x[time, env], batch)
         grads, parts, _ = devices.gradient(objective, params, (inputs, part), weight[time, env])
         grads = grads | {"agent": networks.add_l2(grads["agent"], params["agent"], args.l2)}
@@ -522,12 +519,8 @@ def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.A
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
-
-    def policy(frames, age, key, core):
-        core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
-        return choose(args, agent, params, frames, age, jax.random.split(key, len(frames)), core)
-
-    return policy
+    start = partial(networks.initial_core, args.core, args.hidden)
+    return envs.as_recurrent_policy(partial(choose, args, agent, params), start)
 
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:

@@ -54,7 +54,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """play the next rollout while the learner learns from this one, with parameters that are one update behind"""
     vtrace: bool = False
-    """correct both value streams and their advantages for that with V-trace, ratios clipped at 1"""
+    """with async: correct both values and their advantages for the policy's age by V-trace, ratios clipped at 1"""
     obs_norm_init_steps: int = 2048
     """random steps of each game before training, which the statistics of RND's frames start from"""
     num_minibatches: int = 4
@@ -150,7 +150,7 @@ class Agent(nn.Module):
         self.trunk = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
         self.actor = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
         self.critic = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
-        # A small first policy layer makes the first policy nearly uniform.
+        # Small last layers make the first policy nearly uniform, and the first values nearly 0.
         self.policy = dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.values = dense(2, kernel_init=nn.initializers.orthogonal(0.01))
 
@@ -514,7 +514,7 @@ class Inputs(NamedTuple):
     core: networks.Core  # before the first step, [B, hidden]
 
 
-def log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, actions: jax.Array) -> jax.Array:
+def log_ratio_of(log_probs: jax.Array, old_log_probs: jax.Array, actions: jax.Array) -> jax.Array:
     """Of the probabilities [...] of the actions int32 [...] by two policies [..., 18]."""
     return jnp.take_along_axis(log_probs - old_log_probs, actions[..., None], axis=-1)[..., 0]
 
@@ -531,7 +531,7 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
     chex.assert_equal_shape([values, batch.returns])
     chex.assert_equal_shape([values[..., 0], batch.actions, batch.advantages])
     old_log_probs = jax.nn.log_softmax(batch.logits)
-    ratio = jnp.exp(log_ratio(log_probs, old_log_probs, batch.actions))
+    ratio = jnp.exp(log_ratio_of(log_probs, old_log_probs, batch.actions))
     clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     return {
         "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
@@ -583,7 +583,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     if args.vtrace:  # logits and values become the learner's, who is one update ahead of the policy that acted
         logits, values = recompute(args, agent, state.params["agent"], rollout)
         acted = jax.nn.log_softmax(rollout.logits)
-        ratio = jnp.exp(log_ratio(jax.nn.log_softmax(logits), acted, rollout.actions))
+        ratio = jnp.exp(log_ratio_of(jax.nn.log_softmax(logits), acted, rollout.actions))
         metrics = {"losses/rho": mean_of(jnp.minimum(1.0, ratio)), "losses/rho_clipfrac": mean_of(ratio > 1)}
     bonus_filter, raw, whole_bonus = bonuses(args, state, rollout, mask)
     bonus = jnp.minimum(whole_bonus, args.int_reward_clip or jnp.inf)
@@ -704,12 +704,8 @@ def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.A
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
-
-    def policy(frames, age, key, core):
-        core = networks.initial_core(args.core, args.hidden, len(frames)) if core is None else core
-        return choose(args, agent, params, frames, age, jax.random.split(key, len(frames)), core)
-
-    return policy
+    start = partial(networks.initial_core, args.core, args.hidden)
+    return envs.as_recurrent_policy(partial(choose, args, agent, params), start)
 
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:

@@ -71,6 +71,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         """Raises UsageError, one sentence, if these flags make no sense."""
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
+        # With dropout a target that is copied each time differs too, since it drops nothing.
         apart = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
         needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
         runs.check_needs(self, apart, needs, ("q_clip", "entropy_penalty"))
@@ -246,13 +247,9 @@ def loss(
 ) -> dict[str, jax.Array]:
     """SAC's losses. Returns their parts for each sample, float32 [B]: `devices.gradient` says why, and takes the
     mean."""
-    frames, next_frames, dropout_keys = batch.frames, batch.next_frames, None
-    if args.augment or args.dropout:
-        keys, next_keys, dropout_keys = (
-            jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3)
-        )
-        transform = partial(augment.augment, augment.parse(args.augment), args.augment_prob)
-        frames, next_frames = transform(keys, frames), transform(next_keys, next_frames)
+    keys, next_keys, dropout_keys = (jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3))
+    frames = augment.augment(args, keys, batch.frames)
+    next_frames = augment.augment(args, next_keys, batch.next_frames)
     features = agent.apply(params, frames, dropout_keys, method="encode")
     # The encoder learns from the critics alone: what the policy's loss would do to it, they would have to follow.
     logits = agent.apply(params, jax.lax.stop_gradient(features), method="logits")
@@ -283,6 +280,7 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     params, log_alpha = state.params["agent"], state.params["log_alpha"]
     objective = partial(loss, args, agent, target=state.target, alpha=jnp.exp(log_alpha))
+    # Not batch.weight, by whose sum it would divide: importance weights are to make the loss smaller.
     grads, means, parts = devices.gradient(objective, params, batch, jnp.ones_like(batch.returns))
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state)
     params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
@@ -329,11 +327,7 @@ def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
-
-    def policy(frames, age, key, memory):
-        return choose(args, agent, params, frames, jax.random.split(key, len(frames))), None
-
-    return policy
+    return envs.as_policy(partial(choose, args, agent, params))
 
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:

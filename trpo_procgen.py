@@ -154,7 +154,7 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     key, *init_keys = jax.random.split(jax.random.PRNGKey(args.seed), 3)
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     networks_and_keys = zip(agent._asdict().items(), init_keys, strict=True)
-    params = {name: network.init(key, frames) for (name, network), key in networks_and_keys}
+    params = {name: network.init(init_key, frames) for (name, network), init_key in networks_and_keys}
     return TrainState(
         params=params,
         opt_state=make_optimizer().init(of_adam(args, params)),
@@ -354,9 +354,9 @@ def conjugate_gradients(product: Callable, target: dict, iterations: int) -> dic
     return jax.lax.scan(step, start, length=iterations)[0][0]
 
 
-def line_search(judge: Callable, params: dict, step: dict, before: dict, *, max_kl: float, tries: int):
+def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, max_kl: float, tries: int):
     """The first of params + step, + step / 2, ... that has a better surrogate than `before`, and a mean KL divergence
-    of at most max_kl; `params` where none of `tries` does. judge(params) -> parts, float32 [], as `before`'s.
+    of at most max_kl; `params` where none of `tries` does. evaluate(params) -> parts, float32 [], as `before`'s.
 
     Returns parameters, their parts, and how much of the step was taken, float32 [] (0: rejected).
     """
@@ -366,9 +366,9 @@ def line_search(judge: Callable, params: dict, step: dict, before: dict, *, max_
 
     def shorter(carry):
         i, scale, _ = carry
-        return i + 1, scale / 2, judge(along(params, scale / 2, step))
+        return i + 1, scale / 2, evaluate(along(params, scale / 2, step))
 
-    start = jnp.int32(1), jnp.float32(1), judge(along(params, 1.0, step))
+    start = jnp.int32(1), jnp.float32(1), evaluate(along(params, 1.0, step))
     _, scale, parts = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~good(carry[2]), shorter, start)
     scale = jnp.where(good(parts), scale, 0.0)
     parts = jax.tree.map(partial(jnp.where, scale > 0), parts, before)
@@ -437,7 +437,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     of the loss are after the step."""
     objective, few = partial(policy_loss, agent.policy), fisher_rows(args, order)
 
-    def judge(params):
+    def evaluate(params):
         def means(minibatch, weight):
             share = weight / jnp.maximum(devices.total(weight.sum()), 1)
             return devices.total({name: (share * x).sum() for name, x in objective(params, minibatch).items()})
@@ -457,7 +457,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     curvature = dot(direction, image)
     length = jnp.where(curvature > 0, jnp.sqrt(2 * args.max_kl / curvature), 0.0)
     step = jax.tree.map(lambda d: length * d, direction)
-    params, parts, taken = line_search(judge, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
+    params, parts, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
     del parts["loss"]  # is the policy_loss
     grad_norm = devices.norm(grads)
     residual = devices.norm(along(downhill, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
@@ -484,7 +484,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learnin
         params, opt_state = learner
         grads, parts, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
         direction, opt_state = adam.update(grads, opt_state)
-        params = jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)
+        params = along(params, -learning_rate, direction)
         return (params, opt_state), parts | {"grad_norm" if args.penalty else "value_grad_norm": devices.norm(grads)}
 
     def epoch(learner, key):
@@ -509,7 +509,8 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
     key, policy_key, value_key = jax.random.split(state.key, 3)
     weight = ~steps.done
     state, batch, metrics = prepare(args, agent, state, rollout, steps, gamma)
-    data, moved = Data(rollout.frames, batch, weight), {}
+    data = Data(rollout.frames, batch, weight)
+    moved = {}
     if not args.penalty:
         order = shuffled(args, weight.size, policy_key)
         policy, moved = trust_region_step(args, agent, state.params["policy"], data, order)
@@ -542,11 +543,7 @@ def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.
 
 def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
     """A policy as `envs.play_episodes` calls it."""
-
-    def policy(frames, age, key, memory):
-        return choose(args, agent, params, frames, jax.random.split(key, len(frames))), None
-
-    return policy
+    return envs.as_policy(partial(choose, args, agent, params))
 
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:

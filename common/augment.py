@@ -9,9 +9,9 @@ DrAC is Raileanu et al. 2020 (arXiv 2006.12862).
 """
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -153,14 +153,14 @@ class AugmentArgs:
 
 @dataclass(frozen=True)
 class DracArgs:
-    """What a policy's loss makes of them."""
+    """What a policy's loss makes of augmented frames."""
 
     LIMITS: ClassVar = {"drac_coef": (0, None)}
 
     augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from the augmented frames, which the ratio then compares too; drac: only regularise by them"""
+    """rad: learn from augmented frames, the ratio too is of these to plain ones; drac: only regularise by them"""
     drac_coef: float = 0.1
-    """coefficient of that regulariser"""
+    """coefficient of DrAC's regulariser"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
@@ -180,11 +180,10 @@ def parse(text: str) -> tuple[str, ...]:
     return names
 
 
-def augment(names: Sequence[str], probability: float, keys: jax.Array, images: jax.Array) -> jax.Array:
-    """Applies the transforms one after the other, each to each sample with this probability.
+def augment(args: Any, keys: jax.Array, images: jax.Array) -> jax.Array:
+    """Applies the transforms of `--augment` one after the other, each to each sample with `--augment-prob`.
 
     Args:
-      names: of TRANSFORMS.
       keys: uint32 [B, 2], one a sample.
       images: uint8 [B, H, W, 3 * frames], H = W = 64 for the published ranges.
 
@@ -192,10 +191,10 @@ def augment(names: Sequence[str], probability: float, keys: jax.Array, images: j
     """
 
     def one(key, image):
-        for i, name in enumerate(names):
+        for i, name in enumerate(parse(args.augment)):
             use_key, transform_key = jax.random.split(jax.random.fold_in(key, i))
             changed = TRANSFORMS[name](transform_key, image)
-            image = jnp.where(jax.random.bernoulli(use_key, probability), changed, image)
+            image = jnp.where(jax.random.bernoulli(use_key, args.augment_prob), changed, image)
         return image
 
     return jax.vmap(one)(keys, images)

@@ -104,11 +104,11 @@ class GameArgs:
     gap_stack: bool = True
     """of these frames, keep the oldest and the newest only"""
     reward_shaping: bool = False
-    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r instead of r"""
+    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards are halved, large ones become roots"""
     reward_clip: float = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: int = 16_384
-    """steps of each game after which, at a rollout's end, it starts anew; a resume plays the steps since then again"""
+    """steps of each game after which, at a rollout's end, it starts anew: a resume plays all since then again"""
     eval_every: int = devices.host_only(1_000_000)
     """environment steps between evaluations; 0 for one at the end only"""
     eval_episodes: int = devices.host_only(128)
@@ -126,7 +126,8 @@ class GameArgs:
         check_game(self.env_id)
         check(
             self.start_level + self.num_levels < MAX_SEED,
-            f"--start-level {self.start_level}: no level is left above the {self.num_levels} training levels",
+            f"--num-levels {self.num_levels} --start-level {self.start_level}: no level is left above the training "
+            f"levels, their sum must be below {MAX_SEED}",
         )
         check(
             self.num_levels > 0 or self.start_level == 0,
@@ -545,6 +546,34 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
     )
     metrics = {f"eval/{levels}_levels/{k}": v for levels, summary in results.items() for k, v in summary.items()}
     run.log_evaluation(step, metrics)
+
+
+def as_policy(choose: Callable) -> Callable:
+    """A policy without a memory, as `play_episodes` calls it.
+
+    Args:
+      choose: choose(frames, keys uint32 [N, 2]) -> actions int32 [N].
+    """
+
+    def play(frames, age, key, memory):
+        return choose(frames, jax.random.split(key, len(frames))), None
+
+    return play
+
+
+def as_recurrent_policy(choose: Callable, start: Callable) -> Callable:
+    """A policy with a memory, as `play_episodes` calls it.
+
+    Args:
+      choose: choose(frames, age, keys uint32 [N, 2], memory) -> actions int32 [N], memory.
+      start: start(N) -> the memory before the first step.
+    """
+
+    def play(frames, age, key, memory):
+        memory = start(len(frames)) if memory is None else memory
+        return choose(frames, age, jax.random.split(key, len(frames)), memory)
+
+    return play
 
 
 def random_policy(frames, age, key, memory, actions: int = NUM_ACTIONS):

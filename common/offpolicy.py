@@ -47,7 +47,7 @@ class OffPolicyArgs(actors.FleetArgs):
     per_alpha: float = 0.5
     """prioritised replay: probabilities are proportional to |TD error| to this power; 0 for uniform"""
     per_beta: str = "0:0.4,2000000:1"
-    """prioritised replay: how far importance weights correct for that; a number or a schedule"""
+    """prioritised replay: how far importance weights undo the priorities; a number or a schedule"""
     n_step: int = 3
     """rewards before the bootstrap"""
     gamma: float = 0.99

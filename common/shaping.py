@@ -20,7 +20,7 @@ class NormalizeArgs:
     normalize_rewards: bool = False
     """divide rewards by the running standard deviation of their discounted return; after clipping"""
     normalize_gamma: float = 0.0
-    """that return's discount; 0 for gamma (Baselines has .99 here, whatever gamma is)"""
+    """discount of the return that normalize_rewards divides by; 0 for gamma (Baselines has .99, whatever gamma is)"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
@@ -28,7 +28,7 @@ class NormalizeArgs:
 
 
 def shape_reward(reward: jax.Array) -> jax.Array:
-    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards stay, large ones shrink.
+    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards are halved, large ones become roots.
 
     Pohlen et al. 2018, section 3.2, of values; .001 is R2D2's (Kapturowski et al. 2019, section 2.3).
     """

@@ -44,7 +44,9 @@ def main(args: Args) -> None:
     runs.check_limits(args, {"steps": (0, 1_000_000)})
     frames = np.stack([play(env_id, args) for env_id in args.env_ids.split(",")])
     keys = jax.random.split(jax.random.PRNGKey(args.seed), len(frames))
-    columns = {"frame": frames} | {name: augment.augment((name,), 1.0, keys, frames) for name in augment.TRANSFORMS}
+    columns = {"frame": frames}
+    for name in augment.TRANSFORMS:
+        columns[name] = augment.augment(augment.AugmentArgs(name, 1.0), keys, frames)
     figure, axes = plot.plt.subplots(
         len(frames), len(columns), figsize=(1.2 * len(columns), 1.25 * len(frames) + 0.2), squeeze=False, dpi=100
     )

@@ -127,7 +127,7 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
     apply = jax.jit(agent.apply)
     following = apply(target, batch.next_frames, taus=next_taus)
     outputs = apex.Outputs(
-        values=apply(online, batch.frames, taus=taus), next_target=following, next_judge=following,
+        values=apply(online, batch.frames, taus=taus), next_target=following, next_selector=following,
         target=apply(target, batch.frames), taus=taus,
     )  # fmt: skip
     want = apex.q_parts(args, agent.support, outputs, batch)
@@ -201,7 +201,7 @@ def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, doubl
         if alpha:
             goals = oracle.munchausen(args, one.target, one.next_target, action, reward, discount)
         else:
-            goals = reward + discount * one.next_target[one.next_judge.mean(axis=1).argmax()]
+            goals = reward + discount * one.next_target[one.next_selector.mean(axis=1).argmax()]
         td = goals.mean() - one.values[action].mean()
         loss = oracle.quantile_loss(one.taus, one.values[action], goals) if quantiles else oracle.huber(td)
         np.testing.assert_allclose(got["loss"][i], batch.weight[i] * loss, rtol=1e-3, atol=1e-4)
@@ -212,7 +212,7 @@ def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, doubl
 
     slopes = jax.grad(total)(outputs)
     assert np.any(slopes.values)
-    assert not any(np.any(x) for x in (slopes.next_target, slopes.next_judge, slopes.target))
+    assert not any(np.any(x) for x in (slopes.next_target, slopes.next_selector, slopes.target))
 
 
 def test_a_state_is_worth_its_best_action_or_the_softmax_policys():

@@ -30,7 +30,7 @@ def images(count=48, frames=2, seed=0):
 
 @functools.cache
 def applied(name):
-    return jax.jit(lambda keys, x: augment.augment((name,), 1.0, keys, x))
+    return jax.jit(lambda keys, x: augment.augment(augment.AugmentArgs(name, 1.0), keys, x))
 
 
 def transformed(name, count=48):
@@ -199,7 +199,7 @@ def test_every_frame_of_a_stack_is_treated_alike(name):
 @pytest.mark.optimised
 def test_a_sample_depends_on_its_own_key_alone():
     x = images(8)
-    run = jax.jit(lambda keys, x: augment.augment(NAMES, 0.5, keys, x))
+    run = jax.jit(lambda keys, x: augment.augment(augment.AugmentArgs(",".join(NAMES), 0.5), keys, x))
     together = np.asarray(run(KEYS[:8], x))
     for i in range(8):
         others = np.arange(8) != i
@@ -208,15 +208,16 @@ def test_a_sample_depends_on_its_own_key_alone():
 
 
 def test_probability_is_that_of_each_transform():
-    names, x = ("translate", "grayscale"), images(1).repeat(1000, axis=0)
-    got = np.asarray(augment.augment(names, 0.3, jax.random.split(jax.random.PRNGKey(0), 1000), x))
+    names, x = "translate,grayscale", images(1).repeat(1000, axis=0)
+    args = augment.AugmentArgs(names, 0.3)
+    got = np.asarray(augment.augment(args, jax.random.split(jax.random.PRNGKey(0), 1000), x))
     is_grey = (got[..., 0] == got[..., 1]).all(axis=(1, 2))
     moved = (grey(got[..., :3].astype(float)).round() != grey(x[..., :3].astype(float)).round()).mean(axis=(1, 2)) > 0.1
     assert is_grey.mean() == pytest.approx(0.3, abs=0.04)
     assert moved.mean() == pytest.approx(0.3, abs=0.04)
     assert (is_grey & moved).mean() == pytest.approx(0.09, abs=0.03)
-    np.testing.assert_array_equal(augment.augment(names, 0.0, KEYS, images()), images())
-    np.testing.assert_array_equal(augment.augment((), 1.0, KEYS, images()), images())
+    np.testing.assert_array_equal(augment.augment(augment.AugmentArgs(names, 0.0), KEYS, images()), images())
+    np.testing.assert_array_equal(augment.augment(augment.AugmentArgs("", 1.0), KEYS, images()), images())
 
 
 def test_transforms_are_applied_in_order():
@@ -224,7 +225,8 @@ def test_transforms_are_applied_in_order():
     want = x
     for i, name in enumerate(("rotate", "cutout")):
         want = augment.TRANSFORMS[name](jax.random.split(jax.random.fold_in(key, i))[1], want)
-    np.testing.assert_array_equal(augment.augment(("rotate", "cutout"), 1.0, key[None], x[None])[0], want)
+    args = augment.AugmentArgs("rotate,cutout", 1.0)
+    np.testing.assert_array_equal(augment.augment(args, key[None], x[None])[0], want)
 
 
 def test_names_are_read():

@@ -170,7 +170,7 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
     assert np.abs(values - old_values).max() > 0.1
     grey = sac.Args(**vars(args) | {"augment": "grayscale", "augment_prob": 1.0})  # the same whatever the key
     frames, next_frames = (
-        augment.augment(("grayscale",), 1.0, batch.keys, x) for x in (batch.frames, batch.next_frames)
+        augment.augment(augment.AugmentArgs("grayscale", 1.0), batch.keys, x) for x in (batch.frames, batch.next_frames)
     )
     by_hand = batch._replace(frames=frames, next_frames=next_frames)
     got, want = (
