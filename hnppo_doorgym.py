@@ -368,8 +368,8 @@ def begin_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def end_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
-    """The task's end: its best parameters, and what they make of it is remembered, once and for all (the study makes
-    all targets anew at each task's start, so that they drift along)."""
+    """The task's end: its best parameters, and what they make of it is remembered, once and for all (the study, and
+    von Oswald et al. 2020, equation 2, make all targets anew before each task, so that they drift along)."""
     learner = state.best.learner
     targets = state.targets.at[state.task].set(agent.pack(agent.networks(learner)))
     state = state._replace(learner=learner, targets=targets, finished=state.finished + 1)
@@ -643,6 +643,8 @@ def evaluate(
     args: Args, run_dir: str, *, episodes: int, seed: int, levels: str, random: bool, video: bool
 ) -> runs.Evaluation:
     """For evaluate.py: plays what a run has learnt, or random actions, on each of its tasks."""
+    most = doors.DoorArgs.LIMITS["eval_episodes"][1]
+    check(episodes <= most, f"--episodes {episodes}: give at most {most:,} doors, of which each is another")
     agent = make_agent(args)
     saved, rows, film = trained(args, agent, run_dir), [], []
     rng, finished = np.random.default_rng(seed), int(saved["finished"])
@@ -659,7 +661,7 @@ def evaluate(
             args, policy, task, episodes=episodes, seed=EVAL_SEED + seed, film=film if video else None
         )
         row = {"task": task, "success_rate": float(ends.success.mean()), "mean_return": float(ends.returns.mean())}
-        rows.append(row | {"episodes": episodes, "learnt": "yes" if i < finished else "no"})
+        rows.append(row | {"episodes": episodes, "done": "yes" if i < finished else "no"})
     return runs.Evaluation(
         step=int(saved["global_step"]),
         name="random_episodes" if random else "episodes",
@@ -736,7 +738,7 @@ def finish_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> T
         np.asarray(state.matrix)[: i + 1, : len(names)],
         names,
         title=f"{args.method}, seed {args.seed}",
-        note=f"{names[i]} learnt in {int(state.updates)} updates",
+        note=f"{names[i]} ended after {int(state.updates)} updates",
     )
     return state
 
@@ -758,7 +760,7 @@ def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    runs.check_memory(args, ("hyper_width", "hidden"), jax.eval_shape(partial(initial, args, agent)))
+    runs.check_memory(args, ("num_envs", "hyper_width", "hidden"), jax.eval_shape(partial(initial, args, agent)))
 
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
         state = (run.saved or devices.run_once(initial, args, agent))["state"]

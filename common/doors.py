@@ -31,7 +31,7 @@ class DoorArgs:
     LIMITS: ClassVar = {
         "num_worlds": (1, 20_000), "num_threads": (0, 4096), "eval_every": (0, None), "eval_episodes": (1, 20_000),
     }  # fmt: skip
-    FIXED: ClassVar = ("robot", "hardness", "num_worlds")
+    FIXED: ClassVar = ("robot", "hardness", "num_worlds", "eval_episodes")  # the last: best.success is of so many
     env_id: ClassVar[str] = "DoorGym"
 
     tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"
@@ -76,7 +76,7 @@ def make_doors(
 ) -> doorgym.DoorVectorEnv:
     """So many doors of a task, whose episodes have DECISIONS steps; each is begun by `reset`."""
     return doorgym.make_vec(
-        task, num_envs, seed, args.num_threads or None,
+        task, num_envs, seed, args.num_threads,
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
         max_episode_steps=ACTION_REPEAT * DECISIONS, autoreset=False, in_turn=in_turn,
     )  # fmt: skip

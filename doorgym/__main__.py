@@ -71,7 +71,8 @@ def main(args: Args) -> None:
     if args.check:
         sys.exit(0 if check(args) else 1)
     path = Path(args.path)
-    if path.suffix.lower() not in Image.registered_extensions() or not path.absolute().parent.is_dir():
+    kind = Image.registered_extensions().get(path.suffix.lower())  # it may be one that can only be read
+    if kind not in Image.SAVE or not path.absolute().parent.is_dir():
         raise ValueError(f"{args.path}: give the name of a picture in a folder that is there, such as doors.png")
     rows = [
         np.concatenate([picture(task, 3 * i + j) for j, task in enumerate(row)], axis=1) for i, row in enumerate(TASKS)

@@ -88,7 +88,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         Args:
           task: a name in `doorgym.TASKS`, such as Lever-Right-Pull.
           seed: of the worlds, and of the episodes until `reset` gets another.
-          num_threads: None for one a core.
+          num_threads: None or 0 for one a core.
           num_worlds: how many to draw and compile.
           action_repeat: an action is held for this many steps of 20 ms, and the reward is the last one's.
           max_episode_steps: of 20 ms.
@@ -272,7 +272,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         return observations, rewards, np.zeros(self.num_envs, bool), truncated, info
 
     def frame(self, i: int = 0) -> np.ndarray:
-        """A picture of environment i, whatever `render_mode` is: uint8 [height, width, 3]."""
+        """A picture of environment i, whatever `render_mode` is: uint8 [height, width, 3]. Raises RuntimeError after
+        `close`, and where there is no way to draw."""
+        if self.closed:
+            raise RuntimeError("frame: these doors are closed")
         world, (size, camera) = int(self._world[i]), self._picture
         if world not in self._renderers:
             if len(self._renderers) == 8:  # each holds a context of the graphics driver

@@ -3,7 +3,7 @@
     python -m experiments.matrices runs/DoorGym__hnppo_doorgym* --out experiments/results/doorgym_matrices
 
 Runs of the same method are averaged, over the tasks that each of them has learnt so far; they may differ in their seed
-only. Published: means of three seeds (Schoepf et al. 2022).
+only, by the flags of a run's last resume. Published: means of three seeds (Schoepf et al. 2022).
 """
 
 import re
@@ -91,13 +91,14 @@ def read_ours(run_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Met
         tasks = tasks or own
         check(own == tasks, f"RUN_DIRS {run.path}: is of {', '.join(own)}, another of {', '.join(tasks)}")
         known = first.setdefault(name, args)
-        free = FREE if args.method == "hnppo" else FREE | {"critic", *hnppo_doorgym.HYPER}
+        free = FREE if args.method == "hnppo" else FREE | set(hnppo_doorgym.HYPER)
         other = [f.name for f in fields(args) if getattr(args, f.name) != getattr(known, f.name) and f.name not in free]
         check(not other, f"RUN_DIRS {run.path}: differs from another run of {name} in {', '.join(map(flag_of, other))}")
         method = ours.setdefault(name, Method([], [], []))
         check(args.seed not in method.seeds, f"RUN_DIRS {run.path}: {name} with seed {args.seed} is given twice")
         method.seeds.append(args.seed)
-        method.steps.append(run.lines[-1]["global_step"])
+        ends = [line for line in run.lines if "eval/ACC" in line] or run.lines
+        method.steps.append(ends[-1]["global_step"])  # where its last task ended: the matrix is of then
         method.matrices.append(read_rates(path, tasks))
     return tasks, ours
 

@@ -160,7 +160,7 @@ def test_check_says_how_many_and_fails_below_nine_of_ten(monkeypatch, capsys):
             doorgym_main.main(tyro.cli(doorgym_main.Args, args=args))
         assert getattr(stopped.value, "code", None) == code
     assert capsys.readouterr().out.count("90%") == 16
-    for path in ("doors", "nowhere/doors.png"):
+    for path in ("doors", "nowhere/doors.png", "doors.psd"):
         with pytest.raises(ValueError, match=f"^{path}: give the name of a picture"):
             doorgym_main.main(doorgym_main.Args(path=path))
     monkeypatch.setattr(doorgym_main, "open_doors", lambda *_: {"success": np.array([True] * 8 + [False] * 2)})
@@ -503,6 +503,9 @@ def test_pictures_show_the_door_move(make):
     assert (shut != other).any()
     doors._state[0, 1 + doors._door] = 1.0
     assert (doors.frame(0) != shut).any(axis=-1).mean() > 0.2
+    doors.close()
+    with pytest.raises(RuntimeError, match="are closed"):
+        doors.frame(0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import doorgym
 import hnppo_doorgym as hn
-from common import continual, devices, doors, runs, shaping
+from common import continual, devices, doors, envs, runs, shaping
 from common.doors import DECISIONS, Rollout
 from experiments import matrices
 
@@ -362,6 +362,28 @@ def test_each_update_plays_episodes_of_its_own():
         assert (first.obs[0] != other.obs[0]).any()
         noise = (x.actions[0] - hn.act(agent, hn.policy_for(agent, state, 0), x.obs[0]) for x in (first, other))
         assert np.abs(np.subtract(*noise)).max() > 0.1
+
+
+def test_what_is_played_is_what_the_density_is_of():
+    """Actions are the mean plus the standard deviation times each decision's own noise."""
+    args, agent = make()
+    state = begun(args, agent)
+    with closing(doors.make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=1)) as env:
+        rollout, _ = hn.collect(args, agent, env, state, watch=runs.Stopwatch())
+    params = agent.networks(state.learner)
+    deviations = np.asarray(rollout.actions - hn.act(agent, params, rollout.obs[:-1])) / np.exp(params["log_std"])
+    key = jax.random.PRNGKey(envs.derive_seed(args.seed, 1 + int(state.task), 1 + int(state.updates)))
+    np.testing.assert_allclose(deviations, hn.colored_noise(args, 6, key), rtol=1e-3, atol=1e-4)
+    assert np.ptp(params["log_std"]) > 0.01
+
+
+def test_an_evaluation_is_before_as_many_doors(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        doors, "play", lambda env, policy, seed, film: seen.append((env.reset(seed=seed), env._world)) or [0, 0]
+    )
+    doors.evaluate(hn.Args(), None, "Pull-Right-Pull", episodes=20, seed=3)
+    assert len(set(seen[0][1])) == 20
 
 
 @pytest.mark.parametrize("color", [0, 0.5, 1, 2])

@@ -189,9 +189,11 @@ def test_other_methods(tmp_path, method):
     how = {"episodes": 3, "seed": hn.EVAL_SEED}
     want = [doors.evaluate(args, policy, "Pull-Right-Pull", **how)[0].mean() for policy in policies]
     assert want[0] != want[1]
+    with pytest.raises(runs.UsageError, match="--episodes 20001"):
+        hn.evaluate(args, str(run_dir), episodes=20_001, seed=0, levels="test", random=False, video=False)
     answer = hn.evaluate(args, str(run_dir), episodes=3, seed=0, levels="test", random=False, video=False)
     assert answer.rows[0]["mean_return"] == want[method == "finetune"]
-    assert [row["learnt"] for row in answer.rows] == ["yes", "yes"]
+    assert [row["done"] for row in answer.rows] == ["yes", "yes"]
 
 
 def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
@@ -203,7 +205,7 @@ def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
     runs.cli(hn.Args, hn.main, flags_of(flags))
     output = "".join(capfd.readouterr())
     assert "REM" in output
-    assert "Round-Left-Push learnt in 1 updates" in output
+    assert "Round-Left-Push ended after 1 updates" in output
     (run_dir,) = tmp_path.iterdir()
     assert re.fullmatch(r"DoorGym__hnppo_doorgym__1__\d+", run_dir.name)
     assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
@@ -327,6 +329,7 @@ BAD = {
     "name": (["--task", "Lever"], "--tasks 'Lever'", "Lever-Right-Pull"),
     "none": (["--tasks", ""], "--tasks ''", "from 0 to 5"),
     "too many": (["--tasks", "0,1,2,3,4,5,Round-Left-Pull"], "Round-Left-Pull'", "at most 6"),
+    "a hook": (["--task", "Round-Left-Pull"], "--tasks 'Round-Left-Pull'", "--robot gripper"),
     "twice": (["--tasks", "0,Pull-Right-Pull"], "--tasks '0,Pull-Right-Pull'", "twice"),
     "no decisions": (["--task-timesteps", 0], "--task-timesteps 0", "from 1"),
     "minibatches": (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
@@ -345,6 +348,7 @@ BAD = {
     "other robot": (None, "--robot gripper", "keeps its own, hook"),
     "other number of doors": (None, "--num-envs 4", "keeps its own, 2"),
     "other tasks": (None, "--tasks '0,3'", "Lever-Right-Pull"),
+    "other evaluations": (None, "--eval-episodes 50", "keeps its own"),
     "shapes": (None, "does not fit", "--hidden 16 here, 8 there"),
 }
 
@@ -354,7 +358,7 @@ def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
     words, names, valid = BAD[case]
     more = {
         "other robot": ["--robot", "gripper"], "other number of doors": ["--num-envs", 4],
-        "other tasks": ["--tasks", "0,3"], "shapes": ["--hidden", 16],
+        "other tasks": ["--tasks", "0,3"], "other evaluations": ["--eval-episodes", 50], "shapes": ["--hidden", 16],
     }  # fmt: skip
     if case == "other script":
         (tmp_path / "args.json").write_text('{"script": "ppo_procgen", "args": {}}')

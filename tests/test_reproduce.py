@@ -468,7 +468,9 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
         Path(path).mkdir(exist_ok=True)
         args = asdict(hnppo_doorgym.Args(**flags))
         Path(path, "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
-        Path(path, "metrics.jsonl").write_text('{"global_step": 1, "time": 1.0}\n')
+        Path(path, "metrics.jsonl").write_text(
+            '{"global_step": 1, "time": 1.0, "eval/ACC": 1.0}\n{"global_step": 2, "time": 2.0}\n'
+        )
         continual.write_csv(Path(path, "matrix.csv"), rng.random((learnt, 6)), doors.TASKS)
 
     write(paths[0], 6, critic="hyper", seed=1)
@@ -479,6 +481,7 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
         ("HN-PPO", "published", "", 6), ("HN-PPO", "ours", 1, 6), ("HN-PPO", "ours", 2, 6),
         ("PPO for each task", "published", "", 3), ("PPO for each task", "ours", 1, 3),
     ]  # fmt: skip
+    assert [row["step"] for row in rows] == ["", 1, 1, "", 1]  # where the last task ended
     assert (rows[0]["ACC"], rows[0]["REM"]) == pytest.approx((0.81, 0.998), abs=1e-3)  # as the study has them
     assert (rows[3]["ACC"], rows[3]["REM"]) == pytest.approx((0.487, 0.2), abs=1e-3)  # of as many tasks as ours
     assert (tmp_path / "out.png").stat().st_size > 10_000
