@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -165,11 +166,12 @@ def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, int, Callable]:
     return script, saved, *policy_of(script, saved, run_dir)
 
 
-def evaluate(script: ModuleType, saved: Any, run_dir: str, **how) -> runs.Evaluation:
-    """Plays what a run has learnt, or random actions: Procgen as `envs.evaluate_checkpoint`, all else as its script."""
+def player(script: ModuleType, saved: Any, run_dir: str) -> Callable[..., runs.Evaluation]:
+    """What plays what a run has learnt, or random actions: Procgen as `envs.evaluate_checkpoint`, all else as its
+    script. Read once, since a run that trains writes a newer one meanwhile."""
     if isinstance(saved, envs.GameArgs):
-        return envs.evaluate_checkpoint(saved, *policy_of(script, saved, run_dir), **how)
-    return script.evaluate(saved, run_dir, **how)
+        return partial(envs.evaluate_checkpoint, saved, *policy_of(script, saved, run_dir))
+    return partial(script.evaluate, saved, run_dir)
 
 
 def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
@@ -179,16 +181,9 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
         export(script, saved, run_dir, path)
     else:
         files.make_folder(path, "RUN_DIR")
-    answer = evaluate(
-        script,
-        saved,
-        str(path),
-        episodes=args.episodes,
-        seed=args.seed,
-        levels=args.levels,
-        random=args.random,
-        video=args.video,
-    )
+    evaluate = player(script, saved, str(path))
+    how = {"seed": args.seed, "random": args.random}
+    answer = evaluate(episodes=args.episodes, levels=args.levels, video=args.video, **how)
     old = read_results(path / "eval.json")
     same_step = old if old.get("global_step") == answer.step else {}
     entry = {answer.name: answer.summary | (answer.details or {})}
@@ -202,8 +197,7 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
         runs.write_picture(strip, runs.film_strip(answer.film, answer.scenes))
         print(f"film strip: {strip}")
     if args.human:
-        how = {"episodes": 1, "seed": args.seed, "random": args.random, "video": True}
-        films = {name: evaluate(script, saved, str(path), levels=x, **how).film for name, x in SIDES.items()}
+        films = {name: evaluate(episodes=1, levels=x, video=True, **how).film for name, x in SIDES.items()}
         both = path / "videos" / f"{'random_' if args.random else ''}side_by_side_{answer.step}.mp4"
         runs.write_video(both, runs.side_by_side(films), answer.fps)
         print(f"side by side: {both}")

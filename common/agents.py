@@ -166,5 +166,5 @@ def push(folder: Path, name: str) -> str:
         api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=[FILE, "args.json", "eval.json"])
         return str(api.upload_file(repo_id=name, path_in_repo="README.md", path_or_fileobj=text.encode()))
     except Exception as error:  # its own, those of what it speaks HTTP with, the system's
-        why = str(error).strip().splitlines() or [repr(error)]
-        raise UsageError(f"--push-to-hub {name}: {why[0]} (hf auth login says who you are)") from None
+        reason = files.first_line(error)
+        raise files.FailedError(f"--push-to-hub {name}: {reason} (hf auth login says who you are)") from None

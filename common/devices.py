@@ -71,6 +71,7 @@ def connect() -> None:
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say. Raises RuntimeError or ValueError."""
     numbers = (os.environ.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
     processes, process = (int(number) if number else None for number in numbers)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers
     jax.distributed.initialize(num_processes=processes, process_id=process, heartbeat_timeout_seconds=30)
 
 
@@ -85,6 +86,12 @@ def hosts(args: Any) -> int:
 def host(args: Any) -> int:
     """The number of this one; the first logs, evaluates and writes."""
     return jax.process_index() if args.distributed else 0
+
+
+def of_hosts(args: Any) -> list[int]:
+    """How many devices each host has."""
+    owners = [device.process_index for device in jax.devices()] if args.distributed else [0] * len(jax.local_devices())
+    return [owners.count(i) for i in range(hosts(args))]
 
 
 def of_learner(args: Any) -> list[jax.Device]:

@@ -27,6 +27,11 @@ class FailedError(RuntimeError):
     """What was asked for could not be done: one sentence."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind, where it says nothing."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 class FullError(FailedError):
     """A disk is full: one sentence about what could not be written, and where."""
 

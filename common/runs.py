@@ -144,6 +144,9 @@ def check_flags(args: Any) -> None:
 def check_devices(args: Any) -> None:
     """Raises UsageError if this run cannot be spread over the devices and hosts that it is to have."""
     most, hosts = len(devices.of_learner(args)), devices.hosts(args)
+    each = devices.of_hosts(args)
+    same = f"--distributed: the hosts have {each} devices; give each as many, as by CUDA_VISIBLE_DEVICES"
+    check(len(set(each)) == 1, same)
     check(most > 0, f"--actor-devices {getattr(args, 'actor_devices', 0)}: leaves none of this machine's to learn")
     check(args.num_devices <= most, f"--num-devices {args.num_devices}: there are {most} to learn on this machine")
     for what, share in args.shares().items():
@@ -203,13 +206,14 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     try:
         _check_old_flags(args_class, argv)
         default = None
-        given = [word for word in argv if word.partition("=")[0] == "--resume"]
-        check(len(given) <= 1, "--resume: is given twice, give one run directory")
+        flags = [word.partition("=")[0].replace("_", "-") for word in argv]
+        check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
         run_dir = _flag_value(argv, "--resume")
         check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
         if run_dir:
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
         args = _parse(args_class, argv, default, module.__doc__)
+        _check_given(args, flags)
         if getattr(args, "distributed", False):
             # Before JAX starts, which a dtype that depends on the device would do: not every script can.
             check_flags(dataclasses.replace(args, dtype="float32") if hasattr(args, "dtype") else args)
@@ -228,7 +232,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             raise
         if not re.search("gloo|nccl|unavailable|deadline", str(error), re.IGNORECASE):
             traceback.print_exc()
-        reason = str(error).splitlines()[0]
+        reason = files.first_line(error)
         print(f"error: this host or another has failed ({reason}); go on with --resume", file=sys.stderr, flush=True)
         _exit(1)
 
@@ -242,11 +246,11 @@ def _exit(code: int) -> NoReturn:
 def _join_hosts() -> None:
     try:
         devices.connect()
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except (RuntimeError, ValueError, IndexError) as error:  # the last for an address without a port
         raise UsageError(
-            f"--distributed: the hosts were not found ({reason}); start it with srun, or set JAX_COORDINATOR_ADDRESS, "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID on each"
+            f"--distributed: the hosts were not found ({files.first_line(error)}); start it with srun, or set "
+            "JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID on each; "
+            "on one host give --no-distributed"
         ) from None
 
 
@@ -296,6 +300,18 @@ def _field_texts(args_class: type) -> dict[str, str]:
         for field, text in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
+
+
+def _check_given(args: Any, flags: Sequence[str]) -> None:
+    """Raises UsageError for a flag that would do nothing, of those that the command line has."""
+    if getattr(args, "resume", ""):
+        there = Path(args.resume).absolute().parent == Path(args.run_dir).absolute()
+        stays = f"--run-dir {args.run_dir}: a resumed run stays in its folder, {args.resume}; leave the flag out"
+        check(there or "--run-dir" not in flags, stays)
+    if getattr(args, "track", "wandb") != "wandb":
+        for name in ("wandb_mode", "wandb_project", "wandb_entity"):
+            given, value = flag_of(name) in flags, getattr(args, name)
+            check(not given or value == "disabled", f"{flag_of(name)} {value}: has no effect with --track {args.track}")
 
 
 def _check_old_flags(args_class: type, argv: Sequence[str]) -> None:
@@ -377,7 +393,7 @@ def check_batch(args: Any) -> None:
     what, parts = _parts_of_batch(args)
     divided = {
         "samples": f"the batch, num_envs x num_steps = {batch}",
-        "games": f"the number of games, {parts} (a core learns from whole rollouts)",
+        "games": f"the number of games, {parts} (a recurrent core learns from whole rollouts)",
     }
     check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {divided[what]}")
     check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
@@ -561,6 +577,7 @@ class Run:
 
     def _open(self, args: Any, script: str, load: Callable | None, *, mode: str, undo: contextlib.ExitStack) -> None:
         """Finds or makes the run directory, holds it and opens its files; `undo` is told how to take that back."""
+        self._lock = None
         if args.resume:
             self.path = Path(args.resume)
             self._lock = files.take(self.path) if self.first else None
@@ -578,7 +595,7 @@ class Run:
             check(len(steps) == 1, f"--resume {args.resume}: hosts read those of steps {sorted(steps)}, try again")
         if not self.first:  # what it writes is of no use to anybody
             self._nowhere = tempfile.TemporaryDirectory()
-            self.path, self._lock = Path(self._nowhere.name), None
+            self.path = Path(self._nowhere.name)
         known = read_args(args.resume, "--resume", script) if args.resume else {}
         config = dataclasses.asdict(args) | {"resume": ""}
         run_id = known.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or self.path.name
@@ -623,8 +640,7 @@ class Run:
             kept = checkpoints.steps_in(self.path)
             how = f"continue with: {self._how_to_go_on()}" if kept else "there was no checkpoint yet, begin again"
             self.say(f"stopped by {self.stop}; {how}")
-        if self._wandb:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
+        self._tell_wandb("finish", exit_code=0 if kind is None else 1)
         if self._lock:
             self._lock.close()
         for number, handler in self._old_handlers.items():
@@ -683,14 +699,23 @@ class Run:
             self._metrics.write(json.dumps(clocks | numbers) + "\n")
             self._metrics.flush()
         self._lines += 1
-        if self._wandb:
-            self._wandb.log(numbers, step=step)
+        self._tell_wandb("log", numbers, step=step)
         if self._board:
             self._board.add_numbers(step, numbers)
         if "charts/SPS" in numbers:
             status = f"{step:,} steps  {numbers['charts/SPS']:,.0f}/s"
             status += f"  return {numbers.get('charts/episodic_return', float('nan')):.2f}"
             self._progress.update(self._task, completed=step, status=status)
+
+    def _tell_wandb(self, method: str, *given, **options) -> None:
+        """Calls a method of W&B's run, if there is one. Its process may be gone, killed for memory or by a signal to
+        all of a job: training needs it no more than its checkpoint does."""
+        if self._wandb:
+            try:
+                getattr(self._wandb, method)(*given, **options)
+            except Exception as error:
+                self._wandb = None
+                self.say(f"W&B has stopped ({error!r}); the run goes on without it, metrics.jsonl has everything")
 
     def over(self, step: int) -> bool:
         """Whether a script's loop ends: at `args.total_timesteps`, or because a signal came."""
@@ -726,7 +751,7 @@ class Run:
         if self._wandb:
             import wandb
 
-            self._wandb.log({"videos/episode": wandb.Video(str(path))}, step=step)
+            self._tell_wandb("log", {"videos/episode": wandb.Video(str(path))}, step=step)
 
     def save_picture(self, step: int, name: str, picture: np.ndarray) -> None:
         """Writes uint8 [H, W, 3] to <name>.png and W&B."""
@@ -735,7 +760,7 @@ class Run:
         if self._wandb:
             import wandb
 
-            self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
+            self._tell_wandb("log", {f"pictures/{name}": wandb.Image(str(path))}, step=step)
         if self._board:
             self._board.add_picture(step, f"pictures/{name}", picture)
 
@@ -756,6 +781,7 @@ class Run:
             content = devices.whole(self._args, tree) | {"hosts": devices.of_each_host(self._args, own)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
             if self.first:
+                os.fsync(self._metrics.fileno())  # a checkpoint says how many lines there are
                 tree = serialization.to_state_dict(content)
                 checkpoints.save(self.path, step, tree, keep=self._args.keep_checkpoints)
         self._saved = self._written = step
@@ -872,8 +898,10 @@ def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str
             settings=wandb.Settings(console="off", silent=mode != "online"),
         )
     except Exception as error:  # W&B raises many kinds
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--wandb-mode {args.wandb_mode}: W&B does not start ({reason}); use offline") from None
+        given = f"--wandb-mode {args.wandb_mode} --wandb-project {args.wandb_project}"
+        raise UsageError(
+            f"{given}: W&B does not start ({error!r}); give another mode or project, or --wandb-mode disabled"
+        ) from None
 
 
 def _is_logged(line: bytes, step: int) -> bool:

@@ -17,7 +17,7 @@ from test_apex_run import TINY
 import apex_procgen as apex
 import evaluate
 import rnd_montezuma as rnd
-from common import agents, networks, runs
+from common import agents, files, networks, runs
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, tmp_pa
 def test_a_hub_that_cannot_be_reached_gets_one_sentence(bigfish, hub):
     hub.create_repo.side_effect = ConnectionError("no route\nto it")
     (bigfish / "eval.json").write_text('{"global_step": 1}')
-    with pytest.raises(runs.UsageError, match=r"--push-to-hub me/x: no route \("):
+    with pytest.raises(files.FailedError, match=r"--push-to-hub me/x: no route \("):
         agents.push(bigfish, "me/x")
 
 

@@ -295,6 +295,30 @@ def test_a_bad_flag_is_answered_before_hosts_are_looked_for(monkeypatch, capfd):
     assert_one_sentence(ppo, words, "--num-minibatches 0", "1 or more", monkeypatch, capfd)
 
 
-def test_hosts_that_cannot_be_found_are_said(monkeypatch, capfd):
+@pytest.mark.parametrize("address", [None, "first-host"])  # without a port
+def test_hosts_that_cannot_be_found_are_said(address, monkeypatch, capfd):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    if address:
+        for name, value in {"COORDINATOR_ADDRESS": address, "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
+            monkeypatch.setenv(f"JAX_{name}", value)
     assert_one_sentence(ppo, ["--distributed"], "--distributed", "JAX_COORDINATOR_ADDRESS", monkeypatch, capfd)
+
+
+def test_hosts_need_as_many_devices_each(monkeypatch, capfd):
+    monkeypatch.setattr(runs.devices, "of_hosts", lambda args: [8, 7])
+    assert_one_sentence(
+        ppo, [], "--distributed: the hosts have [8, 7] devices", "CUDA_VISIBLE_DEVICES", monkeypatch, capfd
+    )
+
+
+def test_a_host_that_has_joined_answers_sigterm():
+    """JAX's own service for that would take it, and nothing would end."""
+    code = """if True:
+        import os, signal
+        from common import devices
+        signal.signal(signal.SIGTERM, lambda *given: os._exit(7))
+        devices.connect()
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    (variables,) = variables_of_hosts(1)
+    assert start("-c", code, **variables).wait(timeout=60) == 7

@@ -328,6 +328,22 @@ def test_wandb_gets_project_entity_and_arguments(train, monkeypatch):
     assert given["config"]["num_envs"] == TINY["num_envs"]
 
 
+def test_a_run_survives_the_end_of_wandbs_process(train, monkeypatch, capfd):
+    import wandb
+
+    class Dead:
+        def log(self, *given, **options):
+            raise ConnectionResetError("Connection lost")
+
+        finish = log
+
+    monkeypatch.setattr(wandb, "init", lambda **options: Dead())
+    run = train(wandb_mode="offline", total_timesteps=200)
+    assert checkpoints.steps_in(run.path)
+    assert read_metrics(run.path)[-1]["global_step"] >= 200
+    assert capfd.readouterr().err.count("W&B has stopped (ConnectionResetError('Connection lost'))") == 1
+
+
 def test_wandb_online_needs_a_login(train, monkeypatch):
     import wandb
 
@@ -367,7 +383,7 @@ def bad(tmp_path, finished, case):
     elif case == "other version":
         folder.mkdir()
         (folder / "args.json").write_text('{"script": "ppo_procgen", "args": {"num_envs": "many"}}')
-    elif case in ("truncated", "shapes", "other game", "other seed", "other network"):
+    elif case in ("truncated", "shapes", "other game", "other seed", "other network", "another folder"):
         subprocess.run(["cp", "-r", finished, folder], check=True)
         data = max((f for f in (folder / "checkpoints").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         if case == "truncated":
@@ -378,7 +394,7 @@ def bad(tmp_path, finished, case):
     elif case == "file":
         folder.write_text("not a folder")
     more = {"shapes": ["--hidden", 32], "other game": ["--env-id", "coinrun"], "other seed": ["--seed", 9]}
-    more["other network"] = ["--activation", "gelu"]
+    more |= {"other network": ["--activation", "gelu"], "another folder": ["--run-dir", "b"]}
     return ["--resume", folder, *more.get(case, [])]
 
 
@@ -398,13 +414,14 @@ BAD = {
     "an old flag": (["--target-kl", "0.1"], "--target-kl", "--kl-coef"),
     "another's old flag": (["--num_sgd_iter=3"], "--num-sgd-iter", "--update-epochs"),
     "augmentation's flags": (["--drac-coef", 1, "--augment", "flip"], "--drac-coef 1", "--augment-mode drac"),
-    "whole rollouts": (["--core", "lstm", "--num-minibatches", 128], "--num-minibatches 128", "64 (a core"),
+    "whole rollouts": (["--core", "lstm", "--num-minibatches", 128], "--num-minibatches 128", "64 (a recurrent core"),
     "negative": (["--vf-clip", -1], "--vf-clip -1", "0 or more"),
     "a target of nothing": (["--kl-coef", 0, "--kl-target", 0.1], "--kl-target 0.1", "without --kl-coef"),
     "nan": (["--clip-coef", "nan"], "--clip-coef nan", "1e-06 or more"),
     "zero": (["--num-envs", 0], "--num-envs 0", "from 1 to 65536"),
     "seed": (["--seed", 2**31], "--seed", "2147483647"),
     "levels": (["--start-level", 2**31 - 1, "--num-levels", 5], "--start-level", "level"),
+    "W&B's flags": (["--track", "tensorboard", "--wandb-project", "x"], "--wandb-project x", "--track tensorboard"),
     "nothing there": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "not a run": (["--resume", "file"], "run", "run directory"),
     "absurd": (["--num-steps", 10**9], "--num-steps 1000000000", "from 1 to 65536"),
@@ -414,6 +431,7 @@ BAD = {
     "other game": (None, "--env-id coinrun", "bigfish"),
     "other seed": (None, "--seed 9", "keeps its own, 1"),
     "other network": (None, "--activation gelu", "keeps its own, relu"),
+    "another folder": (None, "--run-dir b", "stays in its folder"),
     "two runs": (["--resume", "a", "--resume=b"], "--resume", "one run directory"),
     "other version": (None, "--resume", "version"),
     "not even a dict": (None, "--resume", "run directory"),
