@@ -181,7 +181,8 @@ def side_by_side() -> list[str]:
         return cell
 
     def speed(row):
-        rates = [float(one["steps/s"]) for some in row["of"].values() for one in some if one["steps/s"]]
+        of_starpilot = [one for (game, _), some in row["of"].items() for one in some if game == "starpilot"]
+        rates = [float(one["steps/s"]) for one in of_starpilot if one["steps/s"]]
         return f"{max(rates):.0f}" if rates else ""
 
     columns = {"": lambda row: row["name"]}

@@ -417,7 +417,7 @@ def test_every_flag_changes_something(flag, tmp_path, monkeypatch):
 # Words, the flag and its value that the answer names, and what it says is valid.
 BAD = {
     "minibatches": (["--num-minibatches", 7], "--num-minibatches 7", "16384"),
-    "whole rollouts": (["--core", "gru", "--num-minibatches", 256], "--num-minibatches 256", "128 (a core"),
+    "whole rollouts": (["--core", "gru", "--num-minibatches", 256], "--num-minibatches 256", "128 (a recurrent core"),
     "old flag": (["--gru"], "--gru", "--core gru"),
     "correction of nothing": (["--vtrace"], "--vtrace", "--async"),
     "channels": (["--channels", "32,64"], "--channels 32,64", "3 numbers"),

@@ -247,7 +247,8 @@ def test_the_encoder_learns_from_the_critics_alone():
     target = jax.tree.map(jnp.copy, params)
     _, batch = random_outputs(rng, 4)
     frames = rng.integers(0, 256, (2, 4, 64, 64, 6), np.uint8)
-    batch = batch._replace(frames=frames[0], next_frames=frames[1], weight=np.zeros(4, np.float32))
+    keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    batch = batch._replace(frames=frames[0], next_frames=frames[1], weight=np.zeros(4, np.float32), keys=keys)
 
     def total(params, target):
         return sac.loss(args, agent, params, batch, target=target, alpha=0.1)["loss"].sum()
