@@ -168,7 +168,7 @@ def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, int, Callable]:
 
 def player(script: ModuleType, saved: Any, run_dir: str) -> Callable[..., runs.Evaluation]:
     """What plays what a run has learnt, or random actions: Procgen as `envs.evaluate_checkpoint`, all else as its
-    script. Read once, since a run that trains writes a newer one meanwhile."""
+    script. Procgen's is read once, since a run that trains writes a newer one meanwhile."""
     if isinstance(saved, envs.GameArgs):
         return partial(envs.evaluate_checkpoint, saved, *policy_of(script, saved, run_dir))
     return partial(script.evaluate, saved, run_dir)

@@ -145,7 +145,7 @@ def check_devices(args: Any) -> None:
     """Raises UsageError if this run cannot be spread over the devices and hosts that it is to have."""
     most, hosts = len(devices.of_learner(args)), devices.hosts(args)
     each = devices.of_hosts(args)
-    same = f"--distributed: the hosts have {each} devices; give each as many, as by CUDA_VISIBLE_DEVICES"
+    same = f"--distributed: the hosts have {each} devices; give each as many, by CUDA_VISIBLE_DEVICES or (CPU) taskset"
     check(len(set(each)) == 1, same)
     check(most > 0, f"--actor-devices {getattr(args, 'actor_devices', 0)}: leaves none of this machine's to learn")
     check(args.num_devices <= most, f"--num-devices {args.num_devices}: there are {most} to learn on this machine")
@@ -305,7 +305,7 @@ def _field_texts(args_class: type) -> dict[str, str]:
 def _check_given(args: Any, flags: Sequence[str]) -> None:
     """Raises UsageError for a flag that would do nothing, of those that the command line has."""
     if getattr(args, "resume", ""):
-        there = Path(args.resume).absolute().parent == Path(args.run_dir).absolute()
+        there = Path(args.resume).resolve().parent == Path(args.run_dir).resolve()
         stays = f"--run-dir {args.run_dir}: a resumed run stays in its folder, {args.resume}; leave the flag out"
         check(there or "--run-dir" not in flags, stays)
     if getattr(args, "track", "wandb") != "wandb":
@@ -715,7 +715,7 @@ class Run:
                 getattr(self._wandb, method)(*given, **options)
             except Exception as error:
                 self._wandb = None
-                self.say(f"W&B has stopped ({error!r}); the run goes on without it, metrics.jsonl has everything")
+                self.say(f"W&B has stopped ({error!r}) and misses what comes; metrics.jsonl has everything")
 
     def over(self, step: int) -> bool:
         """Whether a script's loop ends: at `args.total_timesteps`, or because a signal came."""
@@ -781,7 +781,8 @@ class Run:
             content = devices.whole(self._args, tree) | {"hosts": devices.of_each_host(self._args, own)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
             if self.first:
-                os.fsync(self._metrics.fileno())  # a checkpoint says how many lines there are
+                with files.full_disk_explained(self.path / "metrics.jsonl"):
+                    os.fsync(self._metrics.fileno())  # a checkpoint says how many lines there are
                 tree = serialization.to_state_dict(content)
                 checkpoints.save(self.path, step, tree, keep=self._args.keep_checkpoints)
         self._saved = self._written = step

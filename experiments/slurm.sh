@@ -35,7 +35,9 @@ case $kind in
     if [ -n "$checkpoint" ]; then
       command=("$python" "$what" --resume "$(dirname "$(dirname "$checkpoint")")")
     else
-      command=("$python" "$what" --seed "$task" --run-dir "$folder" "$@")
+      place=(--run-dir "$folder")
+      [[ " $* " == *" --resume"* ]] && place=() # a resumed run stays in its own
+      command=("$python" "$what" --seed "$task" "${place[@]}" "$@")
     fi
     ;;
   *) echo "error: $kind: give sweep or run" >&2; exit 2 ;;
