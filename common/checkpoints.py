@@ -157,7 +157,7 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
     try:
         tree = serialization.from_state_dict(template, saved)
     except (ValueError, KeyError, TypeError) as error:
-        raise MisfitError(f"{differ} ({str(error).splitlines()[0]})") from None
+        raise MisfitError(f"{differ} ({files.first_line(error)})") from None
     except AttributeError:  # Flax found None where there should be a tuple
         raise MisfitError(f"{differ}: something that they need is not in it") from None
     if not len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)) == len(jax.tree.leaves(saved)):

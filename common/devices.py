@@ -88,10 +88,9 @@ def host(args: Any) -> int:
     return jax.process_index() if args.distributed else 0
 
 
-def of_hosts(args: Any) -> list[int]:
-    """How many devices each host has."""
-    owners = [device.process_index for device in jax.devices()] if args.distributed else [0] * len(jax.local_devices())
-    return [owners.count(i) for i in range(hosts(args))]
+def of_hosts(args: Any) -> list[list[jax.Device]]:
+    """Each host's devices."""
+    return [[device for device in jax.devices() if device.process_index == i] for i in range(hosts(args))]
 
 
 def of_learner(args: Any) -> list[jax.Device]:
@@ -122,8 +121,7 @@ def mesh(args: Any, every_host: bool = True) -> Mesh:
     """The devices that learn, host by host, or those of this host."""
     if not every_host or hosts(args) == 1:
         return Mesh(np.array(of_learner(args)[: count(args)]), "device")
-    own = [[device for device in jax.devices() if device.process_index == i] for i in range(hosts(args))]
-    return Mesh(np.array([device for some in own for device in some[: count(args)]]), "device")
+    return Mesh(np.array([device for own in of_hosts(args) for device in own[: count(args)]]), "device")
 
 
 def games_of_host(args: Any) -> np.ndarray:

@@ -144,7 +144,7 @@ def check_flags(args: Any) -> None:
 def check_devices(args: Any) -> None:
     """Raises UsageError if this run cannot be spread over the devices and hosts that it is to have."""
     most, hosts = len(devices.of_learner(args)), devices.hosts(args)
-    each = devices.of_hosts(args)
+    each = [len(own) for own in devices.of_hosts(args)]
     same = f"--distributed: the hosts have {each} devices; give each as many, by CUDA_VISIBLE_DEVICES or (CPU) taskset"
     check(len(set(each)) == 1, same)
     check(most > 0, f"--actor-devices {getattr(args, 'actor_devices', 0)}: leaves none of this machine's to learn")
@@ -311,7 +311,7 @@ def _check_given(args: Any, flags: Sequence[str]) -> None:
     if getattr(args, "track", "wandb") != "wandb":
         for name in ("wandb_mode", "wandb_project", "wandb_entity"):
             given, value = flag_of(name) in flags, getattr(args, name)
-            check(not given or value == "disabled", f"{flag_of(name)} {value}: has no effect with --track {args.track}")
+            check(not given or value == "disabled", f"{as_given(name, value)}: has no effect with --track {args.track}")
 
 
 def _check_old_flags(args_class: type, argv: Sequence[str]) -> None:

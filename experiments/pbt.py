@@ -442,7 +442,7 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
             socket.create_connection(args.address.split(":"), timeout=10).close()
         ray.init(args.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     except (OSError, ValueError, RuntimeError) as error:
-        why = str(error).strip().splitlines()[0]
+        why = files.first_line(error)
         raise runs.UsageError(f"--address {args.address or 'local'}: Ray does not start there ({why})") from None
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends

@@ -210,10 +210,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     notes += [f"runs of versions that differ in {', '.join(unlike)}"] if unlike else []
     result = {"cell": row["cell"], "metric": row["metric"], "published": row["published"]}
     result |= {"ours": np.mean(values) if values else float("nan"), "low": low, "high": high, "seeds": len(values)}
-    result |= {
-        "published steps": row["steps"],
-        "steps": steps_of(flags),
-    }
+    result |= {"published steps": row["steps"], "steps": steps_of(flags)}
     result |= {"seconds": round(np.mean([progress[f]["seconds"] for f in done])) if done else ""}
     result |= {"note": row["note"], "of its runs": "; ".join(notes), "script": row["script"], "flags": row["flags"]}
     for name in ORIGIN:

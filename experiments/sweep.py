@@ -418,7 +418,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
         patient = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
         storage = optuna.storages.RDBStorage(url, engine_kwargs=patient)
     except Exception as error:  # SQLAlchemy and drivers raise many kinds
-        raise runs.UsageError(f"--storage {url}: cannot be opened ({str(error).splitlines()[0][:100]})") from None
+        raise runs.UsageError(f"--storage {url}: cannot be opened ({files.first_line(error)[:100]})") from None
     own = out / "study.json"
     here = {"study": name, "id": str(uuid.uuid4())}
     if own.exists():

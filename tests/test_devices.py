@@ -305,7 +305,7 @@ def test_hosts_that_cannot_be_found_are_said(address, monkeypatch, capfd):
 
 
 def test_hosts_need_as_many_devices_each(monkeypatch, capfd):
-    monkeypatch.setattr(runs.devices, "of_hosts", lambda args: [8, 7])
+    monkeypatch.setattr(runs.devices, "of_hosts", lambda args: [range(8), range(7)])
     assert_one_sentence(
         ppo, [], "--distributed: the hosts have [8, 7] devices", "CUDA_VISIBLE_DEVICES", monkeypatch, capfd
     )
