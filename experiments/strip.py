@@ -1,7 +1,7 @@
 """Puts film strips that evaluate.py wrote under each other, all as wide. Try:
 
     python evaluate.py agents/ppo_bigfish --episodes 8 --video
-    python -m experiments.strip agents/ppo_bigfish/videos/test_levels_4839272.png doors.png:4 --out docs/agents.png
+    python -m experiments.strip agents/ppo_bigfish/videos/test_levels_8001167.png doors.png:4 --out docs/agents.png
 
 A strip has a row for each scene; FILE:N takes its N-th alone.
 """
