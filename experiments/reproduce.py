@@ -52,7 +52,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     """a run of each cell for each of them"""
     cells: tuple[str, ...] = ()
-    """run only the cells whose name has one of these in it, such as coinrun; none for all"""
+    """run only the cells with these names, or, where no cell is named so, with this in their name; none for all"""
     jobs: int = 1
     """runs at a time"""
     set: tuple[str, ...] = ()
@@ -109,7 +109,8 @@ def check_overrides(args: Args, rows: list[dict]) -> None:
 
 def is_asked(args: Args, row: dict) -> bool:
     """Whether a cell is to be run."""
-    return any(part in row["cell"] for part in args.cells or [""])
+    names = {other["cell"] for other in read_table(args.table)}
+    return any(part == row["cell"] or (part in row["cell"] and part not in names) for part in args.cells or [""])
 
 
 def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:

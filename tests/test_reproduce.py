@@ -206,6 +206,17 @@ def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
     assert another["ours"] == pytest.approx(first["ours"])
 
 
+def test_a_cell_s_whole_name_is_of_that_cell_alone():
+    def asked(*cells):
+        args = reproduce.Args("doorgym_lever", cells=cells)
+        return [row["cell"] for row in reproduce.read_table(args.table) if reproduce.is_asked(args, row)]
+
+    assert asked("PPO") == ["PPO"]
+    assert asked("PPO", "fresh") == ["PPO", "HN-PPO, fresh critic"]
+    assert len(asked("entropy")) == 3
+    assert asked() == [row["cell"] for row in reproduce.read_table("doorgym_lever")]
+
+
 def test_what_is_known_of_a_killed_run(table, monkeypatch):
     """Its machine and commit, from its start on, and its own clock: also what it had done before it was killed."""
     args = reproduce.Args("small", cells=("runs",), seeds=(1,), runs=str(table / "runs"), out=str(table / "out"))
