@@ -4,10 +4,12 @@ The forms are about what a gradient keeps and reads, since memory bounds it. `ne
 CPU. benchmarks/gpu_plan.py shows what XLA makes of them.
 """
 
+import itertools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
@@ -38,6 +40,7 @@ def max_pool(x: jax.Array) -> jax.Array:
 
     Of that one's gradient XLA makes a scatter: additions in no fixed order, of numbers that were written to memory for
     it. Here a byte remembers which of its nine pixels won each window, and the gradient is one loop over the pixels.
+    What bounds that loop is its instructions, so that each pixel asks no more than the four windows that it can lie in.
     """
     return _max_pool(x, (x.shape[1] % 2, x.shape[2] % 2))
 
@@ -62,11 +65,22 @@ def _max_pool_forward(x, odd):
 
 
 def _max_pool_backward(odd, winner, g):
-    def spread(pixel):  # g, where that pixel of each window lies; what would lie in the padding is cut off
-        config = [(place - before, 1 - place, 1) for place, before in zip(divmod(pixel, 3), odd, strict=True)]
-        return lax.pad(jnp.where(winner == pixel, g, 0), jnp.zeros((), g.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    batch, height, width, channels = g.shape
+    blocks = (batch, height, 2, width, 2, channels)  # of 2 x 2 pixels, one for each window
 
-    return (sum(spread(pixel) for pixel in range(9)),)
+    def shown(x, *back):  # to the pixels of each block: of the window so many rows and columns before its own
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((n, -n, 0) for n in back), (0, 0, 0)])
+        return jnp.broadcast_to(x[:, :, None, :, None], blocks)
+
+    total = jnp.zeros((), g.dtype)
+    for back in itertools.product(*((-before, 1 - before) for before in odd)):
+        # Where a block's pixels lie in that window; outside of it there is none of the nine.
+        i, j = (np.arange(2) + 2 * n + before for n, before in zip(back, odd, strict=True))
+        inside = np.logical_and.outer((i >= 0) & (i <= 2), (j >= 0) & (j <= 2))
+        pixel = np.where(inside, np.add.outer(3 * i, j), 9).astype(np.uint8)[:, None, :, None]
+        total = total + jnp.where(shown(winner, *back) == pixel, shown(g, *back), 0)
+    x = total.reshape(batch, 2 * height, 2 * width, channels)
+    return (x[:, : 2 * height - odd[0], : 2 * width - odd[1]],)
 
 
 _max_pool.defvjp(_max_pool_forward, _max_pool_backward)
