@@ -109,7 +109,7 @@ def check_overrides(args: Args, rows: list[dict]) -> None:
 
 def is_asked(args: Args, row: dict) -> bool:
     """Whether a cell is to be run."""
-    names = {other["cell"] for other in read_table(args.table)}
+    names = {other["cell"] for other in published() if other["table"] == args.table}
     return any(part == row["cell"] or (part in row["cell"] and part not in names) for part in args.cells or [""])
 
 
