@@ -139,11 +139,11 @@ class GameArgs:
         )
 
 
-def check_game(env_id: str) -> None:
-    """Raises UsageError, with the nearest name and the list, if `env_id` is not a Procgen game."""
+def check_game(env_id: str, flag: str = "--env-id") -> None:
+    """Raises UsageError, with the nearest name and the list, if the value of `flag` is not a Procgen game."""
     if env_id not in GAMES:
         nearest = difflib.get_close_matches(env_id.lower(), GAMES, n=1, cutoff=0)[0]
-        raise UsageError(f"--env-id {env_id}: no such game, did you mean {nearest}? Valid: {', '.join(GAMES)}")
+        raise UsageError(f"{flag} {env_id}: no such game, did you mean {nearest}? Valid: {', '.join(GAMES)}")
 
 
 def load_qt() -> None:
@@ -458,7 +458,8 @@ def play_episodes(
       stop: asked at each step; when it says yes, the answer is None.
 
     Returns the returns float64 [episodes], raw rewards, game by game, the level of each (`level_seed`; 0 in a game
-    without), int [episodes], and the frames uint8 [T, H, W, channels].
+    without), int [episodes], how often each action was played in them, int64 [the highest one + 1], and the frames
+    uint8 [T, H, W, channels].
     """
     obs, info = env.reset()
     num_envs = len(obs)
@@ -467,6 +468,7 @@ def play_episodes(
     quota = -(-episodes // num_envs)
     totals, played = np.zeros((quota, num_envs)), np.zeros((quota, num_envs), np.int64)
     counts = np.zeros(num_envs, np.int64)
+    chosen = []
     done = np.zeros(num_envs, bool)
     columns = np.arange(num_envs)
     film = [obs[0].copy()]  # a copy: obs[0] keeps all games' frames alive
@@ -480,14 +482,17 @@ def play_episodes(
         actions, memory = policy(stacked, info["elapsed_step"], now, memory)
         counted = ~done & (counts < quota)
         played[counts[counted], columns[counted]] = info.get("level_seed", np.zeros(num_envs, np.int64))[counted]
-        obs, reward, terminated, truncated, info = env.step(np.asarray(actions))
+        actions = np.asarray(actions)
+        chosen.append(actions[counted])
+        obs, reward, terminated, truncated, info = env.step(actions)
         totals[counts[counted], columns[counted]] += reward[counted]
         done = terminated | truncated
         counts += done & counted
         if filming:
             film.append(obs[0].copy())
             filming = not done[0]
-    return totals.T.reshape(-1), played.T.reshape(-1), np.stack(film).transpose(0, 2, 3, 1)
+    often = np.bincount(np.concatenate(chosen))
+    return totals.T.reshape(-1), played.T.reshape(-1), often, np.stack(film).transpose(0, 2, 3, 1)
 
 
 def evaluate(
@@ -495,20 +500,22 @@ def evaluate(
 ):
     """`play_episodes` on a script's "train" or "test" levels, up to 64 games side by side, and a summary of it.
 
-    Returns mean, std, min and max of the raw returns and the mean normalised by RETURN_RANGES; the returns by level;
-    and the frames. Or None if `stop` said yes.
+    Returns mean, std, min and max of the raw returns, the mean normalised by RETURN_RANGES and the share of steps with
+    the commonest action, 1 where the policy does not look; the returns by level; and the frames. Or None if `stop` said
+    yes.
     """
     env = make_levels(args, devices.multiple(args, min(episodes, 64)), seed, levels)
     played = play_episodes(env, policy, args.offsets, episodes=episodes, seed=seed, record=record, stop=stop)
     env.close()
     if played is None:
         return None
-    returns, seeds, film = played
+    returns, seeds, chosen, film = played
     low, high = RETURN_RANGES[args.distribution_mode][args.env_id]
     by_level = {}
     for level, value in sorted(zip(seeds.tolist(), returns.tolist(), strict=True)):
         by_level.setdefault(str(level), []).append(value)
-    return summarize(returns) | {"normalized": float((returns.mean() - low) / (high - low))}, by_level, film
+    summary = summarize(returns) | {"normalized": float((returns.mean() - low) / (high - low))}
+    return summary | {"commonest_action": float(chosen.max() / chosen.sum())}, by_level, film
 
 
 def summarize(returns: np.ndarray) -> dict[str, float]:
@@ -521,7 +528,8 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
     """Evaluation within training, where one is due: `args.eval_episodes` episodes on test levels and, if they are
     limited, on training levels; writes eval.json and, with `args.capture_video`, a video. Its randomness is its own.
 
-    Logs eval/{train,test}_levels/{mean_return,std,min,max,normalized,episodes}; nothing if a signal came.
+    Logs eval/{train,test}_levels/{mean_return,std,min,max,normalized,episodes,commonest_action}; nothing if a signal
+    came.
     """
     if not (args.eval_episodes and run.evaluation_due(step)):
         return

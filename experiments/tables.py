@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import cleanrl, records
 from common import files, runs
-from experiments import plot, reproduce
+from experiments import constant_actions, plot, reproduce
 
 DOCS = records.ROOT / "docs"
 SPEED = records.ROOT / "benchmarks" / "results"
@@ -165,14 +165,19 @@ def side_by_side() -> list[str]:
     rows = {}
     for row in evaluated:
         name, game = row["cell"].rsplit(", ", 1)
-        rows.setdefault(name, {}).setdefault((game, round(float(row["step"]), -4)), []).append(row)
+        rows.setdefault(name, {}).setdefault(game, []).append(row)
+
+    def at(row, game, steps):
+        """Of each seed the evaluation there, of its longest run."""
+        near = (one for one in row["of"].get(game, []) if abs(int(one["step"]) - steps) <= 0.02 * steps)
+        return list({one["seed"]: one for one in sorted(near, key=lambda one: int(one["of steps"]))}.values())
 
     def mean(found):
         return np.mean([float(one["mean"]) for one in found]) if found else 0.0
 
     def after(game: str, steps: int) -> Callable[[dict], str]:
         def cell(row):
-            found = row["of"].get((game, steps), [])
+            found = at(row, game, steps)
             if not found:
                 return ""
             error = np.sqrt(sum(float(one["error"]) ** 2 for one in found)) / len(found)
@@ -181,8 +186,7 @@ def side_by_side() -> list[str]:
         return cell
 
     def speed(row):
-        of_starpilot = [one for (game, _), some in row["of"].items() for one in some if game == "starpilot"]
-        rates = [float(one["steps/s"]) for one in of_starpilot if one["steps/s"]]
+        rates = [float(one["steps/s"]) for one in row["of"].get("starpilot", []) if one["steps/s"]]
         return f"{max(rates):.0f}" if rates else ""
 
     columns = {"": lambda row: row["name"]}
@@ -190,7 +194,32 @@ def side_by_side() -> list[str]:
         columns[f"{game}, {millions(steps)}"] = after(game, steps)
     columns["steps/s"] = speed
     shown = [{"name": name, "of": of} for name, of in rows.items()]
-    return table(sorted(shown, key=lambda row: -mean(row["of"].get(("starpilot", 500_000)))), columns)
+    return table(sorted(shown, key=lambda row: -mean(at(row, "starpilot", 500_000))), columns)
+
+
+def not_looking() -> list[str]:
+    """What the best constant action makes in each game, random play, and OpenAI's PPO, which passes it at some step."""
+    by_game = {}
+    for row in records.read_rows(STUDIES / "constant_actions.csv"):
+        by_game.setdefault(row["game"], {})[row["action"]] = row
+    rows = []
+    for game, found in by_game.items():
+        (name,) = (name for name in found if name.endswith(constant_actions.ANEW))
+        curve = [(float(row["env_steps"]), float(row["mean_return"])) for row in records.read_rows(plot.REFERENCE)
+                 if (row["split"], row["game"]) == ("easy-all", game)]  # fmt: skip
+        passed = (millions(step) for step, mean in curve if mean > float(found[name]["mean"]))
+        rows.append(
+            found[name] | {"random": found[constant_actions.RANDOM], "passed": next(passed, "never"),
+                           "name": name.partition(",")[0], "eight": f"{dict(curve)[8e6]:.1f}"}
+        )  # fmt: skip
+
+    def with_error(row):
+        return f"{float(row['mean']):.2f} ({float(row['error']):.2f})"
+
+    columns = {"game": itemgetter("game"), "random play": lambda row: with_error(row["random"])}
+    columns |= {"best single action": itemgetter("name"), "makes": with_error}
+    columns |= {"OpenAI's PPO makes more from": itemgetter("passed"), "and at 8M": itemgetter("eight")}
+    return table(sorted(rows, key=itemgetter("game")), columns)
 
 
 def all_for_0(levels: str) -> str:
@@ -322,7 +351,7 @@ PARTS = {
     "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
     "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
     "sweeps": sweeps, "published": beside, "headlines": headlines, "six_doors": six_doors,
-    "cleanrl": beside_cleanrl, "side_by_side": side_by_side,
+    "cleanrl": beside_cleanrl, "side_by_side": side_by_side, "not_looking": not_looking,
 }  # fmt: skip
 
 

@@ -144,14 +144,15 @@ def test_rewards_are_clipped_as_they_are_shaped():
 
 
 @pytest.mark.parametrize(("mode", "least"), [("easy", 1), ("hard", 0)])
-def test_an_evaluations_mean_is_normalised_by_the_games_range(mode, least, monkeypatch):
-    """Bigfish pays from 1 or 0 to 40."""
-    played = np.array([10.0, 30.0, 23.0]), np.array([5, 3, 5]), None
+def test_what_is_said_of_an_evaluation(mode, least, monkeypatch):
+    """Its mean is normalised by the game's range: bigfish pays from 1 or 0 to 40."""
+    played = np.array([10.0, 30.0, 23.0]), np.array([5, 3, 5]), np.array([0, 6, 2]), None
     monkeypatch.setattr(envs, "make_levels", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(envs, "play_episodes", lambda *_, **__: played)
     args = Args(env_id="bigfish", distribution_mode=mode)
     summary, by_level, _ = envs.evaluate(args, None, "test", episodes=3, seed=1)
     assert summary["normalized"] == pytest.approx((21 - least) / (40 - least))
+    assert summary["commonest_action"] == 0.75
     assert (summary["mean_return"], summary["episodes"], by_level) == (21, 3, {"3": [30.0], "5": [10.0, 23.0]})
 
 
@@ -234,11 +235,12 @@ def test_each_game_plays_its_quota_of_episodes():
     def policy(frames, age, key, memory):
         seen.append((frames.shape, memory))
         assert (age == [len(seen) - 1] * 3).all() or len(seen) > 2
-        return np.ones(3, np.int32), len(seen)
+        return np.array([1, 2, 1]), len(seen)
 
     offsets = envs.stack_offsets(4, True)
-    returns, levels, film = envs.play_episodes(Scripted(3), policy, offsets, episodes=5, seed=0, record=True)
-    assert returns.tolist() == [2, 2, 3, 3, 4, 4]
+    returns, levels, often, film = envs.play_episodes(Scripted(3), policy, offsets, episodes=5, seed=0, record=True)
+    assert returns.tolist() == [2, 2, 6, 6, 4, 4]
+    assert often.tolist() == [0, 12, 6]  # not the step after an episode's end, nor what is played beyond the quota
     assert seen == [((3, 64, 64, 6), i or None) for i in range(len(seen))]
     assert levels.tolist() == [20, 21, 30, 31, 40, 41]
     assert film[:, 0, 0, :2].tolist() == [[0, 0], [0, 1], [0, 2]]

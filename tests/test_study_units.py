@@ -7,7 +7,7 @@ from conftest import ROOT, assert_refused
 import ppo_procgen
 from benchmarks import records
 from common import envs, runs
-from experiments import study_units
+from experiments import constant_actions, study_units
 
 pytestmark = pytest.mark.optimised  # episodes are played to their end
 
@@ -83,6 +83,7 @@ def test_an_agent_gets_a_row(tmp_path, monkeypatch, capfd):
     assert_refused(study_units, [args.run_dirs[0], "--csv", tmp_path], capfd, f"--csv {tmp_path}", "name of a file")
     other = str(ROOT / "experiments" / "reference" / "tables.csv")
     assert_refused(study_units, [args.run_dirs[0], "--csv", other], capfd, f"--csv {other}", "another table")
+    assert_refused(study_units, [args.run_dirs[0], "--csv", tmp_path / "a.png"], capfd, "--csv", "ends in .csv")
     assert_refused(study_units, [str(ROOT / "agents" / "hnppo_six_doors")], capfd, "RUN_DIR", "give a run of Procgen")
 
 
@@ -119,3 +120,19 @@ def test_rows_are_not_added_to_another_table(tmp_path):
         with pytest.raises(runs.UsageError, match="has other columns than"):
             records.add_rows(path, [row], tuple(row)[:1])
     assert path.read_text() == before
+
+
+def test_constant_actions_are_played_and_the_best_one_anew(tmp_path, monkeypatch, capfd):
+    """Of standing still and running right and jumping on coinrun; the same seeds make the same table."""
+    monkeypatch.setattr(constant_actions, "ACTIONS", constant_actions.ACTIONS[:9])
+    rows = constant_actions.main(constant_actions.Args(("coinrun",), episodes=4, seed=3, out=str(tmp_path / "a")))
+    by_name = {row["action"]: row for row in rows}
+    assert float(by_name["right up"]["mean"]) > float(by_name["none"]["mean"]) == 0
+    best = by_name["right up, played anew"]
+    assert best["episodes"] == 16
+    assert best == constant_actions.play("coinrun", 8, "right up, played anew", episodes=16, seed=4)
+    assert len(records.read_rows(tmp_path / "a.csv")) == len(rows) == 11
+    capfd.readouterr()
+    assert_refused(constant_actions, ["bigfsh"], capfd, "GAMES bigfsh", "did you mean bigfish?")
+    assert_refused(constant_actions, [], capfd, "GAMES", "give at least one")
+    assert_refused(constant_actions, ["bigfish", "--episodes", 1], capfd, "--episodes 1", "2")

@@ -1,0 +1,72 @@
+"""What a policy makes that never looks: one action at every step, each of them, and random ones. Try:
+
+    python -m experiments.constant_actions bigfish coinrun --out experiments/results/constant_actions
+
+On some games the best of them makes several times what random play does. An agent that makes no more may have learnt no
+more; `eval/*/commonest_action` of an evaluation says how near it is to that. The best of several means is too high, so
+the best action is played anew, in four times as many other games.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import tyro
+
+from common import envs, runs
+from experiments import plot
+
+# Of Procgen's 15 actions; the last six are keys of games that have them, and stand still in the others.
+ACTIONS = ("left down", "left", "left up", "down", "none", "up", "right down", "right", "right up", *"DAWSQE")
+
+ANEW, RANDOM = "played anew", "random"
+
+
+@dataclass(frozen=True)
+class Args:
+    games: tyro.conf.Positional[tuple[str, ...]]
+    """games, such as bigfish"""
+    episodes: int = 64
+    """episodes of each action, on all levels of each game's easy form, one in each of as many games"""
+    seed: int = 0
+    """of the games and the random actions; where the best action is played anew, one more"""
+    out: str = "constant_actions"
+    """where to write: OUT.csv, after each game"""
+
+
+def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) -> dict:
+    """A row of the table: raw returns of an action at every step, or of random ones."""
+
+    def constant(frames, age, key, memory):
+        return np.full(len(frames), action), None
+
+    env = envs.make_levels(envs.GameArgs(env_id=game), episodes, seed)
+    policy = envs.random_policy if action is None else constant
+    returns, *_ = envs.play_episodes(env, policy, (0,), episodes=episodes, seed=seed)
+    env.close()
+    error = returns.std(ddof=1) / len(returns) ** 0.5
+    return {"game": game, "action": name, "mean": f"{returns.mean():.3f}", "error": f"{error:.3f}",
+            "min": f"{returns.min():g}", "max": f"{returns.max():g}", "episodes": len(returns)}  # fmt: skip
+
+
+def main(args: Args) -> list[dict]:
+    """Returns the rows of the table."""
+    runs.check_limits(args, {"episodes": (2, 10**4), "seed": (0, runs.MAX_SEED - 1)})
+    runs.check(len(args.games) > 0, "GAMES: give at least one, such as bigfish")
+    for game in args.games:
+        envs.check_game(game, "GAMES")
+    plot.check_out(args.out)
+    rows = []
+    for game in args.games:
+        same = {"episodes": args.episodes, "seed": args.seed}
+        found = [play(game, i, name, **same) for i, name in enumerate(ACTIONS)]
+        best = max(range(len(found)), key=lambda i: float(found[i]["mean"]))
+        anew = play(game, best, f"{ACTIONS[best]}, {ANEW}", episodes=4 * args.episodes, seed=args.seed + 1)
+        random = play(game, None, RANDOM, **same)
+        print(f"{game}: {anew['action']} {anew['mean']} ({anew['error']}), random {random['mean']}", flush=True)
+        rows += [*found, anew, random]
+        plot.write_table(args.out, ".csv", rows[0], rows)
+    return rows
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
