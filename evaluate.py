@@ -104,7 +104,10 @@ def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
 
 
 def main(args: Args) -> list[dict]:
-    """Evaluates the newest checkpoints of runs, one after the other; returns what each eval.json now says of it."""
+    """Evaluates the newest checkpoints of runs, one after the other; returns what came out.
+
+    An eval.json keeps what it says of more episodes at the same step.
+    """
     runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
@@ -186,8 +189,12 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
     answer = evaluate(episodes=args.episodes, levels=args.levels, video=args.video, **how)
     old = read_results(path / "eval.json")
     same_step = old if old.get("global_step") == answer.step else {}
-    entry = {answer.name: answer.summary | (answer.details or {})}
-    runs.write_json(path / "eval.json", same_step | {"global_step": answer.step} | entry)
+    entry = answer.summary | (answer.details or {}) | {"seed": args.seed}
+    before = same_step.get(answer.name, entry).get("episodes", 0)
+    if before > entry["episodes"]:
+        print(f"{path / 'eval.json'} keeps what it says of {before} episodes")
+    else:
+        runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: entry})
     show(f"{path.name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
     if args.video:
         video = path / "videos" / f"{answer.name}_{answer.step}.mp4"

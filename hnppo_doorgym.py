@@ -671,6 +671,7 @@ def evaluate(
         film=np.stack(film) if video else None,
         fps=1000 / (doors.ACTION_REPEAT * doorgym.vector.FRAME_SKIP),  # real time
         scenes=len(rows),
+        details={"episodes": episodes},
     )
 
 

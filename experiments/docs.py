@@ -28,8 +28,9 @@ class Args:
 def pages() -> list[Path]:
     """Markdown files that git knows, or would."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
-    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return sorted(ROOT / line for line in listed.splitlines() if (ROOT / line).exists())
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    runs.check(listed.returncode == 0, f"{ROOT}: is no git checkout, run it in one")
+    return sorted(ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists())
 
 
 def anchors(text: str) -> set[str]:

@@ -23,8 +23,8 @@ class Args:
     """run directories of one game, of different --num-levels, each with an evaluation"""
     out: str = "levels"
     """where to write: OUT.csv and OUT.png"""
-    group_by: tuple[str, ...] = ("script", "encoder")
-    """flags that tell lines apart; script too"""
+    group_by: tuple[str, ...] = ()
+    """flags that tell lines apart, script too; by default the script and what differs but the seed"""
 
 
 def last_evaluation(run: plot.Logged) -> tuple[int, dict[str, dict[str, float]]]:
@@ -61,8 +61,7 @@ def study(groups: dict[str, list[plot.Logged]]) -> dict[str, dict[int, dict[str,
         by_levels = {}
         for run in sorted(group, key=lambda run: run.args["num_levels"] or np.inf):
             by_levels.setdefault(run.args["num_levels"], []).append(last_evaluation(run))
-        for levels, found in by_levels.items():
-            plot.check_lengths([step for step, _ in found], f"RUN_DIRS: {name} has runs of {levels or 'all'} levels")
+        plot.check_lengths([step for found in by_levels.values() for step, _ in found], f"RUN_DIRS: {name} has runs")
         answer[name] = {levels: summarize([x for _, x in found]) for levels, found in by_levels.items()}
     return answer
 
@@ -106,7 +105,8 @@ def main(args: Args) -> None:
     runs.check(len(games) == 1, f"RUN_DIRS: are of {' and '.join(games)}, give runs of one game")
     without = " ".join(run.path for run in everything if "num_levels" not in run.args)
     runs.check(not without, f"RUN_DIRS {without}: has no --num-levels, give runs of Procgen's games")
-    answer = study(plot.group_runs(everything, args.group_by))
+    differing = (name for run in everything for name in plot.differing(run, everything) if name != "num_levels")
+    answer = study(plot.group_runs(everything, args.group_by or tuple(dict.fromkeys(["script", *differing]))))
     rows = []
     for group, by_levels in answer.items():
         for levels, splits in by_levels.items():

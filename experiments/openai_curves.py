@@ -14,7 +14,7 @@ from typing import Annotated
 
 import numpy as np
 import tyro
-from pydantic import AfterValidator, ConfigDict
+from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from benchmarks import records
@@ -55,7 +55,7 @@ def around(steps: np.ndarray, returns: np.ndarray) -> list[float]:
 
 def read(path: Path, workers: int) -> tuple[np.ndarray, np.ndarray]:
     """Steps of all workers and returns, a number for each update. Raises UsageError."""
-    rows = files.read(path, list[Update], "RESULTS", "give train-procgen's results")
+    rows = files.read(path, Annotated[list[Update], Field(min_length=1)], "RESULTS", "give train-procgen's results")
     return tuple(np.array([row[name] for row in rows]) * scale
                  for name, scale in (("misc/total_timesteps", workers), ("eprewmean", 1)))  # fmt: skip
 

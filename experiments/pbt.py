@@ -74,7 +74,7 @@ class Args:
     interval: int = 400_000
     """environment steps of a generation"""
     metric: str = "charts/episodic_return"
-    """what members are compared by: its last value in metrics.jsonl; one of eval/... needs --set eval_episodes=128"""
+    """what members are compared by: its last value in metrics.jsonl; members evaluate for one of eval/... only"""
     goal: Literal["maximize", "minimize"] = "maximize"
     """of the metric"""
     quantile: float = 0.25

@@ -187,6 +187,11 @@ def check_metrics(flag: str, metrics: Iterable[str], everything: list[Logged]) -
     )
 
 
+def first_return(metrics: Sequence[str]) -> str | None:
+    """The first metric that is a return, to draw others' returns beside."""
+    return next((name for name in metrics if name == "charts/episodic_return" or name.endswith("/mean_return")), None)
+
+
 def read_reference(name: str, games: list[str]) -> dict[tuple[str, str], np.ndarray]:
     """Curves float64 [2, points] (steps, return) of a CSV by label and game ("" for any)."""
     path, own = (REFERENCE, "OpenAI's PPO") if name in REFERENCES else (Path(name), Path(name).stem)
@@ -357,9 +362,9 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
             draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=name)
-        if metric == args.metrics[0] and args.random is not None:
+        if metric == first_return(args.metrics) and args.random is not None:
             axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
-        shown = references if metric == args.metrics[0] and clock == "global_step" else {}
+        shown = references if metric == first_return(args.metrics) and clock == "global_step" else {}
         for (label, game), points in shown.items():
             i = sorted({name for name, _ in references}).index(label)
             style = {"marker": "h*<>"[i % 4], "ls": STROKES[i % 5], "color": "0.35", "mfc": "w", "ms": 5, "lw": 0.9}
@@ -459,7 +464,12 @@ def write_aggregate(args: Args, groups: dict, games: list[str], scores: dict[str
             for row, numbers in blocks
         ]
         left = f", {len(group) - x.size} more left out" if len(group) > x.size else ""
-        print(f"{name}: mean normalised score {x.mean():.4f} over {len(games)} games, {len(x)} runs of each{left}")
+        ends = [curve(run.lines, "global_step", args.score_metric)[0, -1] for run in group]
+        after = " to ".join(dict.fromkeys(f"{end:,.0f}" for end in (min(ends), max(ends))))
+        print(
+            f"{name}: mean normalised score {x.mean():.4f} over {len(games)} games after {after} steps, "
+            f"{len(x)} runs of each{left}"
+        )
     columns = "group", "game", "statistic", "value", "low", "high", "runs"
     write_table(args.out, "_aggregate.csv", columns, rows)
     labels = {name: f"{name}, {len(x)} runs of each game" for name, x in scores.items()}
@@ -485,6 +495,9 @@ def main(args: Args) -> None:
     runs.check(
         args.random is None or len(games) == 1, f"--random {args.random}: is of one game, these are {len(games)}"
     )
+    for name, given in (("random", args.random is not None), ("reference", len(args.reference) > 0)):
+        fits = not given or first_return(args.metrics) is not None
+        runs.check(fits, f"--{name}: is of returns, give one in --metrics, such as charts/episodic_return")
     check_metrics("--metrics", args.metrics, everything)
     stems = [Path(name).stem for name in args.reference]
     same = len(set(stems)) == len(stems)

@@ -205,6 +205,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     failed = [p["why"] for p in progress.values() if p["why"]]
     low, high = interval(values)
     notes = [f"{len(failed)} failed: {failed[0]}"] if failed else []
+    notes += [f"{len(done) - len(values)} without {row['metric']}"] if len(values) < len(done) else []
     saved = [runs.read_args(str(run), "--runs")["args"] for run in found if run]
     names = dict.fromkeys(name for args in saved for name in args if name not in trials.BESIDE | {"seed"})
     unlike = [runs.flag_of(name) for name in names if any(args.get(name) != saved[0].get(name) for args in saved)]
@@ -248,7 +249,7 @@ def speed(lines: list[dict]) -> str:
 
 def command_of(args: Args, cells: tuple[str, ...] = ()) -> str:
     words = ["python", "-m", "experiments.reproduce", args.table]
-    words += ["--scale", f"{args.scale:g}"] if args.scale != 1 else []
+    words += ["--scale", str(args.scale)] if args.scale != 1 else []
     words += ["--seeds", *map(str, args.seeds), *(["--cells", *cells] if cells else [])]
     words += ["--set", *args.set] if args.set else []
     return shlex.join(words)
@@ -328,13 +329,13 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
 
 
 Number, Count = Decimal | Literal[""], Digits | Literal[""]
-# What is read of a row of a result.
+# A row of a result, as `summarize` makes it; older ones say nothing of their runs.
 Result = TypedDict("Result", {
-    "cell": str, "metric": str, "command": str, "flags": str, "machine": str,
-    "ours": Number, "low": Number, "high": Number, "seeds": Digits,
-    "published steps": Count, "steps": Count, "seconds": Count,
+    "cell": str, "metric": str, "published": str, "ours": Number, "low": Number, "high": Number, "seeds": Digits,
+    "published steps": Count, "steps": Count, "seconds": Count, "note": str, "of its runs": NotRequired[str],
+    "script": str, "flags": str, "machine": str, "jax": str, "commit": str, "date": str, "command": str,
 })  # fmt: skip
-Result.__pydantic_config__ = ConfigDict(extra="allow")
+Result.__pydantic_config__ = ConfigDict(extra="forbid")  # a column of the user's own would be lost
 
 
 def read_results(args: Args) -> list[dict]:
@@ -347,14 +348,15 @@ def read_results(args: Args) -> list[dict]:
         return []
     rows = files.read(path, list[Result], "--out", "move it away, or give another folder")
     flags = {(row["cell"], row["metric"]): row["flags"] for row in read_table(args.table)}
+    evaluated = path.with_name(f"{args.table}_evaluations.csv").exists()  # also of runs that are not done
     for row in rows:
-        if row["seeds"] == "0":  # nothing is in it
-            continue
         given = row["command"].partition(" --set ")[2]
         same = sorted(given.split()) == sorted(shlex.join(args.set).split())
-        check(same, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
+        empty = row["seeds"] == "0"
+        nothing = empty and not evaluated
+        check(same or nothing, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
         now = flags.get((row["cell"], row["metric"]))
-        check(row["flags"] == now, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
+        check(row["flags"] == now or empty, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
     floats, integers = ("ours", "low", "high"), ("seeds", "steps", "seconds")
     return [
         {"of its runs": ""}

@@ -37,8 +37,10 @@ def rows(text: str, width: int) -> np.ndarray:
         raise runs.UsageError(f"STRIPS {text}: is no picture") from None
     height = picture.width // runs.MOMENTS
     check(0 < height <= picture.height, f"STRIPS {text}: is no film strip, {runs.MOMENTS} frames wide")
-    count = picture.height // height
     if number:
+        count = picture.height // height
+        square = picture.height == count * height
+        check(square, f"STRIPS {text}: its frames are not square, so rows cannot be told; give all of it")
         check(number.isdecimal() and 1 <= int(number) <= count, f"STRIPS {text}: has rows 1 to {count}")
         top = (int(number) - 1) * height
         picture = picture.crop((0, top, picture.width, top + height))

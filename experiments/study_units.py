@@ -141,6 +141,7 @@ def main(args: Args) -> list[dict]:
     path, origin = Path(args.csv), records.origin()
     if args.csv:
         files.make_room(path, "--csv")
+        runs.check(path.suffix == ".csv", f"--csv {args.csv}: give a name that ends in .csv")
         old = records.read_rows(path)
         ours = not old or list(old[0]) == ["run", "on", *MEASURED, *SETTING, "step", *origin]
         runs.check(ours, f"--csv {args.csv}: is another table, give another file")

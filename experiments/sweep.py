@@ -55,7 +55,7 @@ class Args:
     sweep: tyro.conf.Positional[str]
     """a sweep file of W&B's kind"""
     count: int = 0
-    """stop when the study has as many trials, failed ones included; 0 for all of a grid"""
+    """stop when the study has as many trials, failed ones included; 0 for the file's run_cap, else all of a grid"""
     jobs: int = 1
     """trials of this process at a time"""
     out: str = ""
@@ -324,7 +324,6 @@ def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: P
 
 def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict, **where) -> None:
     """Runs a trial and tells the study what came of it; one that was stopped stays open."""
-    began = time.monotonic()
     try:
         with files.full_disk_explained(where["folder"]):
             value, state = run_trial(trial, sweep, flags, **where), TrialState.COMPLETE
@@ -337,7 +336,8 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
     except Exception as error:  # whatever it is, the others go on
         value, state = None, TrialState.FAIL
         trial.set_user_attr("why", str(error) or repr(error))
-    trial.set_user_attr("seconds", trial.user_attrs.get("seconds", 0) + time.monotonic() - began)
+    clock = trials.values_of(trials.find_run(where["folder"]), "seconds")  # the run's own, which goes on over resumes
+    trial.set_user_attr("seconds", clock[-1] if clock else 0)
     if state:
         study.tell(trial, value, state=state)
         where["line"].look(where["folder"], False)
@@ -502,6 +502,8 @@ def main(args: Args) -> optuna.Study:
     except GONE as error:
         why = " ".join(str(error).split())[:200]
         raise files.FailedError(f"the study's database does not answer ({why}); the same command goes on") from None
+    with files.take(out, wait=True):
+        write_results(study, out)  # also of a trial whose process died before it could
     if stopping.is_set():
         print("stopped; the same command goes on")
     if (out / "results.csv").exists():

@@ -76,7 +76,9 @@ def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[
       own: flags that whoever runs the script gives it, besides those that say where a run is.
     """
     check(program in SCRIPTS, f"{source}: program {program}, give one of {', '.join(SCRIPTS)}")
-    known = [field.name.rstrip("_") for field in fields(importlib.import_module(Path(program).stem).Args)]
+    module = importlib.import_module(Path(program).stem)
+    check(hasattr(module, "Args"), f"{source}: program {program} is no script, it has no Args")
+    known = [field.name.rstrip("_") for field in fields(module.Args)]
     unknown = [name for name in flags if name not in known]
     check(not unknown, f"{source}: {program} has no flag {', '.join(unknown)}")
     for name, value in flags.items():

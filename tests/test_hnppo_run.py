@@ -213,7 +213,7 @@ def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(doorgym, "make_vec", partial(doorgym.make_vec, width=80, height=60))
     runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--video"])
     result = json.loads((run_dir / "eval.json").read_text())
-    assert set(result["episodes"]) == {"Pull-Right-Pull", "Round-Left-Push", "tasks_learnt"}
+    assert set(result["episodes"]) == {"Pull-Right-Pull", "Round-Left-Push", "tasks_learnt", "episodes", "seed"}
     import av
 
     with av.open(str(run_dir / "videos" / f"episodes_{result['global_step']}.mp4")) as container:
@@ -224,7 +224,7 @@ def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
     assert strip.shape == (2 * 60, 8 * 80, 3)
     assert np.std(pictures[5]) > 10
     runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--random"])
-    assert "random_episodes" in json.loads((run_dir / "eval.json").read_text())
+    assert json.loads((run_dir / "eval.json").read_text())["random_episodes"]["episodes"] == 3
     assert "doors opened by random actions" in capfd.readouterr().out
 
 

@@ -189,11 +189,15 @@ def test_last_values_of_runs_of_different_length_are_not_averaged(tmp_path, caps
     runs_of = [
         write_run(tmp_path, seed=seed, lines=scored(5, step), num_levels=0) for seed, step in ((1, 3000), (2, 9000))
     ]
+    one = evaluated(train=summary(5.0), test=summary(5.0))
     assert "3,000 to 9,000 steps" in assert_refused(plot, [*runs_of, "--aggregate", "--out", tmp_path / "a"], capsys)
     long = [write_run(tmp_path, seed=seed, num_levels=0, encoder="nature",
                       lines=[line | {"global_step": 3000 * seed} for line in evaluated(test=summary(5.0))])
             for seed in (1, 2)]  # fmt: skip
     assert "3,000 to 6,000 steps" in assert_refused(levels, [*long, "--out", tmp_path / "b"], capsys)
+    longer = [write_run(tmp_path, num_levels=n, lines=[line | {"global_step": 3000 * n} for line in both])
+              for n, both in ((1, one), (2, one))]  # fmt: skip
+    assert "3,000 to 6,000 steps" in assert_refused(levels, [*longer, "--out", tmp_path / "b"], capsys)
 
 
 def test_csv_has_a_row_a_logged_line(study, tmp_path):
@@ -210,7 +214,7 @@ def test_csv_has_a_row_a_logged_line(study, tmp_path):
 
 def test_any_logged_metric_over_steps_and_hours(tmp_path):
     lines = [{"global_step": 3000, "time": 1e4, "custom/thing": 7.5}]
-    rows = draw(tmp_path, [write_run(tmp_path / "runs", lines=lines)], metrics=("custom/thing",), hours=True, random=7)
+    rows = draw(tmp_path, [write_run(tmp_path / "runs", lines=lines)], metrics=("custom/thing",), hours=True)
     assert rows[-1]["custom/thing"] == "7.5"
     assert Image.open(tmp_path / "out.png").width > 1200  # two panels
 
@@ -397,7 +401,7 @@ def test_scores_are_the_competitions(tmp_path, capsys):
     assert float(rows["coinrun", "mean"]["value"]) == pytest.approx(0.4, abs=1e-6)
     assert float(rows["all", "mean"]["low"]) < used.mean() < float(rows["all", "mean"]["high"])
     printed = capsys.readouterr().out
-    assert f"ppo_procgen: mean normalised score {used.mean():.4f} over 3 games, 2 runs of each" in printed
+    assert f"ppo_procgen: mean normalised score {used.mean():.4f} over 3 games after 3,000 steps, 2 runs" in printed
     assert "1 more left out" in printed
     assert_drawn(tmp_path / "out_aggregate.png", plot.COLORS[:1])
 
@@ -425,7 +429,8 @@ def test_levels(tmp_path):
     for seed, mean in ((1, 20.0), (2, 30.0)):
         old = evaluated(train=summary(1.0), test=summary(1.0))
         new = evaluated(train=summary(mean, seed, 40 + seed, seed), test=summary(10.0))
-        paths.append(write_run(tmp_path / "runs", seed=seed, encoder="nature", num_levels=10, lines=old + new))
+        flags = {"encoder": "nature", "num_levels": 10, "hidden": 16}
+        paths.append(write_run(tmp_path / "runs", seed=seed, lines=old + new, **flags))
     unlimited = evaluated(test=summary(35.0, 5.0, 60.0, 3.0))
     paths.insert(0, write_run(tmp_path / "runs", encoder="nature", num_levels=0, lines=unlimited))
     few = evaluated(train=summary(9.0), test=summary(4.0))
@@ -440,6 +445,9 @@ def test_levels(tmp_path):
     assert test["gap"] == "15"
     assert (everywhere["mean"], everywhere["low"], everywhere["variance"], everywhere["gap"]) == ("35", "", "9", "")
     assert_drawn(tmp_path / "out.png", plot.COLORS[:2])
+    other = write_run(tmp_path / "runs", seed=3, lines=new, **flags | {"hidden": 8})
+    rows = draw(tmp_path, [*paths, other], levels)
+    assert [row["runs"] for row in rows if row["num_levels"] == "10" and row["split"] == "test"] == ["2", "1"]
 
 
 def test_unlimited_levels_stand_at_the_right_end(tmp_path):
@@ -473,6 +481,8 @@ def test_unlimited_levels_stand_at_the_right_end(tmp_path):
         ({"aggregate": True}, f"--score-metric {EVALUATION}", "charts/episodic_return"),
         ({"score_metric": "charts/episodic_return"}, "--score-metric charts/episodic_return", "--aggregate"),
         ({"random": "nan"}, "--random nan", "give a return"),
+        ({"metrics": ("losses/x",), "random": 1}, "--random", "give one in --metrics"),
+        ({"metrics": ("losses/x",), "reference": ("easy-all",)}, "--reference", "give one in --metrics"),
         ({"out": ""}, "--out ''", "name of a file"),
         ({"out": "somewhere/"}, "--out 'somewhere/'", "name of a file"),
         ({"out": "a" * 300}, "--out aaa", "File name too long"),

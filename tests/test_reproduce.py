@@ -172,7 +172,8 @@ def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
         assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "move it away")
     result = {"cell": "a", "metric": "b", "command": "c --set gamma=0.5", "flags": row["flags"], "machine": "here",
               "ours": "1.5", "low": "", "high": "", "seeds": "1", "published steps": "100", "steps": "10",
-              "seconds": ""}  # fmt: skip
+              "seconds": "", "published": "", "note": "", "script": "", "jax": "", "commit": "",
+              "date": ""}  # fmt: skip
     for name, bad in {"seeds": "-1", "steps": "x", "ours": "one", "published steps": "1.5", "low": "nan"}.items():
         records.write_rows(out / "small.csv", [result | {name: bad}])
         assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "move it away")
@@ -183,9 +184,13 @@ def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
     assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of an older table", "another folder")
     records.write_rows(out / "small.csv", [result | {"command": "c"}])  # of a cell that is in the table no more
     assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of an older table")
+    records.write_rows(out / "small.csv", [result | {"remark": "mine"}])
+    assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "remark", "move it away")
     empty = [result | {"seeds": "0"}, result | of_cell | {"seeds": "0"}]
     records.write_rows(out / "small.csv", empty)
     assert len(reproduce.read_results(reproduce.Args("small", out=str(out)))) == 2
+    (out / "small_evaluations.csv").touch()  # of runs of another --set that are under way
+    assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of --set gamma=0.5", "another folder")
 
 
 def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
@@ -252,10 +257,13 @@ def test_every_evaluation_of_a_run_is_written_down(tmp_path):
 
 
 def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
-    """(2 + 4) / 2, and the root of .3^2 + .4^2, by two."""
-    row = {"cell": "PPO, starpilot", "seed": 1, "step": 501_234, "mean": 2, "error": 0.3, "steps/s": ""}
+    """(2 + 4) / 2, and the root of .3^2 + .4^2, by two; a seed's longer run counts, and that alone."""
+    row = {"cell": "PPO, starpilot", "seed": 1, "step": 507_904, "mean": 2, "error": 0.3, "steps/s": ""}
+    row |= {"of steps": 1_000_000}
+    shorter = row | {"of steps": 500_000, "mean": 9}
     other = row | {"seed": 2, "step": 499_000, "mean": 4, "error": 0.4, "steps/s": 77}
-    records.write_rows(tmp_path / "algorithms_nature_evaluations.csv", [row, other, other | {"step": 1_000_900}])
+    rows = [row, shorter, other, other | {"step": 1_000_900}]
+    records.write_rows(tmp_path / "algorithms_nature_evaluations.csv", rows)
     monkeypatch.setattr(tables, "STUDIES", tmp_path)
     assert tables.side_by_side()[-1] == "| PPO | 3.00 (0.25), 2 seeds | 4.00 (0.40) |  | 77 |"
 

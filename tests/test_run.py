@@ -241,6 +241,9 @@ def test_four_thousand_frames(tmp_path):
     assert after["train_levels"]["episodes"] == 4
     by_level = after["train_levels"]["returns_by_level"]
     assert set(by_level) <= {"0", "1", "2"}
+    assert after["train_levels"]["seed"] == 0
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "2", "--levels", "train"])
+    assert json.loads((run_dir / "eval.json").read_text()) == after  # of fewer episodes: it stays
     returns = np.concatenate(list(by_level.values()))
     assert (len(returns), returns.mean()) == (4, pytest.approx(after["train_levels"]["mean_return"]))
     assert after["test_levels"] == before["test_levels"]
@@ -280,7 +283,7 @@ def test_a_film_strip_has_each_scenes_first_and_last_moment():
 def test_strips_are_put_under_each_other(tmp_path, capsys):
     """All of one, then the second row of the other, each pixel twice as large."""
     one, two = np.random.default_rng(0).integers(0, 256, (2, 16, 64, 3), np.uint8)
-    for name, picture in {"one": one, "two": two, "flat": one[:4]}.items():
+    for name, picture in {"one": one, "two": two, "flat": one[:4], "wide": one[:12]}.items():
         Image.fromarray(picture).save(tmp_path / f"{name}.png")
     out = tmp_path / "both.png"
     strip.main(strip.Args((str(tmp_path / "one.png"), f"{tmp_path / 'two.png'}:2"), width=128, out=str(out)))
@@ -288,7 +291,8 @@ def test_strips_are_put_under_each_other(tmp_path, capsys):
     np.testing.assert_array_equal(got, np.concatenate([one, two[8:]]).repeat(2, 0).repeat(2, 1))
     capsys.readouterr()
     (tmp_path / "text.png").write_text("no")
-    bad = {"text.png": "is no picture", "flat.png": "is no film strip", "one.png:3": "has rows 1 to 2"}
+    bad = {"text.png": "is no picture", "flat.png": "is no film strip", "one.png:3": "has rows 1 to 2",
+           "wide.png:1": "are not square"}  # fmt: skip
     for name, why in bad.items():
         assert_refused(strip, [tmp_path / name], capsys, why)
     assert_refused(strip, [tmp_path / "one.png", "--out", tmp_path], capsys, f"--out {tmp_path}", "name of a file")

@@ -245,6 +245,15 @@ def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, 
     assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1
 
 
+def test_results_have_a_trial_whose_process_died_before_it_wrote_them(quick, tmp_path):
+    quick({"x": {"values": [1, 2]}})
+    whole = read_results(tmp_path / "out")
+    (tmp_path / "out" / "results.csv").unlink()
+    quick({"x": {"values": [1, 2]}})
+    assert read_results(tmp_path / "out") == whole
+    assert len(whole) == 2
+
+
 @pytest.mark.slow
 def test_four_processes_share_a_study(quick, tmp_path):
     """Begun at the same time: each cell is run once, whoever takes it; one that fails is recorded, the others go on."""
