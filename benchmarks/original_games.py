@@ -181,7 +181,7 @@ def main(args: Args) -> list[dict]:
     runs.check_limits(args, {"episodes": (2, 10**6), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs + args.random) > 0, "RUN_DIRS: give at least one, or --random GAME")
     for game in args.random:
-        envs.check_game(game)
+        envs.check_game(game, "--random")
     chosen = []
     for run_dir in args.run_dirs:
         _, saved, _, policy = evaluate.procgen_policy(run_dir)

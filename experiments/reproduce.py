@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired
@@ -195,6 +195,12 @@ def interval(values: list[float]) -> tuple[float, float]:
     return tuple(float(x) for x in stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values)))
 
 
+def of_all_seeds(folders: list[Path]) -> list[Path]:
+    """The folders of a cell's runs, and those that lie beside them of seeds that are not asked for, by seed."""
+    beside = (folder for folder in folders[0].parent.glob("*") if folder.name.isdecimal()) if folders else ()
+    return sorted({*folders, *beside}, key=lambda folder: int(folder.name))
+
+
 def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     """A row of the result: published beside the mean, over seeds, of the last value that each run logged."""
     progress = {folder: read_progress(folder) for folder in folders}
@@ -217,19 +223,20 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     result |= {"note": row["note"], "of its runs": "; ".join(notes), "script": row["script"], "flags": row["flags"]}
     for name in ORIGIN:
         result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
-    return result | {"command": command_of(args, args.cells if is_asked(args, row) else ())}
+    asked = args if not values else replace(args, seeds=tuple(int(folder.name) for folder in done))
+    return result | {"command": command_of(asked, args.cells if is_asked(args, row) else ())}
 
 
-def evaluations(row: dict, flags: dict, folders: list[Path], seeds: tuple[int, ...]) -> list[dict]:
+def evaluations(row: dict, flags: dict, folders: list[Path]) -> list[dict]:
     """Each evaluation of a cell's runs so far, also of those under way: the mean return, and its standard error over
     the episodes; none where the cell's metric is no such mean."""
     metric, found = row["metric"], []
     if not metric.endswith("/mean_return"):
         return []
     std, episodes = (metric.replace("mean_return", name) for name in ("std", "episodes"))
-    for folder, seed in zip(folders, seeds, strict=bool(folders)):
+    for folder in folders:
         lines, progress = trials.read_metrics(trials.find_run(folder)), read_progress(folder)
-        about = {"cell": row["cell"], "metric": metric, "seed": seed, "of steps": steps_of(flags)}
+        about = {"cell": row["cell"], "metric": metric, "seed": int(folder.name), "of steps": steps_of(flags)}
         where = {"steps/s": speed(lines)} | {name: progress.get(name, "") for name in ORIGIN}
         for line in lines:
             if {metric, std, episodes} <= line.keys():
@@ -384,8 +391,9 @@ def in_words(parts: tuple[float, float]) -> str:
 
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
-    """OUT/TABLE.csv, .md, .png and TABLE_evaluations.csv: of each cell the runs that are done, or what is there of more
-    training than that."""
+    """OUT/TABLE.csv, .md, .png and TABLE_evaluations.csv: of each cell the runs that are done, of whatever seeds, or
+    what is there of more training than that."""
+    cells = [(row, flags, of_all_seeds(folders)) for row, flags, folders in cells]
     out = Path(args.out) / args.table
     with files.take(out.parent, wait=True):
         old = {(row["cell"], row["metric"]): row for row in read_results(args)}
@@ -397,7 +405,7 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
             results.append(before | known if training(before) > training(row) else row)
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
-        evaluated = [one for row, *of_cell in cells for one in evaluations(row, *of_cell, args.seeds)]
+        evaluated = [one for row, *of_cell in cells for one in evaluations(row, *of_cell)]
         if evaluated:
             records.replace_rows(out.with_name(f"{args.table}_evaluations.csv"), evaluated, EVALUATION)
         with files.whole(out.with_suffix(".md")) as temporary:

@@ -71,6 +71,6 @@ def test_bad_input_gets_one_sentence(args, tmp_path, capfd):
     dies = PROCGEN.replace("self.rewards = actions", "raise SystemExit").replace("assert (", "assert True or (")
     (tmp_path / "procgen.py").write_text(dies.replace("SystemExit.astype(float)", "SystemExit"))
     assert_refused(original_games, words, capfd, f"--python {sys.executable}", "does not play")
-    assert_refused(original_games, ["--random", "golf"], capfd, "golf", envs.GAMES[0])
+    assert_refused(original_games, ["--random", "golf"], capfd, "--random golf", envs.GAMES[0])
     assert_refused(original_games, [], capfd, "RUN_DIRS")
     assert_refused(original_games, ["agents/hnppo_six_doors"], capfd, "agents/hnppo_six_doors", "Procgen")

@@ -205,6 +205,8 @@ def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
     one_seed, *_ = reproduce.main(reproduce.Args("small", seeds=(1,), runs=str(table / "there"), **words))
     assert first["seeds"] == 2
     assert one_seed == pytest.approx(first, nan_ok=True)
+    beside = reproduce.main(reproduce.Args("small", seeds=(1,), runs=str(table / "here"), **words))[0]
+    assert beside == pytest.approx(first, nan_ok=True)  # the other seed's run is there too, and counts
     origin["commit"] = "b"
     another, *_ = reproduce.main(reproduce.Args("small", seeds=(1, 3), runs=str(table / "there"), **words))
     assert another["commit"] == "a b"
@@ -251,7 +253,7 @@ def test_every_evaluation_of_a_run_is_written_down(tmp_path):
     row = {"cell": "PPO, maze", "metric": metric}
     folders, flags = [tmp_path / "1", tmp_path / "2"], {"total_timesteps": 4000}
     runs.write_json(tmp_path / "1/progress.json", {"done": False, "seconds": 0.0, "why": "", "commit": "a"})
-    (found,) = reproduce.evaluations(row, flags, folders, (1, 2))
+    (found,) = reproduce.evaluations(row, flags, folders)
     assert [found[name] for name in ("seed", "of steps", "step", "mean", "error")] == [1, 4000, 2950, "2.5", "0.375"]
     assert (found["steps/s"], found["commit"]) == ("100", "a")
 
