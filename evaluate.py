@@ -190,9 +190,9 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
     old = read_results(path / "eval.json")
     same_step = old if old.get("global_step") == answer.step else {}
     entry = answer.summary | (answer.details or {}) | {"seed": args.seed}
-    before = same_step.get(answer.name, entry).get("episodes", 0)
-    if before > entry["episodes"]:
-        print(f"{path / 'eval.json'} keeps what it says of {before} episodes")
+    before = same_step.get(answer.name)
+    if isinstance(before, dict) and before.get("episodes", 0) > entry["episodes"]:
+        print(f"{path / 'eval.json'} keeps what it says of {before['episodes']} episodes")
     else:
         runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: entry})
     show(f"{path.name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)

@@ -501,8 +501,8 @@ def evaluate(
     """`play_episodes` on a script's "train" or "test" levels, up to 64 games side by side, and a summary of it.
 
     Returns mean, std, min and max of the raw returns, the mean normalised by RETURN_RANGES and the share of steps with
-    the commonest action, 1 where the policy does not look; the returns by level; and the frames. Or None if `stop` said
-    yes.
+    the commonest action, near 1 if it is the same whatever is seen; the returns by level; and the frames. Or None if
+    `stop` said yes.
     """
     env = make_levels(args, devices.multiple(args, min(episodes, 64)), seed, levels)
     played = play_episodes(env, policy, args.offsets, episodes=episodes, seed=seed, record=record, stop=stop)

@@ -28,7 +28,7 @@ class EncoderArgs:
     # What was learnt with one network makes no sense in another, also where it would fit.
     FIXED: ClassVar = (
         "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
-        "activation", "spectral_norm", "pool", "hidden",
+        "activation", "spectral_norm", "pool",
     )  # fmt: skip
 
     encoder: str = "impala"

@@ -8,12 +8,13 @@ the best action is played anew, in four times as many other games.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tyro
 
-from common import envs, runs
-from experiments import plot
+from benchmarks import records
+from common import envs, files, runs
 
 # Of Procgen's 15 actions; the last six are keys of games that have them, and stand still in the others.
 ACTIONS = ("left down", "left", "left up", "down", "none", "up", "right down", "right", "right up", *"DAWSQE")
@@ -30,7 +31,7 @@ class Args:
     seed: int = 0
     """of the games and the random actions; where the best action is played anew, one more"""
     out: str = "constant_actions"
-    """where to write: OUT.csv, after each game"""
+    """where to write: OUT.csv, after each game; what it has of other games stays"""
 
 
 def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) -> dict:
@@ -54,7 +55,11 @@ def main(args: Args) -> list[dict]:
     runs.check(len(args.games) > 0, "GAMES: give at least one, such as bigfish")
     for game in args.games:
         envs.check_game(game, "GAMES")
-    plot.check_out(args.out)
+    path, origin = Path(f"{args.out}.csv"), records.origin()
+    files.make_room(path, "--out")
+    there = records.read_rows(path)
+    other = there and [name for name in ("game", "action", *origin) if name not in there[0]]
+    runs.check(not other, f"--out {args.out}: {path} is another table, give another name")
     rows = []
     for game in args.games:
         same = {"episodes": args.episodes, "seed": args.seed}
@@ -63,8 +68,11 @@ def main(args: Args) -> list[dict]:
         anew = play(game, best, f"{ACTIONS[best]}, {ANEW}", episodes=4 * args.episodes, seed=args.seed + 1)
         random = play(game, None, RANDOM, **same)
         print(f"{game}: {anew['action']} {anew['mean']} ({anew['error']}), random {random['mean']}", flush=True)
-        rows += [*found, anew, random]
-        plot.write_table(args.out, ".csv", rows[0], rows)
+        new = [row | origin for row in (*found, anew, random)]
+        with files.take(path.parent, wait=True):
+            kept = [row for row in records.read_rows(path) if row["game"] != game]
+            records.write_rows(path, [*kept, *new])
+        rows += new
     return rows
 
 

@@ -53,6 +53,7 @@ except ImportError:
     print("error: experiments/pbt.py needs Ray Tune: pip install '.[ray]'", file=sys.stderr)
     sys.exit(2)
 
+SHAPES = ("hidden", "buffer_size")  # with another, what a clone takes from its donor does not fit
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # and trials.PLACES
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
 LINES = "-", "--", "-.", ":"
@@ -164,7 +165,7 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     flags = read_flags(args, kinds)
     trials.check_flags("--mutate", args.program, {name: f"{r.low}:{r.high}" for name, r in ranges.items()}, OWN)
     for name in ranges:
-        fixed = name in runs.fixed(script.Args)
+        fixed = name in (*runs.fixed(script.Args), *SHAPES)
         check(not fixed, f"--mutate {name}: {runs.flag_of(name)} is not free here, a resumed run keeps its own")
         check(name not in flags, f"--set {name}={flags.get(name)}: --mutate changes it already")
     flags["total_timesteps"] = args.interval * args.generations

@@ -208,7 +208,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     found = [trials.find_run(folder) for folder in done]
     logged = [trials.values_of(run, row["metric"]) for run in found]
     values = [series[-1] for series in logged if series]
-    failed = [p["why"] for p in progress.values() if p["why"]]
+    failed = [p["why"] for folder, p in progress.items() if p["why"] and int(folder.name) in args.seeds]
     low, high = interval(values)
     notes = [f"{len(failed)} failed: {failed[0]}"] if failed else []
     notes += [f"{len(done) - len(values)} without {row['metric']}"] if len(values) < len(done) else []
@@ -351,19 +351,20 @@ def read_results(args: Args) -> list[dict]:
     Raises UsageError if it is damaged, or has runs with another --set, or of cells that the table has no more.
     """
     path = Path(args.out) / f"{args.table}.csv"
+    evaluated = path.with_name(f"{args.table}_evaluations.csv").exists()  # also of runs that are not done
     if not path.exists():
+        check(not (evaluated and args.set), f"--out {path.parent}: has evaluations without --set, give another folder")
         return []
     rows = files.read(path, list[Result], "--out", "move it away, or give another folder")
     flags = {(row["cell"], row["metric"]): row["flags"] for row in read_table(args.table)}
-    evaluated = path.with_name(f"{args.table}_evaluations.csv").exists()  # also of runs that are not done
     for row in rows:
         given = row["command"].partition(" --set ")[2]
         same = sorted(given.split()) == sorted(shlex.join(args.set).split())
-        empty = row["seeds"] == "0"
-        nothing = empty and not evaluated
+        nothing = row["seeds"] == "0" and not evaluated
         check(same or nothing, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
         now = flags.get((row["cell"], row["metric"]))
-        check(row["flags"] == now or empty, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
+        same = row["flags"] == now or nothing
+        check(same, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
     floats, integers = ("ours", "low", "high"), ("seeds", "steps", "seconds")
     return [
         {"of its runs": ""}

@@ -497,13 +497,13 @@ def main(args: Args) -> optuna.Study:
         with files.full_disk_explained(out):
             for worker in workers:
                 worker.result()
+            with files.take(out, wait=True):
+                write_results(study, out)  # also of a trial whose process died before it could
     except files.FullError as error:
         raise files.FullError(f"{error}; trials that were under way are open, the same command goes on") from None
     except GONE as error:
         why = " ".join(str(error).split())[:200]
         raise files.FailedError(f"the study's database does not answer ({why}); the same command goes on") from None
-    with files.take(out, wait=True):
-        write_results(study, out)  # also of a trial whose process died before it could
     if stopping.is_set():
         print("stopped; the same command goes on")
     if (out / "results.csv").exists():

@@ -207,7 +207,8 @@ def not_looking() -> list[str]:
         (name,) = (name for name in found if name.endswith(constant_actions.ANEW))
         curve = [(float(row["env_steps"]), float(row["mean_return"])) for row in records.read_rows(plot.REFERENCE)
                  if (row["split"], row["game"]) == ("easy-all", game)]  # fmt: skip
-        passed = (millions(step) for step, mean in curve if mean > float(found[name]["mean"]))
+        high = float(found[name]["mean"]) + 2 * float(found[name]["error"])
+        passed = (millions(step) for step, mean in curve if mean > high)
         rows.append(
             found[name] | {"random": found[constant_actions.RANDOM], "passed": next(passed, "never"),
                            "name": name.partition(",")[0], "eight": f"{dict(curve)[8e6]:.1f}"}

@@ -87,6 +87,7 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
         (["ppo_procgen.py", "--mutate", "gama=0.9:0.99"], "--mutate gama=0.9:0.99", "no flag --gama"),
         (["ppo_procgen.py", "--mutate", "gamma=0.9:1.1"], "--gamma '1.1'", "from 0 to 1"),
         (["ppo_procgen.py", "--mutate", "kl_coef=0.1:1"], "--mutate kl_coef", "keeps its own"),
+        (["ppo_procgen.py", "--mutate", "hidden=16:64"], "--mutate hidden", "keeps its own"),
         (["ppo_procgen.py", "--mutate", "gamma=0.9:0.99", "--set", "gamma=0.9"], "--set gamma=0.9", "changes it"),
         (["ppo_procgen.py", "--mutate", "gamma=0.9:0.99", "gamma=0.5:0.6"], "--mutate gamma=0.5:0.6", "give one"),
         (["ppo_procgen.py", "--mutate"], "--mutate", "at least one"),

@@ -213,9 +213,13 @@ def test_csv_has_a_row_a_logged_line(study, tmp_path):
 
 
 def test_any_logged_metric_over_steps_and_hours(tmp_path):
-    lines = [{"global_step": 3000, "time": 1e4, "custom/thing": 7.5}]
+    lines = [{"global_step": 3000, "time": 1e4, "custom/thing": 7.5, "charts/episodic_return": 1}]
     rows = draw(tmp_path, [write_run(tmp_path / "runs", lines=lines)], metrics=("custom/thing",), hours=True)
     assert rows[-1]["custom/thing"] == "7.5"
+    both = plot.Args((), metrics=("custom/thing", "charts/episodic_return"), random=0.25)
+    run = plot.read_run(write_run(tmp_path / "runs", seed=2, lines=lines))
+    first, second = plot.draw_curves(both, plot.group_runs([run], ()), ["bigfish"], {}).axes
+    assert [0.25 in line.get_ydata() for axis in (first, second) for line in axis.lines[-1:]] == [False, True]
     assert Image.open(tmp_path / "out.png").width > 1200  # two panels
 
 

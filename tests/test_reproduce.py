@@ -191,6 +191,8 @@ def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
     assert len(reproduce.read_results(reproduce.Args("small", out=str(out)))) == 2
     (out / "small_evaluations.csv").touch()  # of runs of another --set that are under way
     assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of --set gamma=0.5", "another folder")
+    (out / "small.csv").unlink()
+    assert_refused(reproduce, [*words, "--set", "adam_eps=1e-6"], capfd, f"--out {out}: ", "without --set")
 
 
 def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
@@ -205,7 +207,8 @@ def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
     one_seed, *_ = reproduce.main(reproduce.Args("small", seeds=(1,), runs=str(table / "there"), **words))
     assert first["seeds"] == 2
     assert one_seed == pytest.approx(first, nan_ok=True)
-    beside = reproduce.main(reproduce.Args("small", seeds=(1,), runs=str(table / "here"), **words))[0]
+    fresh = words | {"out": str(table / "fresh")}
+    beside = reproduce.main(reproduce.Args("small", seeds=(1,), runs=str(table / "here"), **fresh))[0]
     assert beside == pytest.approx(first, nan_ok=True)  # the other seed's run is there too, and counts
     origin["commit"] = "b"
     another, *_ = reproduce.main(reproduce.Args("small", seeds=(1, 3), runs=str(table / "there"), **words))

@@ -130,7 +130,7 @@ def test_constant_actions_are_played_and_the_best_one_anew(tmp_path, monkeypatch
     assert float(by_name["right up"]["mean"]) > float(by_name["none"]["mean"]) == 0
     best = by_name["right up, played anew"]
     assert best["episodes"] == 16
-    assert best == constant_actions.play("coinrun", 8, "right up, played anew", episodes=16, seed=4)
+    assert constant_actions.play("coinrun", 8, "right up, played anew", episodes=16, seed=4).items() <= best.items()
     assert len(records.read_rows(tmp_path / "a.csv")) == len(rows) == 11
     capfd.readouterr()
     assert_refused(constant_actions, ["bigfsh"], capfd, "GAMES bigfsh", "did you mean bigfish?")
