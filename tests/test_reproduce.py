@@ -192,7 +192,8 @@ def test_damaged_files_are_answered_in_one_sentence(table, monkeypatch, capfd):
     (out / "small_evaluations.csv").touch()  # of runs of another --set that are under way
     assert_refused(reproduce, words, capfd, f"--out {out / 'small.csv'}: ", "of --set gamma=0.5", "another folder")
     (out / "small.csv").unlink()
-    assert_refused(reproduce, [*words, "--set", "adam_eps=1e-6"], capfd, f"--out {out}: ", "without --set")
+    other = [*words, "--cells", "runs", "--set", "adam_eps=1e-6"]
+    assert_refused(reproduce, other, capfd, f"--out {out}: ", "without --set")
 
 
 def test_a_file_keeps_the_most_training_of_each_cell(table, monkeypatch):
