@@ -209,17 +209,16 @@ def not_looking() -> list[str]:
                  if (row["split"], row["game"]) == ("easy-all", game)]  # fmt: skip
         high = float(found[name]["mean"]) + 2 * float(found[name]["error"])
         passed = (millions(step) for step, mean in curve if mean > high)
-        rows.append(
-            found[name] | {"random": found[constant_actions.RANDOM], "passed": next(passed, "never"),
-                           "name": name.partition(",")[0], "eight": f"{dict(curve)[8e6]:.1f}"}
-        )  # fmt: skip
+        theirs = {"passed": next(passed, "never"), "at 8M": f"{dict(curve)[8e6]:.1f}"}
+        ours = {"random": found[constant_actions.RANDOM], "name": name.partition(",")[0]}
+        rows.append(found[name] | ours | theirs)
 
     def with_error(row):
         return f"{float(row['mean']):.2f} ({float(row['error']):.2f})"
 
     columns = {"game": itemgetter("game"), "random play": lambda row: with_error(row["random"])}
     columns |= {"best single action": itemgetter("name"), "makes": with_error}
-    columns |= {"OpenAI's PPO makes more from": itemgetter("passed"), "and at 8M": itemgetter("eight")}
+    columns |= {"OpenAI's PPO makes more from": itemgetter("passed"), "and at 8M": itemgetter("at 8M")}
     return table(sorted(rows, key=itemgetter("game")), columns)
 
 
