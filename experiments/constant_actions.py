@@ -20,6 +20,7 @@ from common import envs, files, runs
 ACTIONS = ("left down", "left", "left up", "down", "none", "up", "right down", "right", "right up", *"DAWSQE")
 
 ANEW, RANDOM = "played anew", "random"
+MEASURED = "game", "action", "mean", "error", "min", "max", "episodes"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) 
     returns, *_ = envs.play_episodes(env, policy, (0,), episodes=episodes, seed=seed)
     env.close()
     error = returns.std(ddof=1) / len(returns) ** 0.5
-    return {"game": game, "action": name, "mean": f"{returns.mean():.3f}", "error": f"{error:.3f}",
-            "min": f"{returns.min():g}", "max": f"{returns.max():g}", "episodes": len(returns)}  # fmt: skip
+    numbers = f"{returns.mean():.3f}", f"{error:.3f}", f"{returns.min():g}", f"{returns.max():g}", len(returns)
+    return dict(zip(MEASURED, (game, name, *numbers), strict=True))
 
 
 def main(args: Args) -> list[dict]:
@@ -58,20 +59,18 @@ def main(args: Args) -> list[dict]:
     path, origin = Path(f"{args.out}.csv"), records.origin()
     files.make_room(path, "--out")
     there = records.read_rows(path)
-    other = there and [name for name in ("game", "action", *origin) if name not in there[0]]
-    runs.check(not other, f"--out {args.out}: {path} is another table, give another name")
+    same = not there or list(there[0]) == [*MEASURED, *origin]
+    runs.check(same, f"--out {args.out}: {path} is another table, give another name")
     rows = []
     for game in args.games:
-        same = {"episodes": args.episodes, "seed": args.seed}
-        found = [play(game, i, name, **same) for i, name in enumerate(ACTIONS)]
+        how = {"episodes": args.episodes, "seed": args.seed}
+        found = [play(game, i, name, **how) for i, name in enumerate(ACTIONS)]
         best = max(range(len(found)), key=lambda i: float(found[i]["mean"]))
         anew = play(game, best, f"{ACTIONS[best]}, {ANEW}", episodes=4 * args.episodes, seed=args.seed + 1)
-        random = play(game, None, RANDOM, **same)
+        random = play(game, None, RANDOM, **how)
         print(f"{game}: {anew['action']} {anew['mean']} ({anew['error']}), random {random['mean']}", flush=True)
         new = [row | origin for row in (*found, anew, random)]
-        with files.take(path.parent, wait=True):
-            kept = [row for row in records.read_rows(path) if row["game"] != game]
-            records.write_rows(path, [*kept, *new])
+        records.add_rows(path, new, ("game",))
         rows += new
     return rows
 

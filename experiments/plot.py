@@ -358,13 +358,14 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     last = max(run.lines[-1]["global_step"] for group in groups.values() for run in group)
     scripts = dict.fromkeys(run.script for group in groups.values() for run in group)
     steps = "decisions" if list(scripts) == ["hnppo_doorgym"] else "environment steps"
+    returns = first_return(args.metrics)
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
             draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=name)
-        if metric == first_return(args.metrics) and args.random is not None:
+        if metric == returns and args.random is not None:
             axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
-        shown = references if metric == first_return(args.metrics) and clock == "global_step" else {}
+        shown = references if metric == returns and clock == "global_step" else {}
         for (label, game), points in shown.items():
             i = sorted({name for name, _ in references}).index(label)
             style = {"marker": "h*<>"[i % 4], "ls": STROKES[i % 5], "color": "0.35", "mfc": "w", "ms": 5, "lw": 0.9}
