@@ -311,7 +311,7 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
         log_policy = tau * nn.log_softmax(mean_value(support, outputs.target) / tau)
         bonus = jnp.take_along_axis(log_policy, batch.actions[:, None], axis=1)[:, 0]
         returns = returns + args.munchausen_alpha * jnp.clip(bonus, -1, 0)
-        log_policy = nn.log_softmax(mean_value(support, outputs.next_target) / tau)[..., None]
+        log_policy = nn.log_softmax(mean_value(support, outputs.next_selector) / tau)[..., None]
         following = (jnp.exp(log_policy) * (outputs.next_target - tau * log_policy)).sum(axis=1)
     else:
         following = pick(outputs.next_target, mean_value(support, outputs.next_selector).argmax(axis=1))
@@ -340,12 +340,12 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target:
     taus = next_taus = None
     if args.num_quantiles:
         taus, next_taus = (jax.vmap(lambda key: jax.random.uniform(key, (args.num_quantiles,)))(k) for k in tau_keys)
-    next_target = agent.apply(target, next_frames, taus=next_taus)
     by_other = args.double_q and not args.munchausen_alpha
     outputs = Outputs(
         values=agent.apply(params, frames, dropout_keys, taus),
-        next_target=next_target,
-        next_selector=agent.apply(params, next_frames, taus=next_taus) if by_other else next_target,
+        next_target=agent.apply(target, next_frames, taus=next_taus),
+        # Of evenly spaced quantiles: an action chosen by the draws that it is valued by would be valued too high.
+        next_selector=agent.apply(params if by_other else target, next_frames),
         target=agent.apply(target, frames) if args.munchausen_alpha else None,
         taus=taus,
     )

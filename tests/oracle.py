@@ -356,10 +356,11 @@ def quantile_loss(taus, quantiles, goals):
     return total
 
 
-def munchausen(args, target, next_target, action, reward, discount):
-    """The goals float64 [K] of one transition, from the target network's outputs [A, K] for both of its states."""
+def munchausen(args, target, next_target, next_selector, action, reward, discount):
+    """The goals float64 [K] of one transition, from the target network's outputs [A, K] for both of its states; for the
+    next one twice, as the policy is of other quantiles than those that it weighs."""
     tau = args.munchausen_tau
-    log_pi, next_log_pi = (np.log(softmax(x.mean(axis=1) / tau)) for x in (target, next_target))
+    log_pi, next_log_pi = (np.log(softmax(x.mean(axis=1) / tau)) for x in (target, next_selector))
     goals = []
     for k in range(next_target.shape[1]):
         following = sum(np.exp(next_log_pi[b]) * (next_target[b, k] - tau * next_log_pi[b]) for b in range(15))

@@ -114,9 +114,11 @@ def test_loss_equals_the_sums_by_hand(seed, double_q, atoms):
         np.testing.assert_allclose(means[name], np.mean(x), rtol=1e-3, atol=1e-5)
 
 
-def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
-    """With quantiles, each of which is drawn where the loss says it is, and Munchausen's reward."""
-    args = make_args(**PLAIN, num_atoms=99, num_quantiles=4, munchausen_alpha=0.9, num_devices=1)
+@pytest.mark.parametrize("alpha", [0.0, 0.9])
+def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames(alpha):
+    """With quantiles, drawn where the loss says they are, evenly spaced ones to choose the next action by, and double
+    Q-learning or Munchausen's reward."""
+    args = make_args(**PLAIN, num_atoms=99, num_quantiles=4, munchausen_alpha=alpha, num_devices=1)
     agent, rng = apex.make_agent(args), np.random.default_rng(0)
     params = devices.run_once(apex.initial_state, args, agent).params
     online, target = (jax.tree.map(lambda x: x + 0.1 * normal(rng, *x.shape), params) for _ in range(2))
@@ -127,15 +129,16 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
     apply = jax.jit(agent.apply)
     following = apply(target, batch.next_frames, taus=next_taus)
     outputs = apex.Outputs(
-        values=apply(online, batch.frames, taus=taus), next_target=following, next_selector=following,
-        target=apply(target, batch.frames), taus=taus,
+        values=apply(online, batch.frames, taus=taus), next_target=following, target=apply(target, batch.frames),
+        next_selector=apply(target if alpha else online, batch.next_frames), taus=taus,
     )  # fmt: skip
     want = apex.q_parts(args, agent.support, outputs, batch)
     got = apex.loss(args, agent, online, batch, target=target)
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
-    other = apex.q_parts(args, agent.support, outputs._replace(taus=next_taus), batch)["loss"]
-    assert np.abs(other - want["loss"]).max() > 1e-3
+    for wrong in ({"taus": next_taus}, {"next_selector": apply(online if alpha else target, batch.next_frames)}):
+        other = apex.q_parts(args, agent.support, outputs._replace(**wrong), batch)["loss"]
+        assert np.abs(other - want["loss"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("atoms", [1, 11])
@@ -199,7 +202,7 @@ def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, doubl
         one = jax.tree.map(lambda x: np.float64(x[i]), outputs)  # noqa: B023
         action, reward, discount = batch.actions[i], float(batch.returns[i]), float(batch.discounts[i])
         if alpha:
-            goals = oracle.munchausen(args, one.target, one.next_target, action, reward, discount)
+            goals = oracle.munchausen(args, one.target, one.next_target, one.next_selector, action, reward, discount)
         else:
             goals = reward + discount * one.next_target[one.next_selector.mean(axis=1).argmax()]
         td = goals.mean() - one.values[action].mean()
