@@ -4,7 +4,7 @@ Schulman et al. 2017 (arXiv 1707.06347), with the settings of a 2020 Procgen com
 wide IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
 
     python ppo_procgen.py --env-id bigfish
-    python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --capture-video
+    python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --learning-rate 5e-4
 """
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
@@ -51,7 +51,7 @@ class Args(
     update_epochs: int = 3
     """passes over a batch"""
     learning_rate: str = "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
+    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; this is for 8M"""
     gamma: str = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     gae_lambda: float = 0.9

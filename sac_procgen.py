@@ -38,6 +38,8 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     }  # fmt: skip
     FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
 
+    hidden: int = 256
+    """units of the encoder's dense layer, and of the hidden layer of the policy and of each Q-function"""
     total_timesteps: int = 8_000_000
     """environment steps to train for"""
     learning_starts: int = 20_000

@@ -98,11 +98,11 @@ class GameArgs:
     restrict_themes: bool = False
     """draw each kind of thing in one of its themes only"""
     sticky_actions: float = 0.0
-    """probability that the game repeats the action before, whatever the policy chose"""
+    """probability that, in training, the game repeats the action before, whatever the policy chose"""
     frame_stack: int = 4
     """how many frames back the policy sees, the newest included; 1 for no stack"""
     gap_stack: bool = True
-    """of these frames, keep the oldest and the newest only"""
+    """of these frames, if more than two, keep the oldest and the newest only"""
     reward_shaping: bool = False
     """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards are halved, large ones become roots"""
     reward_clip: float = 0.0
@@ -112,7 +112,7 @@ class GameArgs:
     eval_every: int = devices.host_only(1_000_000)
     """environment steps between evaluations; 0 for one at the end only"""
     eval_episodes: int = devices.host_only(128)
-    """episodes of an evaluation on each set of levels; 0 for no evaluation"""
+    """episodes of an evaluation on each set of levels, or more: as many in each of 64 games; 0 for no evaluation"""
     capture_video: bool = devices.host_only(False)
     """write a video of one episode at each evaluation"""
 
@@ -136,6 +136,10 @@ class GameArgs:
         check(
             self.eval_episodes > 0 or not self.capture_video,
             "--capture-video: films an evaluation, give --eval-episodes 1 or more",
+        )
+        check(
+            self.eval_episodes > 0 or self.eval_every in (0, GameArgs.eval_every),
+            f"--eval-every {self.eval_every}: has no effect with --eval-episodes 0, give 1 or more",
         )
 
 

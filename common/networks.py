@@ -59,7 +59,7 @@ class EncoderArgs:
     """before the dense layer: average (act_avg, impala: of the nonlinearity) or maximum over positions, max6 over 6 x 6
     parts of them, or keep them"""
     hidden: int = 256
-    """units of the dense layer, and of a recurrent core"""
+    """units of the dense layer, and of a recurrent core where there is one"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
 

@@ -431,6 +431,7 @@ BAD = {
     "absurd": (["--num-steps", 10**9], "--num-steps 1000000000", "from 1 to 65536"),
     "batch too large": (["--num-envs", 65536, "--num-steps", 1024], "--num-envs 65536", "at most 16777216"),
     "no evaluation to film": (["--capture-video", "--eval-episodes", 0], "--capture-video", "--eval-episodes 1"),
+    "no evaluation to be due": (["--eval-every", 500, "--eval-episodes", 0], "--eval-every 500", "give 1 or more"),
     "start of all levels": (["--start-level", 5], "--start-level 5", "--num-levels 1"),
     "other game": (None, "--env-id coinrun", "bigfish"),
     "other seed": (None, "--seed 9", "keeps its own, 1"),
