@@ -55,7 +55,7 @@ class Args(
     replay_size: int = 128
     """unrolls of one game that the buffer holds, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: str = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """step size of the optimiser: a number, or "step:value,...", piecewise-linear in environment steps; this is for 8M"""
+    """the optimiser's step size: a number, or "step:value,...", piecewise-linear in environment steps; here for 8M"""
     gamma: str = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: float = 1.0

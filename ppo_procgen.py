@@ -51,7 +51,7 @@ class Args(
     update_epochs: int = 3
     """passes over a batch"""
     learning_rate: str = "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; this is for 8M"""
+    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; here for 8M"""
     gamma: str = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     gae_lambda: float = 0.9
