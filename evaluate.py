@@ -25,7 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from common import agents, devices, envs, files, runs
+from common import agents, checkpoints, devices, envs, files, runs
 from common.devices import SAME
 
 
@@ -88,7 +88,7 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
 def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
     """Writes a run's agent to a folder, and says how large it is. Raises UsageError if that has another run's."""
     anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
-    run = runs.read_args(run_dir, "RUN_DIR").get("run", Path(run_dir).name)
+    run = runs.read_args(run_dir, "RUN_DIR").get("run", Path(run_dir).resolve().name)
     content = {"script": script.SCRIPT, "run": run, "env_id": saved.env_id}
     content["args"] = dataclasses.asdict(dataclasses.replace(saved, **anywhere))
     if (folder / "args.json").exists():
@@ -121,6 +121,9 @@ def main(args: Args) -> list[dict]:
         runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
         agents.check_hub(args.push_to_hub)
     chosen = [script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
+    for run_dir in () if args.random else args.run_dirs:
+        there = Path(run_dir, agents.FILE).exists() or checkpoints.steps_in(run_dir)
+        runs.check(there, f"RUN_DIR {run_dir}: has no complete checkpoint yet")
     for script, saved in chosen if args.levels == "train" else ():
         what = f"--levels train: has no effect on {script.SCRIPT}.py, whose game has no levels to train on"
         runs.check(isinstance(saved, envs.GameArgs), what)
@@ -130,9 +133,8 @@ def main(args: Args) -> list[dict]:
         runs.check(saved.num_levels > 0, f"{of} was trained on all levels, give --video")
     summaries = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
     if len(summaries) > 1:
-        rows = [
-            {"run": Path(run_dir).name} | summary for run_dir, summary in zip(args.run_dirs, summaries, strict=True)
-        ]
+        names = [Path(run_dir).resolve().name for run_dir in args.run_dirs]
+        rows = [{"run": name} | summary for name, summary in zip(names, summaries, strict=True)]
         if all(row.keys() == rows[0].keys() for row in rows):
             show(f"{len(rows)} runs", rows, {})
     if args.push_to_hub:
@@ -195,7 +197,7 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
         print(f"{path / 'eval.json'} keeps what it says of {before['episodes']} episodes")
     else:
         runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: entry})
-    show(f"{path.name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
+    show(f"{path.resolve().name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
     if args.video:
         video = path / "videos" / f"{answer.name}_{answer.step}.mp4"
         runs.write_video(video, answer.film, answer.fps)

@@ -9,7 +9,7 @@ of 200 steps, three passes over each batch, and the same network on the same fra
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -662,8 +662,10 @@ def make_fleet(args: Args, agent: Agent) -> actors.Fleet:
 def kept(args: Args, agent: Agent) -> tuple:
     """What a run keeps, for `runs.check_memory`."""
     carry = initial_carry(args, devices.games_of_host(args))
-    rollout = begin_rollout(args, carry, 0)
-    return initial(args, agent), (rollout,) * (args.max_lag + 1)  # learnt from, waiting or played
+    rollouts = (begin_rollout(args, carry, 0),) * (args.max_lag + 1)  # learnt from, waiting or played
+    hosts = devices.hosts(args)
+    memory = initial_memory(replace(args, num_envs=args.num_envs // hosts, replay_size=args.replay_size // hosts))
+    return initial_state(args, agent), memory, rollouts
 
 
 def main(args: Args) -> runs.Run:
@@ -676,12 +678,14 @@ def main(args: Args) -> runs.Run:
     with runs.Run(args, SCRIPT, load) as run, make_fleet(args, agent) as fleet:
         episodes, watch = envs.EpisodeStatistics(len(devices.games_of_host(args))), runs.Stopwatch()
         saved = run.saved
-        start_from = saved or devices.run_once(initial, args, agent)
-        state = devices.share(args, start_from["state"], SAME)
-        memory = start_from.pop("memory")  # large: not to lie there twice
-        if saved and int(saved["run"]["devices"]) != devices.mesh(args).size:
-            memory = memory._replace(written=np.int32(0))  # of other parts of the buffer, some never written
-        memory = devices.share(args, memory, MEMORY)
+        state = devices.share(args, saved["state"] if saved else devices.run_once(initial_state, args, agent), SAME)
+        if saved:
+            memory = saved.pop("memory")  # large: not to lie there twice
+            if int(saved["run"]["devices"]) != devices.mesh(args).size:
+                memory = memory._replace(written=np.int32(0))  # of other parts of the buffer, some never written
+            memory = devices.share(args, memory, MEMORY)
+        else:  # each device makes its own part
+            memory = jax.jit(partial(initial_memory, args), out_shardings=devices.shardings(args, MEMORY))()
         step, params = int(state.global_step), devices.here(args, state.params)
         if saved and "fleet" in saved:  # there are as many hosts as there were
             episodes.restore(saved["episodes"])

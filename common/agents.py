@@ -78,8 +78,9 @@ def write(folder: Path, content: dict, tree: dict) -> None:
 
 
 def check_hub(name: str) -> None:
-    """Raises UsageError if this is no repository's name, or huggingface_hub is not there."""
+    """Raises UsageError if this is no repository's name, or huggingface_hub or a login is not there."""
     try:
+        import huggingface_hub
         from huggingface_hub.utils import HFValidationError, validate_repo_id
     except ImportError:
         raise UsageError(f"--push-to-hub {name}: needs huggingface_hub, pip install huggingface_hub") from None
@@ -89,6 +90,7 @@ def check_hub(name: str) -> None:
     except HFValidationError:
         valid = False
     check(valid, f"--push-to-hub {name}: must be OWNER/NAME, such as me/ppo-bigfish")
+    check(huggingface_hub.get_token() is not None, f"--push-to-hub {name}: not logged in; run hf auth login")
 
 
 def results(evaluation: dict) -> list[dict]:

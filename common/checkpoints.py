@@ -16,7 +16,7 @@ import numpy as np
 from common import files
 from common.files import UsageError, check, full_disk_explained
 
-NOT_ITS_FAULT = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
+NOT_ITS_FAULT = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is not finished
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import reprlib
+import secrets
 import shutil
 import sys
 import tempfile
@@ -117,7 +118,7 @@ def whole(path: Path) -> Iterator[Path]:
 
     Raises FullError where the disk is full.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two processes may write the same file
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two processes may write the same file
     try:
         with full_disk_explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -228,8 +228,11 @@ def check_memory(args: Any, initial: Callable[[], dict]) -> None:
 
     buffer, others = jax.eval_shape(partial(initial_replay, args)), jax.eval_shape(kept)
     on_host = args.replay_device == "host"
-    names = "num_envs", "num_steps", "buffer_size"
-    runs.check_memory(args, names, (others, () if on_host else buffer), on_host=buffer if on_host else ())
+    names, copies = ("num_envs", "num_steps", "buffer_size"), 0
+    if args.save_replay:  # a checkpoint has one for Orbax, and one before that where parts have to be brought together
+        in_one_piece = on_host or (devices.on_cpu() and devices.count(args) == 1)
+        names, copies = (*names, "save_replay"), 1 if in_one_piece else 2
+    runs.check_memory(args, names, (others, () if on_host else buffer), on_host=(buffer,) * (on_host + copies))
 
 
 def load(args: Any, initial: Callable[[], dict], run_dir: str) -> dict:

@@ -176,7 +176,7 @@ def check_memory(args: Any, names: Sequence[str], arrays: Any, on_host: Any = ()
     asked = {"this machine": (sizes[1] + games + sizes[0] * devices.on_cpu(), of_host)}
     if not devices.on_cpu():
         asked["the devices that learn"] = sizes[0], of_devices
-    flags = " ".join(f"{flag_of(name)} {getattr(args, name)}" for name in names)
+    flags = " ".join(as_given(name, getattr(args, name)) for name in names)
     needs = " and ".join(
         f"{need / 1e9:,.1f} GB on {place} (there are {there / 1e9:,.1f})" for place, (need, there) in asked.items()
     )
@@ -890,7 +890,7 @@ def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str
         return wandb.init(
             project=args.wandb_project,
             entity=args.wandb_entity or None,
-            name=path.name,
+            name=path.resolve().name,
             id=run_id,
             resume="allow",
             dir=path,

@@ -116,6 +116,7 @@ def hub(tmp_path, monkeypatch):
     api.return_value.upload_folder.side_effect = upload_folder
     api.return_value.upload_file.side_effect = upload_file
     monkeypatch.setattr(huggingface_hub, "HfApi", api)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "a token")
     return api.return_value
 
 
@@ -178,6 +179,11 @@ def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, tmp_pa
     changed = runs.read_args(str(run_dir), "")
     runs.write_json(tmp_path / "args.json", changed | {"args": changed["args"] | {"num_levels": "ten"}})
     assert_refused(evaluate, [str(tmp_path), "--human"], capfd, f"RUN_DIR {tmp_path}", "args.json")
+
+
+def test_who_is_not_logged_in_is_told_before_anything_is_played(bigfish, hub, monkeypatch, capfd):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert_refused(evaluate, [str(bigfish), "--push-to-hub", "me/x"], capfd, "--push-to-hub me/x", "hf auth login")
 
 
 def test_a_hub_that_cannot_be_reached_gets_one_sentence(bigfish, hub):

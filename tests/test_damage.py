@@ -331,6 +331,22 @@ def test_a_gpus_memory_is_not_the_hosts(monkeypatch, capfd):
     assert_refused(ppo, words, capfd, "0.3 GB on this machine", "GB on the devices that learn (there are 1.0)")
 
 
+def test_a_checkpoint_has_a_replay_buffer_once_more(monkeypatch, capfd):
+    """Which is in the host's memory, also where the buffer is in a GPU's, whence it comes there first."""
+    apex = __import__("apex_procgen")
+    words = ["--buffer-size", 10**6, "--num-devices", 1, "--wandb-mode", "disabled"]  # 12.3 GB
+    monkeypatch.setattr(devices, "memory", lambda args: (24 * 10**9, 24 * 10**9))
+    answer = assert_refused(apex, words, capfd, "--buffer-size 1000000 --save-replay", "this machine (there are 24.0)")
+    assert 2 * 12.2 < float(answer.split("at least ")[1].split()[0]) < 2 * 12.7
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    assert_refused(apex, words, capfd, "--save-replay: ask for at least 24.6 GB on this machine", "12.4 GB on the dev")
+
+
+def test_evaluation_says_which_run_has_no_checkpoint_before_it_plays_another(run_dir, tmp_path, capfd):
+    begun = shutil.copytree(run_dir, tmp_path / "begun", ignore=shutil.ignore_patterns("checkpoints"))
+    assert_refused(evaluate, [run_dir, begun], capfd, f"RUN_DIR {begun}", "no complete checkpoint")
+
+
 def test_evaluation_of_what_is_no_run_of_ours(run_dir, tmp_path, capfd):
     assert_refused(evaluate, [run_dir, "--episodes", "1" + "0" * 20], capfd, "--episodes 1" + "0" * 20, "to 1000000")
     args = json.loads((run_dir / "args.json").read_text())
