@@ -1,0 +1,129 @@
+"""Whether a Q-network tells actions apart, or gives them values that differ by chance. Try:
+
+    python -m experiments.action_values RUN_DIRS --out action_values
+
+Several of Procgen's 15 actions do the same in a game. Which is found out: copies of a game play the same random actions
+and then one of the 15 for some steps, and where the frames are the same, so are the actions. What a network says of
+these differs by its error alone: where it differs by no more among actions that do something else, the best action is
+the best by chance. An action that is liked by as much on every frame does not count: nobody has to look for that. Runs
+of apex_procgen.py and of sac_procgen.py (the mean of its two Q-functions).
+"""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import records
+from common import checkpoints, envs, files, runs
+from experiments.constant_actions import ACTIONS
+
+MEASURED = "run", "game", "step", "do the same", "spread among these", "spread among others"
+
+
+@dataclass(frozen=True)
+class Args:
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    """run directories; of each the newest checkpoint is asked"""
+    games: int = 16
+    """games that are played, of the test levels"""
+    steps: int = 120
+    """random steps of each; the network is asked about every third frame"""
+    seed: int = 0
+    """of the games and the random actions"""
+    out: str = "action_values"
+    """where to write: OUT.csv"""
+
+
+def same_actions(game: envs.GameArgs, games: int, seed: int, before: int = 20, steps: int = 10) -> list[list[int]]:
+    """The actions 0 to 14 in groups: those of one do the same after `before` random steps, in all games."""
+    prefix = np.random.default_rng(seed).integers(0, len(ACTIONS), (before, games), np.int32)
+    groups = {}
+    for action in range(len(ACTIONS)):
+        env = envs.make_levels(game, games, seed, "test")
+        env.reset()
+        for actions in prefix:
+            env.step(actions)
+        seen = [env.step(np.full(games, action, np.int32))[0].tobytes() for _ in range(steps)]
+        groups.setdefault(b"".join(seen), []).append(action)
+        env.close()
+    return list(groups.values())
+
+
+def random_frames(args: envs.GameArgs, games: int, steps: int, seed: int) -> np.ndarray:
+    """Stacked frames uint8 [games * steps // 3, 64, 64, C] of random play."""
+    env, rng = envs.make_levels(args, games, seed, "test"), np.random.default_rng(seed)
+    obs, info = env.reset()
+    frames, seen = envs.Frames.after(envs.empty_history(games, args.offsets), 1, args.offsets), []
+    for _ in range(steps):
+        frames, stacked = envs.slide(frames, obs, info["elapsed_step"])
+        seen.append(np.asarray(stacked))
+        obs, *_, info = env.step(rng.integers(0, len(ACTIONS), games).astype(np.int32))
+    env.close()
+    return np.concatenate(seen[2::3])
+
+
+def q_values(script: ModuleType, args: envs.GameArgs, run_dir: str, frames: np.ndarray) -> np.ndarray:
+    """What a run's newest checkpoint says of frames [B, 64, 64, C]: values float32 [B, 15]."""
+    agent = script.make_agent(args)
+    params = script.trained(args, agent, run_dir)["params"]
+
+    @jax.jit
+    def values(frames):
+        outputs = agent.apply(params, frames)
+        if script.__name__ == "sac_procgen":
+            return outputs[1].mean(axis=1)
+        return script.mean_value(agent.support, outputs)
+
+    return np.concatenate([values(part) for part in np.array_split(frames, max(len(frames) // 64, 1))])
+
+
+def spreads(values: np.ndarray, groups: list[list[int]]) -> tuple[float, float]:
+    """The standard deviation of values [B, 15], less each action's mean over frames, among actions of the largest group
+    and among one of each group: roots of the variances' means over frames."""
+    values = values - values.mean(axis=0)
+
+    def spread(actions):
+        return float(np.sqrt(values[:, actions].var(axis=1, ddof=1).mean()))
+
+    return spread(max(groups, key=len)), spread([group[0] for group in groups])
+
+
+def main(args: Args) -> list[dict]:
+    """Returns the rows of the table."""
+    runs.check_limits(args, {"games": (1, 1024), "steps": (3, 10**4), "seed": (0, runs.MAX_SEED)})
+    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
+    files.make_room(Path(f"{args.out}.csv"), "--out")
+    for run_dir in args.run_dirs:  # all of them before the first is played
+        script = runs.read_args(run_dir, "RUN_DIR")["script"]
+        known = script in ("apex_procgen", "sac_procgen")
+        runs.check(known, f"RUN_DIR {run_dir}: is of {script}.py, give runs of apex_procgen.py or sac_procgen.py")
+        runs.check(checkpoints.steps_in(run_dir), f"RUN_DIR {run_dir}: has no complete checkpoint yet")
+    rows = []
+    for run_dir in args.run_dirs:
+        script = importlib.import_module(runs.read_args(run_dir, "RUN_DIR")["script"])
+        saved = runs.on_this_machine(runs.saved_args(script.Args, run_dir, "RUN_DIR"))
+        groups = same_actions(saved, args.games, args.seed)
+        values = q_values(script, saved, run_dir, random_frames(saved, args.games, args.steps, args.seed))
+        among, others = spreads(values, groups)
+        same = " ".join(ACTIONS[action].replace(" ", "-") for action in max(groups, key=len))
+        step = checkpoints.steps_in(run_dir)[-1]
+        measured = Path(run_dir).resolve().name, saved.env_id, step, same, f"{among:.4f}", f"{others:.4f}"
+        rows.append(dict(zip(MEASURED, measured, strict=True)))
+    table = Table(*MEASURED)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    origin = records.origin()
+    records.write_rows(Path(f"{args.out}.csv"), [row | origin for row in rows])
+    return rows
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
