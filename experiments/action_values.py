@@ -9,7 +9,6 @@ the best by chance. An action that is liked by as much on every frame does not c
 of apex_procgen.py and of sac_procgen.py (the mean of its two Q-functions).
 """
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +16,8 @@ from types import ModuleType
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+import evaluate
 from benchmarks import records
 from common import checkpoints, envs, files, runs
 from experiments.constant_actions import ACTIONS
@@ -58,13 +56,13 @@ def same_actions(game: envs.GameArgs, games: int, seed: int, before: int = 20, s
 
 def random_frames(args: envs.GameArgs, games: int, steps: int, seed: int) -> np.ndarray:
     """Stacked frames uint8 [games * steps // 3, 64, 64, C] of random play."""
-    env, rng = envs.make_levels(args, games, seed, "test"), np.random.default_rng(seed)
-    obs, info = env.reset()
-    frames, seen = envs.Frames.after(envs.empty_history(games, args.offsets), 1, args.offsets), []
-    for _ in range(steps):
-        frames, stacked = envs.slide(frames, obs, info["elapsed_step"])
-        seen.append(np.asarray(stacked))
-        obs, *_, info = env.step(rng.integers(0, len(ACTIONS), games).astype(np.int32))
+    env, rng, seen = envs.make_levels(args, games, seed, "test"), np.random.default_rng(seed), []
+
+    def policy(frames, age, key, memory):
+        seen.append(np.asarray(frames))
+        return rng.integers(0, len(ACTIONS), games).astype(np.int32), None
+
+    envs.play_episodes(env, policy, args.offsets, episodes=games * steps, seed=seed, stop=lambda: len(seen) == steps)
     env.close()
     return np.concatenate(seen[2::3])
 
@@ -77,7 +75,7 @@ def q_values(script: ModuleType, args: envs.GameArgs, run_dir: str, frames: np.n
     @jax.jit
     def values(frames):
         outputs = agent.apply(params, frames)
-        if script.__name__ == "sac_procgen":
+        if script.SCRIPT == "sac_procgen":
             return outputs[1].mean(axis=1)
         return script.mean_value(agent.support, outputs)
 
@@ -100,15 +98,14 @@ def main(args: Args) -> list[dict]:
     runs.check_limits(args, {"games": (1, 1024), "steps": (3, 10**4), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
     files.make_room(Path(f"{args.out}.csv"), "--out")
-    for run_dir in args.run_dirs:  # all of them before the first is played
-        script = runs.read_args(run_dir, "RUN_DIR")["script"]
-        known = script in ("apex_procgen", "sac_procgen")
-        runs.check(known, f"RUN_DIR {run_dir}: is of {script}.py, give runs of apex_procgen.py or sac_procgen.py")
+    chosen = [evaluate.script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
+    for run_dir, (script, _) in zip(args.run_dirs, chosen, strict=True):
+        name = script.SCRIPT
+        known = name in ("apex_procgen", "sac_procgen")
+        runs.check(known, f"RUN_DIR {run_dir}: is of {name}.py, give runs of apex_procgen.py or sac_procgen.py")
         runs.check(checkpoints.steps_in(run_dir), f"RUN_DIR {run_dir}: has no complete checkpoint yet")
     rows = []
-    for run_dir in args.run_dirs:
-        script = importlib.import_module(runs.read_args(run_dir, "RUN_DIR")["script"])
-        saved = runs.on_this_machine(runs.saved_args(script.Args, run_dir, "RUN_DIR"))
+    for run_dir, (script, saved) in zip(args.run_dirs, chosen, strict=True):
         groups = same_actions(saved, args.games, args.seed)
         values = q_values(script, saved, run_dir, random_frames(saved, args.games, args.steps, args.seed))
         among, others = spreads(values, groups)
@@ -116,10 +113,7 @@ def main(args: Args) -> list[dict]:
         step = checkpoints.steps_in(run_dir)[-1]
         measured = Path(run_dir).resolve().name, saved.env_id, step, same, f"{among:.4f}", f"{others:.4f}"
         rows.append(dict(zip(MEASURED, measured, strict=True)))
-    table = Table(*MEASURED)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
+    evaluate.show("values of actions", rows, {})
     origin = records.origin()
     records.write_rows(Path(f"{args.out}.csv"), [row | origin for row in rows])
     return rows
