@@ -103,6 +103,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     """go on to the next task when this part of the doors was opened in three evaluations in a row; 2 for never"""
     num_devices: int = 1  # small networks: a batch on one device takes less time than sums over several
     checkpoint_every: int = devices.host_only(163_840)
+    """decisions between checkpoints"""
     keep_checkpoints: int = devices.host_only(2)
     wandb_project: str = devices.host_only("doorgym")
 

@@ -1,7 +1,7 @@
 """PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
 
-Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults. With --async the games go on while the learner
-learns, one update behind. Try:
+Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults; the bonus is its intrinsic reward. With --async
+the games go on while the learner learns, one update behind. Try:
 
     python rnd_montezuma.py --async --vtrace --room-map
     python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
@@ -56,7 +56,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     vtrace: bool = False
     """with async: correct both values and their advantages for the policy's age by V-trace, ratios clipped at 1"""
     obs_norm_init_steps: int = 2048
-    """random steps of each game before training, which the statistics of RND's frames start from"""
+    """random steps of each game before training, beside total_timesteps, which the statistics of RND's frames start
+    from"""
     num_minibatches: int = 4
     """minibatches in an epoch"""
     update_epochs: int = 4
@@ -76,7 +77,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     int_coef: float = 1.0
     """weight of the advantage from the bonus"""
     int_reward_clip: float = 0.0
-    """a transition's bonus, divided by its return's deviation, is at most this; 0 for no limit"""
+    """a transition's bonus, divided by its return's standard deviation, is at most this; 0 for no limit"""
     norm_adv: bool = False
     """normalise the advantages of a batch"""
     clip_coef: float = 0.1
@@ -88,7 +89,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     update_proportion: float = 0.25
     """share of each minibatch, drawn at random, that the predictor learns from"""
     max_grad_norm: float = 0.0
-    """clip the gradient to this global norm; 0 for no clipping"""
+    """clip the gradient of policy and predictor together to this global norm; 0 for no clipping"""
     adam_eps: float = 1e-8
     """Adam's epsilon"""
     channels: str = "32,64,64"

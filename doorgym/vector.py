@@ -41,7 +41,7 @@ def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> n
       pitch, yaw: [N] of the finger to the knob, radians; those of the joints, which turn about z, y and x in this order
         (the original's Euler angles are of another order, and the same for small angles).
       door, knob: [N] angles; 0 for a knob that does not turn.
-      actions: [N, A] as they were given, before MuJoCo clips them.
+      actions: [N, A] as they were given, before they are clipped.
     """
     distance = np.linalg.norm(offset, axis=-1)
     reach = -distance - np.log(distance**2 + 0.005) - 5
