@@ -272,20 +272,25 @@ def _parse(args_class: type, argv: Sequence[str], default: Any, description: str
     default = args_class() if default is None else default
     inherited = {field.name for group in groups for field in dataclasses.fields(group)}
     hints, texts = get_type_hints(args_class, include_extras=True), _field_texts(args_class)
-    own = [
-        (field.name, Annotated[hints[field.name], tyro.conf.arg(help=texts[field.name])])
-        for field in dataclasses.fields(args_class)
-        if field.name not in inherited
-    ]
+
+    def with_text(name):
+        return name, Annotated[hints[name], tyro.conf.arg(help=texts[name])]
+
+    own = [with_text(field.name) for field in dataclasses.fields(args_class) if field.name not in inherited]
     boxes = {"algorithm": dataclasses.make_dataclass("Algorithm", own, frozen=True)}
-    boxes |= {group.__name__.removesuffix("Args").lower(): group for group in groups}
+    for group in groups:
+        told = [name for name in (field.name for field in dataclasses.fields(group)) if name in texts]
+        again = [(*with_text(name), getattr(default, name)) for name in told]  # in the script's words
+        doc = {"__doc__": group.__doc__}
+        box = dataclasses.make_dataclass("Group", again, bases=(group,), namespace=doc, frozen=True) if told else group
+        boxes[group.__name__.removesuffix("Args").lower()] = box
 
     def part(box):
         return box(**{field.name: getattr(default, field.name) for field in dataclasses.fields(box)})
 
     fields = []
     for name, box in boxes.items():
-        about = box.__doc__ if box in groups else ""  # given none, tyro would look for one in all of this file
+        about = "" if name == "algorithm" else box.__doc__  # given none, tyro would look for one in all of this file
         fields.append((name, Annotated[tyro.conf.OmitArgPrefixes[box], tyro.conf.arg(help=about)], part(box)))
     boxed = dataclasses.make_dataclass("Boxed", fields)
     answer = tyro.cli(boxed, args=argv, description=description)

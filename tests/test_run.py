@@ -1,5 +1,6 @@
 """Whole runs on the real game: same seed, resume, signals, kill -9, bad input."""
 
+import importlib
 import json
 import os
 import re
@@ -462,6 +463,17 @@ def test_commands_in_the_readme_are_valid():
     assert len(flags) >= 4
     for words in flags:
         runs.check_args(tyro.cli(ppo.Args, args=words), ppo.SCRIPT)
+
+
+@pytest.mark.parametrize("name", ["ppo_procgen", "apex_procgen", "sac_procgen", "hnppo_doorgym"])
+def test_help_has_what_the_script_says_of_a_flag(name, capsys):
+    """Also where the flag is inherited with a text of its group's."""
+    script = importlib.import_module(name)
+    with pytest.raises(SystemExit):
+        runs.cli(script.Args, script.main, argv=["--help"])
+    shown = re.sub(r"[│\s]+", "", capsys.readouterr().out)
+    for flag, text in runs._field_texts(script.Args).items():
+        assert re.sub(r"\s+", "", text) in shown, flag
 
 
 def test_flags_that_do_not_parse_exit_with_2():
