@@ -53,7 +53,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     alpha_learning_rate: float = 0.01
     """how far an update moves the temperature's logarithm for each nat between that target and the policy's entropy"""
     min_alpha: float = 1e-6
-    """the temperature moves no lower; where it has to rise a long way, the policy loses its entropy before"""
+    """lower bound of the temperature; from far below it rises too late, and the policy loses its entropy"""
     tau: float = 0.005
     """how far the target network goes towards the one that learns; 1 copies it"""
     target_network_frequency: int = 1
@@ -61,7 +61,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     average_q: bool = False
     """take the mean of the two Q-functions, in targets and for the policy; the lesser one may be far too low"""
     q_clip: float = 0.0
-    """a Q-value gains nothing by being further than this from the target network's; 0 for no clipping"""
+    """clip the change of a Q-value from the target network's, in reward, in the critics' loss; 0 for no clipping"""
     entropy_penalty: float = 0.0
     """coefficient of half the squared difference between the policy's entropy and its target network's"""
     learning_rate: str = "3e-4"

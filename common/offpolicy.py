@@ -41,7 +41,7 @@ class OffPolicyArgs(actors.FleetArgs):
     learning_starts: int = 50_000
     """environment steps played before the first update"""
     replay_ratio: float = 2.0
-    """transitions learnt from for each one played, whatever the machine's speed"""
+    """transitions learnt from for each one played: an update each batch_size / replay_ratio steps, at any speed"""
     batch_size: int = 128
     """transitions in an update"""
     per_alpha: float = 0.5

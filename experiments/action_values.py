@@ -5,8 +5,9 @@
 Several of Procgen's 15 actions do the same in a game. Which is found out: copies of a game play the same random actions
 and then one of the 15 for some steps, and where the frames are the same, so are the actions. What a network says of
 these differs by its error alone: where it differs by no more among actions that do something else, the best action is
-the best by chance. An action that is liked by as much on every frame does not count: nobody has to look for that. Runs
-of apex_procgen.py and of sac_procgen.py (the mean of its two Q-functions).
+the best by chance. An action that is liked by as much on every frame does not count in these two numbers: nobody has to
+look for that. A third has what such likings differ by, among actions that do the same. Runs of apex_procgen.py and of
+sac_procgen.py (the mean of its two Q-functions).
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from benchmarks import records
 from common import checkpoints, envs, files, runs
 from experiments.constant_actions import ACTIONS
 
-MEASURED = "run", "game", "step", "do the same", "spread among these", "spread among others"
+MEASURED = "run", "game", "step", "do the same", "spread among these", "spread among others", "liked anyway"
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,18 @@ def q_values(script: ModuleType, args: envs.GameArgs, run_dir: str, frames: np.n
     return np.concatenate([values(part) for part in np.array_split(frames, max(len(frames) // 64, 1))])
 
 
-def spreads(values: np.ndarray, groups: list[list[int]]) -> tuple[float, float]:
+def spreads(values: np.ndarray, groups: list[list[int]]) -> tuple[float, float, float]:
     """The standard deviation of values [B, 15], less each action's mean over frames, among actions of the largest group
-    and among one of each group: roots of the variances' means over frames."""
-    values = values - values.mean(axis=0)
+    and among one of each group: roots of the variances' means over frames. Then that of the means of the largest
+    group."""
+    means = values.mean(axis=0)
+    values = values - means
+    same = max(groups, key=len)
 
     def spread(actions):
         return float(np.sqrt(values[:, actions].var(axis=1, ddof=1).mean()))
 
-    return spread(max(groups, key=len)), spread([group[0] for group in groups])
+    return spread(same), spread([group[0] for group in groups]), float(means[same].std(ddof=1))
 
 
 def main(args: Args) -> list[dict]:
@@ -108,11 +112,11 @@ def main(args: Args) -> list[dict]:
     for run_dir, (script, saved) in zip(args.run_dirs, chosen, strict=True):
         groups = same_actions(saved, args.games, args.seed)
         values = q_values(script, saved, run_dir, random_frames(saved, args.games, args.steps, args.seed))
-        among, others = spreads(values, groups)
+        measured = [f"{spread:.4f}" for spread in spreads(values, groups)]
         same = " ".join(ACTIONS[action].replace(" ", "-") for action in max(groups, key=len))
         step = checkpoints.steps_in(run_dir)[-1]
-        measured = Path(run_dir).resolve().name, saved.env_id, step, same, f"{among:.4f}", f"{others:.4f}"
-        rows.append(dict(zip(MEASURED, measured, strict=True)))
+        row = Path(run_dir).resolve().name, saved.env_id, step, same, *measured
+        rows.append(dict(zip(MEASURED, row, strict=True)))
     evaluate.show("values of actions", rows, {})
     origin = records.origin()
     records.write_rows(Path(f"{args.out}.csv"), [row | origin for row in rows])

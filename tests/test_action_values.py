@@ -23,11 +23,16 @@ def test_spreads_by_hand():
     centred = values - values.mean(axis=0)
     among = [np.var([row[4], row[9], row[11]], ddof=1) for row in centred]
     others = [np.var(np.delete(row, [9, 11]), ddof=1) for row in centred]
+    means = [sum(row[i] for row in values) / 6 for i in (4, 9, 11)]
     np.testing.assert_allclose(
-        action_values.spreads(values, groups), (np.mean(among) ** 0.5, np.mean(others) ** 0.5), rtol=1e-12
+        action_values.spreads(values, groups),
+        (np.mean(among) ** 0.5, np.mean(others) ** 0.5, np.var(means, ddof=1) ** 0.5),
+        rtol=1e-12,
     )
     liked = np.tile(rng.normal(size=15), (6, 1))  # by as much on every frame
-    np.testing.assert_allclose(action_values.spreads(liked, groups), (0, 0), atol=1e-12)
+    np.testing.assert_allclose(
+        action_values.spreads(liked, groups), (0, 0, np.std(liked[0, [4, 9, 11]], ddof=1)), atol=1e-12
+    )
 
 
 def test_a_run_gets_a_row(tmp_path):
