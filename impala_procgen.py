@@ -59,13 +59,13 @@ class Args(
     gamma: str = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: float = 1.0
-    """V-trace: clip the ratio that weighs each difference; values are of a policy between learner's and actors'"""
+    """V-trace: clip each temporal difference's importance ratio: the policy that values are of lies between both"""
     c_bar: float = 1.0
     """V-trace: clip the ratio that lets later differences through: how fast values are learnt, not which"""
     pg_rho_bar: float = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: float = 1.0
-    """V-trace: decay of later differences, as in TD(lambda)"""
+    """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: float = 0.0
     """for several passes: V-trace once an update, advantages normalised, and the ratio to the policy before the update
     clipped to 1 +- this, as PPO's; 0 for the paper's loss, V-trace anew in each minibatch"""
@@ -395,7 +395,9 @@ def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_ba
 
     steps = deltas, decays
     targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.unroll())[1]
-    next_targets = jnp.append(targets[1:], values[-1])
+    # As rlax: with a lambda of 1 the paper's next target, and where nothing is off-policy GAE for any lambda.
+    following = vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1]
+    next_targets = jnp.append(following, values[-1])
     advantages = jnp.minimum(pg_rho_bar, ratio) * (rewards + discounts * next_targets - values[:-1])
     return targets, advantages
 

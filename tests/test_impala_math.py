@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_ppo_math import random_steps
 
 import impala_procgen as impala
+import ppo_procgen as ppo
 from common import augment, devices, envs, networks, runs
 from common.devices import GAMES, SAME
 
@@ -46,6 +47,20 @@ def test_vtrace_equals_the_papers_formula(seed, length, gamma, vtrace_lambda, rh
     want = oracle.vtrace(args, log_ratio, steps.rewards, values, steps.terminated, steps.done, gamma)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(g)[~steps.done], w[~steps.done], rtol=2e-4, atol=2e-4)
+
+
+@relaxed
+@given(seeds, st.floats(0, 1), st.floats(0, 1))
+def test_advantages_of_the_policy_that_acted_are_gae(seed, gamma, gae_lambda):
+    rng = np.random.default_rng(seed)
+    steps = jax.tree.map(lambda x: x[..., 0], random_steps(rng, 14, 1))
+    values = normal(rng, 15, scale=3)
+    _, got = compiled_vtrace(
+        np.zeros(14, np.float32), steps.rewards, values, steps.terminated, steps.done, gamma=gamma,
+        **bars_of(impala.Args(vtrace_lambda=gae_lambda)),
+    )  # fmt: skip
+    want = ppo.gae(steps.rewards, values, steps.terminated, steps.truncated, gamma=gamma, gae_lambda=gae_lambda)
+    np.testing.assert_allclose(got[~steps.done], want[~steps.done], rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.optimised
