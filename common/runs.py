@@ -270,41 +270,36 @@ def _parse(args_class: type, argv: Sequence[str], default: Any, description: str
     if not groups:
         return tyro.cli(args_class, args=argv, default=default, description=description)
     default = args_class() if default is None else default
-    inherited = {field.name for group in groups for field in dataclasses.fields(group)}
     hints, texts = get_type_hints(args_class, include_extras=True), _field_texts(args_class)
+    inherited = {field.name for group in groups for field in dataclasses.fields(group)}
 
-    def with_text(name):
-        return name, Annotated[hints[name], tyro.conf.arg(help=texts[name])]
+    def box(name, about, fields):
+        flags = [
+            (field.name, Annotated[hints[field.name], tyro.conf.arg(help=texts.get(field.name, ""))])
+            for field in fields
+        ]
+        part = dataclasses.make_dataclass(name, flags, frozen=True)
+        kind = Annotated[tyro.conf.OmitArgPrefixes[part], tyro.conf.arg(help=about)]
+        return name, kind, part(**{flag: getattr(default, flag) for flag, _ in flags})
 
-    own = [with_text(field.name) for field in dataclasses.fields(args_class) if field.name not in inherited]
-    boxes = {"algorithm": dataclasses.make_dataclass("Algorithm", own, frozen=True)}
+    boxes = [box("algorithm", "", [field for field in dataclasses.fields(args_class) if field.name not in inherited])]
     for group in groups:
-        told = [name for name in (field.name for field in dataclasses.fields(group)) if name in texts]
-        again = [(*with_text(name), getattr(default, name)) for name in told]  # in the script's words
-        doc = {"__doc__": group.__doc__}
-        box = dataclasses.make_dataclass("Group", again, bases=(group,), namespace=doc, frozen=True) if told else group
-        boxes[group.__name__.removesuffix("Args").lower()] = box
-
-    def part(box):
-        return box(**{field.name: getattr(default, field.name) for field in dataclasses.fields(box)})
-
-    fields = []
-    for name, box in boxes.items():
-        about = "" if name == "algorithm" else box.__doc__  # given none, tyro would look for one in all of this file
-        fields.append((name, Annotated[tyro.conf.OmitArgPrefixes[box], tyro.conf.arg(help=about)], part(box)))
-    boxed = dataclasses.make_dataclass("Boxed", fields)
-    answer = tyro.cli(boxed, args=argv, description=description)
-    return args_class(**{k: v for box in boxes for k, v in vars(getattr(answer, box)).items()})
+        boxes.append(box(group.__name__.removesuffix("Args").lower(), group.__doc__, dataclasses.fields(group)))
+    answer = tyro.cli(dataclasses.make_dataclass("Boxed", boxes), args=argv, description=description)
+    return args_class(**{flag: value for part in vars(answer).values() for flag, value in vars(part).items()})
 
 
 def _field_texts(args_class: type) -> dict[str, str]:
-    """The literal below each of a class's own fields."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(args_class))).body[0].body
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+    """The literal below each field, in the words of the class that says it last: a script's before its groups'."""
+    texts = {}
+    for each in filter(dataclasses.is_dataclass, reversed(args_class.__mro__)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body
+        texts |= {
+            field.target.id: " ".join(text.value.value.split())
+            for field, text in itertools.pairwise(body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+    return texts
 
 
 def _check_given(args: Any, flags: Sequence[str]) -> None:
