@@ -190,8 +190,8 @@ def side_by_side() -> list[str]:
         return f"{max(rates):.0f}" if rates else ""
 
     columns = {"": lambda row: row["name"]}
-    for game, steps in (("starpilot", 500_000), ("starpilot", 1_000_000), ("coinrun", 500_000)):
-        columns[f"{game}, {millions(steps)}"] = after(game, steps)
+    for game in ("starpilot", "coinrun"):
+        columns |= {f"{game}, {millions(steps)}": after(game, steps) for steps in (500_000, 1_000_000)}
     columns["steps/s"] = speed
     shown = [{"name": name, "of": of} for name, of in rows.items()]
     return table(sorted(shown, key=lambda row: -mean(at(row, "starpilot", 500_000))), columns)
