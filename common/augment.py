@@ -5,8 +5,8 @@ several, one key a sample, within the learner's jitted update; nothing stores an
 
 Sources: the competition entry (facts of its transforms: flip, rotate, crop_resize, translate, pad_crop); RAD (Laskin et
 al. 2020, arXiv 2004.14990, section 4); random convolutions are Lee et al. 2020 (arXiv 1910.05396), squashed as in
-DMControl-GB (Hansen et al. 2021, arXiv 2011.13389), which Lee's and RAD's are not;
-DrAC is Raileanu et al. 2020 (arXiv 2006.12862).
+DMControl-GB (Hansen et al. 2021, arXiv 2011.13389), which Lee's and RAD's are not; DrAC is Raileanu et al. 2020 (arXiv
+2006.12862).
 """
 
 import difflib

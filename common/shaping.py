@@ -18,7 +18,7 @@ class NormalizeArgs:
     LIMITS: ClassVar = {"normalize_gamma": (0, 1)}
 
     normalize_rewards: bool = False
-    """after reward_clip divide rewards by the running standard deviation of their discounted return, and clip to +-10"""
+    """divide (clipped) rewards by the running standard deviation of their discounted return, then clip to +-10"""
     normalize_gamma: float = 0.0
     """discount of the return that normalize_rewards divides by; 0 for gamma (Baselines has .99, whatever gamma is)"""
 
