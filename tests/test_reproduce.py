@@ -271,7 +271,7 @@ def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
     rows = [row, shorter, other, other | {"step": 1_000_900}]
     records.write_rows(tmp_path / "algorithms_nature_evaluations.csv", rows)
     monkeypatch.setattr(tables, "STUDIES", tmp_path)
-    assert tables.side_by_side()[-1] == "| PPO | 3.00 (0.25), 2 seeds | 4.00 (0.40) |  | 77 |"
+    assert tables.side_by_side()[-1] == "| PPO | 3.00 (0.25), 2 seeds | 4.00 (0.40) |  |  | 77 |"
 
 
 def test_a_row_without_its_runs_here_keeps_what_was_said_of_them(table):
