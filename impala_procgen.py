@@ -396,8 +396,7 @@ def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_ba
     steps = deltas, decays
     targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.unroll())[1]
     # As rlax: with a lambda of 1 the paper's next target, and where nothing is off-policy GAE for any lambda.
-    following = vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1]
-    next_targets = jnp.append(following, values[-1])
+    next_targets = jnp.append(vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1], values[-1])
     advantages = jnp.minimum(pg_rho_bar, ratio) * (rewards + discounts * next_targets - values[:-1])
     return targets, advantages
 

@@ -52,9 +52,8 @@ def vtrace(args, log_ratio, rewards, values, terminated, done, gamma):
                 target += gamma ** (t - s) * c * delta
             targets[s] = target
         for s in range(start, end):
-            following = final
-            if s + 1 < end:
-                following = args.vtrace_lambda * targets[s + 1] + (1 - args.vtrace_lambda) * value(s + 1)
+            following = targets[s + 1] if s + 1 < end else final
+            following = args.vtrace_lambda * following + (1 - args.vtrace_lambda) * value(s + 1)
             rho = min(args.pg_rho_bar, ratio[s])
             advantages[s] = rho * (float(rewards[s]) + gamma * following - value(s))
         start = end
