@@ -263,12 +263,13 @@ def test_every_evaluation_of_a_run_is_written_down(tmp_path):
 
 
 def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
-    """(2 + 4) / 2, and the root of .3^2 + .4^2, by two; a seed's longer run counts, and that alone."""
+    """(2 + 4) / 2, and the root of .3^2 + .4^2, by two; a seed's longer run counts alone; speeds are one machine's."""
     row = {"cell": "PPO, starpilot", "seed": 1, "step": 507_904, "mean": 2, "error": 0.3, "steps/s": ""}
-    row |= {"of steps": 1_000_000}
+    row |= {"of steps": 1_000_000, "machine": "AMD EPYC, 1 cores"}
     shorter = row | {"of steps": 500_000, "mean": 9}
     other = row | {"seed": 2, "step": 499_000, "mean": 4, "error": 0.4, "steps/s": 77}
-    rows = [row, shorter, other, other | {"step": 1_000_900}]
+    elsewhere = other | {"step": 1_000_900, "steps/s": 99, "machine": "a faster one"}
+    rows = [row, shorter, other, elsewhere]
     records.write_rows(tmp_path / "algorithms_nature_evaluations.csv", rows)
     monkeypatch.setattr(tables, "STUDIES", tmp_path)
     assert tables.side_by_side()[-1] == "| PPO | 3.00 (0.25), 2 seeds | 4.00 (0.40) |  |  | 77 |"
