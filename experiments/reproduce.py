@@ -62,8 +62,8 @@ class Args:
     runs: str = "runs/tables"
     """folder of the runs"""
     out: str = "runs/tables"
-    """where to write: OUT/TABLE.csv, .md and .png, and TABLE_evaluations.csv, with every evaluation while runs trained
-    (those of the repository are in experiments/results)"""
+    """where to write: OUT/TABLE.csv, .md and .png, TABLE_evaluations.csv, with every evaluation while runs trained, and
+    TABLE_training.csv, with their curves, for curves.py (those of the repository are in experiments/results)"""
 
 
 # WHAT TO RUN
@@ -124,6 +124,8 @@ def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
 ELSEWHERE = "another process is at it"
 ORIGIN = "machine", "jax", "commit", "date"  # of a run, as records.py has them
 EVALUATION = "cell", "metric", "seed", "of steps", "step"  # what tells one from another
+TRAINING = "cell", "seed", "of steps"
+RETURN = "charts/episodic_return"
 
 
 class Progress(TypedDict):
@@ -243,6 +245,20 @@ def evaluations(row: dict, flags: dict, folders: list[Path]) -> list[dict]:
                 error = line[std] / max(line[episodes], 1) ** 0.5
                 numbers = {"step": line["global_step"], "mean": f"{line[metric]:.4g}", "error": f"{error:.3g}"}
                 found.append(about | numbers | {"episodes": int(line[episodes])} | where)
+    return found
+
+
+def curves(row: dict, flags: dict, folders: list[Path]) -> list[dict]:
+    """Some 60 points of the training returns of a cell's finished runs: what a picture needs if the runs are lost."""
+    found = []
+    for folder in folders:
+        run = trials.find_run(folder)
+        if run and read_progress(folder)["done"]:
+            about = {"cell": row["cell"], "seed": int(folder.name), "of steps": steps_of(flags)}
+            lines = [x for x in trials.read_metrics(run) if {RETURN, "global_step", "seconds"} <= x.keys()]
+            for line in lines[:: -(-len(lines) // 60) or 1]:
+                numbers = {"global_step": line["global_step"], "hours": f"{line['seconds'] / 3600:.4f}"}
+                found.append(about | numbers | {RETURN: f"{line[RETURN]:.4g}"})
     return found
 
 
@@ -392,8 +408,8 @@ def in_words(parts: tuple[float, float]) -> str:
 
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
-    """OUT/TABLE.csv, .md, .png and TABLE_evaluations.csv: of each cell the runs that are done, of whatever seeds, or
-    what is there of more training than that."""
+    """OUT/TABLE.csv, .md, .png, TABLE_evaluations.csv and TABLE_training.csv: of each cell the runs that are done, of
+    whatever seeds, or what is there of more training than that."""
     cells = [(row, flags, of_all_seeds(folders)) for row, flags, folders in cells]
     out = Path(args.out) / args.table
     with files.take(out.parent, wait=True):
@@ -406,9 +422,10 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
             results.append(before | known if training(before) > training(row) else row)
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
-        evaluated = [one for row, *of_cell in cells for one in evaluations(row, *of_cell)]
-        if evaluated:
-            records.replace_rows(out.with_name(f"{args.table}_evaluations.csv"), evaluated, EVALUATION)
+        for ending, key, gather in (("evaluations", EVALUATION, evaluations), ("training", TRAINING, curves)):
+            found = [one for row, *of_cell in cells for one in gather(row, *of_cell)]
+            if found:
+                records.replace_rows(out.with_name(f"{args.table}_{ending}.csv"), found, key)
         with files.whole(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
         parts = parts_of(results)

@@ -23,7 +23,7 @@ import hnppo_doorgym
 import ppo_procgen
 from benchmarks import records
 from common import continual, doors, files, runs
-from experiments import matrices, reproduce, tables, trials
+from experiments import curves, matrices, reproduce, tables, trials
 
 ROWS = reproduce.published()
 FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))
@@ -260,6 +260,38 @@ def test_every_evaluation_of_a_run_is_written_down(tmp_path):
     (found,) = reproduce.evaluations(row, flags, folders)
     assert [found[name] for name in ("seed", "of steps", "step", "mean", "error")] == [1, 4000, 2950, "2.5", "0.375"]
     assert (found["steps/s"], found["commit"]) == ("100", "a")
+
+
+def test_curves_are_drawn_without_their_runs(table, tmp_path):
+    """A finished run's 60 points are kept, and a picture is made of them: means of parts, then the last evaluation."""
+    row = {"cell": "runs, maze", "flags": "env_id=maze", "metric": "eval/test_levels/mean_return"}
+    lines = [{"global_step": 10 * i, "seconds": 36.0 * i, reproduce.RETURN: i} for i in range(1, 181)]
+    for seed, done in (("1", True), ("2", False)):
+        (tmp_path / seed / "a run").mkdir(parents=True)
+        runs.write_json(tmp_path / seed / "a run/args.json", {"script": "x", "wandb_id": "x", "args": {}})
+        (tmp_path / seed / "a run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        runs.write_json(tmp_path / seed / "progress.json", {"done": done, "seconds": 0.0, "why": ""})
+    kept = reproduce.curves(row, {"total_timesteps": 1800}, [tmp_path / "1", tmp_path / "2"])
+    assert (len(kept), kept[1]["global_step"], kept[1]["hours"]) == (60, 40, "0.0400")
+    steps, hours, returns = curves.in_parts(kept)  # of 90 steps: returns 1, 4, 7; then 10, 13, 16; ...
+    np.testing.assert_allclose(returns, np.arange(4, 181, 9))
+    np.testing.assert_allclose([steps, hours * 1000], [10 * returns, 10 * returns])
+    half = [one | {"of steps": 900} for one in kept]
+    assert curves.longest([*kept, *half])["runs, maze", 1] == kept
+    seeds = [
+        [{"step": 9, "mean": 7, "error": 1}, {"step": 10, "mean": mean, "error": error}]
+        for mean, error in ((2, 3), (4, 4))
+    ]
+    assert curves.last_evaluation(seeds) == (10, 3, 2.5)
+    reference = [old | {"cell": row["cell"], "flags": row["flags"]} for old in reproduce.published()[:1]]
+    records.write_rows(reproduce.REFERENCE, reference)
+    records.write_rows(tmp_path / "small_training.csv", kept)
+    curves.main(curves.Args("small", folder=str(tmp_path), random={"maze": 1.0}, out=str(tmp_path / "curves")))
+    assert np.asarray(Image.open(tmp_path / "curves.png").convert("L")).std() > 5
+    with pytest.raises(runs.UsageError, match="--random bigfish: has no curve here, give some of maze"):
+        curves.main(curves.Args("small", folder=str(tmp_path), random={"bigfish": 1.0}))
+    with pytest.raises(runs.UsageError, match="TABLE small: has no such curves"):
+        curves.main(curves.Args("small", folder=str(tmp_path), least=1801))
 
 
 def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):

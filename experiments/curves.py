@@ -1,0 +1,124 @@
+"""All curves of a table that `reproduce` has made, a row of panels for each game, over steps and over hours. Try:
+
+    python -m experiments.curves algorithms_nature --least 1000000 --random starpilot 1.75 coinrun 2.66
+
+It needs no run: `reproduce` keeps their training's returns in TABLE_training.csv and their evaluations in
+TABLE_evaluations.csv. A line is a cell's mean over its seeds, of each twentieth of the steps. Of a seed that ran more
+than once the longest run counts.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from matplotlib.ticker import EngFormatter
+
+from benchmarks import records
+from common import runs
+from experiments import plot, reproduce, trials
+
+RESULTS = Path(__file__).parent / "results"
+PARTS = 20
+
+
+@dataclass(frozen=True)
+class Args:
+    table: tyro.conf.Positional[str]
+    """name of a table with curves, such as algorithms_nature"""
+    cells: tuple[str, ...] = ()
+    """only the cells with one of these in their name; none for all"""
+    least: int = 0
+    """only runs of at least so many environment steps"""
+    random: dict[str, float] = field(default_factory=dict)
+    """returns of random play by game, such as starpilot 1.75 coinrun 2.66, drawn as lines"""
+    folder: str = str(RESULTS)
+    """where TABLE_training.csv and TABLE_evaluations.csv are"""
+    out: str = "curves"
+    """where to write: OUT.png"""
+
+
+def longest(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Rows by cell and seed, of the run of the most steps, in the order of their steps."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["cell"], row["seed"]), {}).setdefault(int(row["of steps"]), []).append(row)
+    return {key: by_length[max(by_length)] for key, by_length in found.items()}
+
+
+def in_parts(rows: list[dict]) -> np.ndarray:
+    """float64 [3, PARTS]: steps, hours and training's return of a run, means over equal parts of its steps."""
+    columns = ("global_step", "hours", reproduce.RETURN)
+    points = np.array([[float(row[name]) for name in columns] for row in rows])
+    ends = np.linspace(0, int(rows[0]["of steps"]), PARTS + 1)
+    part = np.clip(np.searchsorted(ends, points[:, 0]) - 1, 0, PARTS - 1)
+    none = np.full(3, np.nan)
+    return np.stack([points[part == i].mean(axis=0) if (part == i).any() else none for i in range(PARTS)], axis=1)
+
+
+def last_evaluation(seeds: list[list[dict]]) -> tuple[float, float, float]:
+    """Step, mean over seeds and the standard error of all their episodes, of each seed's last evaluation."""
+    last = [max(rows, key=lambda row: int(row["step"])) for rows in seeds]
+    error = sum(float(row["error"]) ** 2 for row in last) ** 0.5 / len(last)
+    return *(np.mean([float(row[name]) for row in last]) for name in ("step", "mean")), error
+
+
+def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:
+    """The seeds' rows of training and those of evaluations, by game and by the cell's name without the game.
+
+    Raises UsageError if there are none.
+    """
+    flags = {row["cell"]: trials.read_settings(row["flags"].split()) for row in reproduce.read_table(args.table)}
+    files = [Path(args.folder, f"{args.table}_{ending}.csv") for ending in ("training", "evaluations")]
+    training, evaluated = (longest(records.read_rows(path)) for path in files)
+    games = {}
+    for (cell, seed), rows in training.items():
+        asked = any(part in cell for part in args.cells or [""]) and int(rows[0]["of steps"]) >= args.least
+        if asked and cell in flags:
+            game = flags[cell]["env_id"]
+            of_cell = games.setdefault(game, {}).setdefault(cell.removesuffix(f", {game}"), ([], []))
+            of_cell[0].append(rows)
+            of_cell[1].extend([evaluated[cell, seed]] if (cell, seed) in evaluated else [])
+    runs.check(bool(games), f"TABLE {args.table}: has no such curves in {args.folder}, give one that has")
+    return games
+
+
+def draw(games: dict[str, dict[str, tuple[list, list]]], random: dict[str, float]) -> plt.Figure:
+    """A game's curves over steps and over hours, and at their right ends the last evaluations with their errors."""
+    how = {"figsize": (13, 1 + 4 * len(games)), "sharey": "row", "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(games), 2, **how)
+    names = list(dict.fromkeys(name for cells in games.values() for name in cells))
+    shown = {}
+    for (over_steps, over_hours), (game, cells) in zip(axes, games.items(), strict=True):
+        for i, (name, (training, evaluated)) in enumerate(sorted(cells.items(), key=lambda x: names.index(x[0]))):
+            steps, hours, returns = np.mean([in_parts(rows) for rows in training], axis=0)
+            style = plot.style_of(names.index(name))
+            for axis, x in ((over_steps, steps), (over_hours, hours)):
+                (shown[name],) = axis.plot(x, returns, **style, markevery=4, path_effects=plot.HALO)
+            if evaluated:
+                step, mean, error = last_evaluation(evaluated)
+                mark = {"color": style["color"], "marker": style["marker"], "mec": "k", "ms": 8, "capsize": 3}
+                over_steps.errorbar(step * (1.02 + 0.015 * i), mean, error, **mark)
+        for axis in (over_steps, over_hours):
+            if game in random:
+                shown["random play"] = axis.axhline(random[game], color="0.4", ls=":")
+            axis.set(title=game, ylabel="return of an episode")
+        over_steps.set(xlabel="environment steps; right: last evaluation, unseen levels")
+        over_steps.xaxis.set_major_formatter(EngFormatter(sep=""))
+        over_hours.set(xlabel="hours")
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, handlelength=4)
+    return figure
+
+
+def main(args: Args) -> None:
+    plot.check_out(args.out)
+    games = read(args)
+    unknown = " ".join(game for game in args.random if game not in games)
+    runs.check(not unknown, f"--random {unknown}: has no curve here, give some of {' '.join(games)}")
+    figure = draw(games, args.random)
+    plot.write_whole(args.out, ".png", lambda temporary: figure.savefig(temporary, format="png"))
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
