@@ -70,6 +70,10 @@ class Args:
     """of the sampler"""
 
 
+class NeverLoggedError(runs.UsageError):
+    """No run of the study has logged the metric, so that none will."""
+
+
 GONE = optuna.exceptions.StorageInternalError, SQLAlchemyError  # what the study's database raises where it is not there
 
 # THE SWEEP FILE
@@ -273,7 +277,8 @@ def run_trial(
 ) -> float:  # fmt: skip
     """One trial, or the rest of one that is in its folder already. Returns the last value of the metric.
 
-    Raises TrialPruned; Stopped, and the trial stays open; RuntimeError if the script fails or never logs the metric.
+    Raises TrialPruned; Stopped, and the trial stays open; RuntimeError if the script fails or never logs the metric,
+    NeverLoggedError if no other trial's has either.
     """
     metric = sweep["metric"]["name"]
     reported = len(trial.study.trials[trial.number].intermediate_values)
@@ -290,6 +295,10 @@ def run_trial(
 
     trials.run(sweep["program"], flags, folder, lock, stopping=stopping, look=look)
     values = trials.values_of(trials.find_run(folder), metric)
+    if not values and not any(other.intermediate_values for other in trial.study.get_trials(deepcopy=False)):
+        lines = trials.read_metrics(trials.find_run(folder))
+        logged = " ".join(sorted({name for line in lines for name in line if "/" in name}))
+        raise NeverLoggedError(f"metric {metric}: {folder} ended well and has none; give one that it has: {logged}")
     if not (values and math.isfinite(values[-1])):
         raise RuntimeError(f"{metric} {f'is {values[-1]}' if values else 'was never logged'}, see {folder}")
     return values[-1]
@@ -331,7 +340,7 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
         value, state = None, None
     except optuna.TrialPruned:
         value, state = None, TrialState.PRUNED
-    except (*GONE, files.FullError):  # the trial is well and open
+    except (*GONE, files.FullError, NeverLoggedError):  # the trial is well and open
         raise
     except Exception as error:  # whatever it is, the others go on
         value, state = None, TrialState.FAIL
@@ -339,8 +348,36 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
     clock = trials.values_of(trials.find_run(where["folder"]), "seconds")  # the run's own, which goes on over resumes
     trial.set_user_attr("seconds", clock[-1] if clock else 0)
     if state:
+        trial.set_user_attr("ended", state.name.lower())
+        value, state = as_told(study, trial, sweep, value, state)
         study.tell(trial, value, state=state)
         where["line"].look(where["folder"], False)
+
+
+def as_told(
+    study: optuna.Study, trial: optuna.Trial, sweep: dict, value: float | None, state: TrialState
+) -> tuple[float | None, TrialState]:
+    """What a Bayesian sampler is to know of a trial's end; W&B's knows as much.
+
+    One that failed counts as the worst so far, where there is one: samplers leave out failed trials, and would draw
+    their like again. Optuna's Gaussian process leaves out pruned ones too, so these count with their last value.
+    """
+    if sweep["method"] != "bayes":
+        return value, state
+    others = study.get_trials(deepcopy=False)
+    if state == TrialState.FAIL:
+        known = [other.value for other in others if other.value is not None and math.isfinite(other.value)]
+        if known:
+            return (min if sweep["metric"]["goal"] == "maximize" else max)(known), TrialState.COMPLETE
+    if state == TrialState.PRUNED and isinstance(study.sampler, optuna.samplers.GPSampler):
+        values = others[trial.number].intermediate_values
+        return values[max(values)], TrialState.COMPLETE
+    return value, state
+
+
+def end_of(trial: optuna.trial.FrozenTrial) -> str:
+    """How a trial that is over ended: complete, pruned or fail, whatever a sampler was told of it."""
+    return trial.user_attrs.get("ended", trial.state.name.lower())
 
 
 # RESULTS
@@ -353,7 +390,8 @@ def write_results(study: optuna.Study, out: Path) -> None:
     metric, goal = (study.user_attrs["sweep"]["metric"][key] for key in ("name", "goal"))
     rows = []
     for trial in over:
-        row = {"trial": trial.number, "state": trial.state.name.lower(), metric: trial.value, "goal": goal}
+        value = None if end_of(trial) == "fail" else trial.value
+        row = {"trial": trial.number, "state": end_of(trial), metric: value, "goal": goal}
         row |= {name: trial.params.get(name) for name in names} | {"logged": len(trial.intermediate_values)}
         row |= {"seconds": round(trial.user_attrs["seconds"]), "why": trial.user_attrs.get("why", "")}
         rows.append(row | trial.user_attrs["origin"])
@@ -361,7 +399,9 @@ def write_results(study: optuna.Study, out: Path) -> None:
         return
     records.write_rows(out / "results.csv", rows)
     # Optuna draws trials that came to their end. A pruned one tells something too: the last value that it had.
-    valued = [trial for trial in over if trial.value is not None and math.isfinite(trial.value)]
+    valued = [
+        trial for trial in over if trial.value is not None and math.isfinite(trial.value) and end_of(trial) != "fail"
+    ]
     drawn = optuna.create_study(study_name=study.study_name, direction=goal)
     drawn.add_trials(
         optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=trial.value)
@@ -480,7 +520,11 @@ def main(args: Args) -> optuna.Study:
                 with lock:
                     trial.set_user_attr("origin", origin)
                     trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-                    end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
+                    try:
+                        end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
+                    except NeverLoggedError:
+                        stopping.set()
+                        raise
                 with files.take(out, wait=True):
                     write_results(study, out)
             elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
@@ -509,7 +553,7 @@ def main(args: Args) -> optuna.Study:
     if (out / "results.csv").exists():
         print(out / "results.csv")
     over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]
-    failed = [trial for trial in over if trial.state == TrialState.FAIL]
+    failed = [trial for trial in over if end_of(trial) == "fail"]
     whys = {f"trial {trial.number}": trial.user_attrs.get("why", "") for trial in failed}
     trials.report_failures(whys, len(over), out / "results.csv")
     return study

@@ -231,9 +231,11 @@ def run(
         while process.poll() is None:
             if stopping.is_set():
                 raise Stopped
+            began = time.monotonic()
             look(True)
+            looked = time.monotonic() - began  # longer, the more has been logged
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.5)
+                process.wait(max(0.5, 20 * looked))
     finally:
         process.stdin.close()
         process.wait()

@@ -19,6 +19,7 @@ import yaml
 from conftest import ROOT, TINY, assert_refused, assert_same_run, run_here, start, wait_for
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from optuna.trial import TrialState
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -315,7 +316,7 @@ def test_of_two_runs_the_one_with_a_checkpoint_goes_on(tmp_path):
 def test_a_trial_is_pruned(tmp_path):
     """A trial that Hyperband (or any pruner) gives up is ended, long before its end, and keeps its last value."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    content = {"program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
+    content = {"method": "random", "program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
     with files.take(folder := tmp_path / "0000") as lock:
         text = io.StringIO()
@@ -342,6 +343,42 @@ def test_hyperband_is_that_of_wandb():
                     break
             study.tell(trial, quality)
         assert ended == {1: 3, 2: 3}
+
+
+def test_a_bayesian_search_learns_from_trials_that_fail(quick, tmp_path, capfd):
+    """They count as the worst so far, where there is one; in results they are failed, without a value."""
+    quick({"x": {"values": [0, 3, 5]}}, "--count", 7, "--seed", 1, method="bayes")
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}")
+    rows = read_results(tmp_path / "out")
+    assert {(row["x"], row["state"]) for row in rows} == {("0", "fail"), ("3", "complete"), ("5", "complete")}
+    worst = None
+    for trial, row in zip(study.trials, rows, strict=True):
+        if row["state"] == "fail":
+            assert (row["loss"], trial.value) == ("", worst)
+            assert trial.state.name == ("FAIL" if worst is None else "COMPLETE")
+        else:
+            worst = max(worst or 0, trial.value)
+    failed = sum(row["state"] == "fail" for row in rows)
+    assert f"{failed} of 7 runs failed" in capfd.readouterr().out
+
+
+def test_gaussian_processes_learn_from_pruned_trials():
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.GPSampler(seed=0))
+    trial = study.ask()
+    for step in (1, 2):
+        trial.report(step / 2, step)
+    rules = {"method": "bayes", "metric": {"goal": "maximize"}}
+    assert sweep.as_told(study, trial, rules, None, TrialState.PRUNED) == (1.0, TrialState.COMPLETE)
+    study.sampler = optuna.samplers.TPESampler(seed=0)
+    assert sweep.as_told(study, trial, rules, None, TrialState.PRUNED) == (None, TrialState.PRUNED)
+
+
+def test_a_metric_that_is_never_logged_ends_the_study_at_once(tmp_path, quick, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        quick({"x": {"values": [1, 2]}, "steps": {"value": 0}})
+    assert stopped.value.code == 2
+    assert "error: metric loss: " in capfd.readouterr().err
+    assert [path.name for path in (tmp_path / "out").glob("0*")] == ["0000"]
 
 
 def test_values_are_drawn_within_their_ranges():
