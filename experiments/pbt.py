@@ -53,7 +53,7 @@ except ImportError:
     print("error: experiments/pbt.py needs Ray Tune: pip install '.[ray]'", file=sys.stderr)
     sys.exit(2)
 
-SHAPES = ("hidden", "buffer_size")  # with another, what a clone takes from its donor does not fit
+SHAPES = ("hidden", "buffer_size", "num_envs")  # with another, what a clone takes from its donor does not fit
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # and trials.PLACES
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
 LINES = "-", "--", "-.", ":"
@@ -81,7 +81,8 @@ class Args:
     quantile: float = 0.25
     """share of the members that is replaced, and share of those that they are replaced by"""
     resample: float = 0.2
-    """probability that a value is drawn anew where it else is multiplied by 0.8 or 1.2; for each flag of a clone"""
+    """probability that a flag of a clone is drawn anew, where it else moves: by a factor of 0.8 or 1.2 with :log, else
+    by a tenth of its range"""
     jobs: int = 1
     """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
     cpus: float = 1.0
@@ -115,6 +116,15 @@ class Range(NamedTuple):
         if self.log:
             return self.clamp(math.exp(random.uniform(math.log(self.low), math.log(self.high))))
         return self.clamp(random.uniform(self.low, self.high))
+
+    def move(self, value: float) -> float:
+        """A value beside this one, above or below. A factor, Jaderberg et al.'s, would take a discount or a lambda from
+        anywhere to an end of its range."""
+        up = random.random() < 0.5
+        near = value * (1.2 if up else 0.8) if self.log else value + (0.1 if up else -0.1) * (self.high - self.low)
+        if self.whole:
+            near = max(round(near), value + 1) if up else min(round(near), value - 1)
+        return self.clamp(near)
 
 
 def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
@@ -170,9 +180,15 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
         check(name not in flags, f"--set {name}={flags.get(name)}: --mutate changes it already")
     flags["total_timesteps"] = args.interval * args.generations
 
-    for end in ("low", "high"):  # the script itself says what it does not like
-        ends = {name: r.clamp(getattr(r, end)) for name, r in ranges.items()}
-        trials.ask_script(args.program, flags | ends)
+    ends = [{name: r.clamp(getattr(r, end)) for name, r in ranges.items()} for end in ("low", "high")]
+    between = [
+        ends[0] | {name: value}  # of whole numbers each, as some may not divide others
+        for name, r in ranges.items()
+        if r.whole
+        for value in range(int(r.low) + 1, int(r.high), 1 + int(r.high - r.low) // 64)
+    ]
+    for values in (*ends, *between):  # the script itself says what it does not like
+        trials.ask_script(args.program, flags | values)
     return ranges, flags
 
 
@@ -213,6 +229,8 @@ def member(config: dict) -> None:
         shutil.copytree(path, folder, dirs_exist_ok=True)
         donor = "" if owner == me else owner
     given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys()  # jaxlib refuses both
+    if study["gpus"] == 0:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # Ray itself leaves GPUs in sight
     if 0 < study["gpus"] < 1 and not given:  # JAX would take three quarters of the GPU's memory
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{0.9 * study['gpus']:.3f}"
     while generation < study["generations"]:
@@ -448,6 +466,12 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
 
+    def explore(config: dict) -> dict:
+        """A clone's configuration, of its donor's."""
+        return config | {
+            name: r.draw() if random.random() < args.resample else r.move(config[name]) for name, r in ranges.items()
+        }
+
     random.seed(f"{args.seed} {done}")
     trainable = tune.with_resources(member, {"cpu": args.cpus, "gpu": args.gpus})
     if tune.Tuner.can_restore(out / "members"):
@@ -458,8 +482,7 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
         scheduler = Generations(
             time_attr="generation", metric="score", mode=args.goal[:3], perturbation_interval=1, synch=True,
             hyperparam_mutations={name: r.draw for name, r in ranges.items()}, quantile_fraction=args.quantile,
-            custom_explore_fn=lambda config: config | {name: r.clamp(config[name]) for name, r in ranges.items()},
-            resample_probability=args.resample,
+            resample_probability=0, perturbation_factors=(1, 1), custom_explore_fn=explore,
         )  # fmt: skip
         tuner = tune.Tuner(
             trainable,

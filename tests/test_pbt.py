@@ -253,6 +253,22 @@ def test_values_stay_in_their_range():
     assert {steps.draw() for _ in range(200)} == {1, 2, 3, 4, 5, 6}
 
 
+def test_a_clone_has_values_beside_its_donors():
+    """In a logarithm a fifth less or more, else a tenth of the range up or down, whole numbers the next at least; and
+    from an end of the range there is a way back."""
+
+    def moves(r, value):
+        return {r.move(value) for _ in range(50)}
+
+    assert moves(pbt.Range(0.9, 1.0, False, False), 0.95) == {0.94, 0.96}
+    assert moves(pbt.Range(0.9, 1.0, False, False), 1.0) == {0.99, 1.0}
+    assert moves(pbt.Range(1e-4, 1e-2, True, False), 1e-3) == {8e-4, 1.2e-3}
+    assert moves(pbt.Range(0, 0.02, False, False), 0) == {0, 0.002}
+    for log in (False, True):
+        assert moves(pbt.Range(1, 6, log, True), 2) == {1, 3}
+    assert moves(pbt.Range(100, 1000, False, True), 500) == {410, 590}
+
+
 def test_one_process_holds_a_study(tmp_path, capfd):
     with files.take(tmp_path):
         assert_refused(pbt, ["ppo_procgen.py", "--out", tmp_path], capfd, f"--out {tmp_path}: process ", "is at it")
