@@ -35,9 +35,9 @@ case $kind in
     if [ -n "$checkpoint" ]; then
       command=("$python" "$what" --resume "$(dirname "$(dirname "$checkpoint")")")
     else
-      place=(--run-dir "$folder")
-      [[ " $* " == *" --resume"* ]] && place=() # a resumed run stays in its own
-      command=("$python" "$what" --seed "$task" "${place[@]}" "$@")
+      own=(--seed "$task" --run-dir "$folder")
+      [[ " $* " == *" --resume"* ]] && own=() # a resumed run keeps its own
+      command=("$python" "$what" "${own[@]}" "$@")
     fi
     ;;
   *) echo "error: $kind: give sweep or run" >&2; exit 2 ;;
@@ -60,8 +60,8 @@ while [ -n "$waiting" ]; do # a signal ends bash's wait early
   code=0
   wait "$child" || code=$?
 done
-# 130 and 143: it was stopped before it could answer.
-if [ -n "$stopped" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+# 130 and 143: it was stopped before it could answer. A job that scancel ends has the same signal, but is no longer running.
+if [ -n "$stopped" ] && [ -n "${SLURM_JOB_ID:-}" ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   case $code in 0 | 130 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
 fi
 exit "$code"

@@ -484,9 +484,31 @@ def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
     output = shell("slurm.sh", "run", "ppo_procgen.py", "--num-envs", 256, **given).communicate()[0]
     assert output.startswith("srun --kill-on-bad-exit=1 ")
     assert output.endswith(f"ppo_procgen.py --seed 0 --run-dir {tmp_path}/0/0 --num-envs 256 --distributed\n")
+    resumed = shell(
+        "slurm.sh", "run", "ppo_procgen.py", "--resume", "runs/x", **given | {"SLURM_NTASKS": 1, "PYTHON": "echo"}
+    )
+    assert resumed.communicate()[0] == "ppo_procgen.py --resume runs/x\n"  # whose seed and folder are its own
     refused = shell("slurm.sh", "sweep", "some.yaml", **given)
     assert "one task a job" in refused.communicate()[0]
     assert refused.returncode == 2
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, tmp_path):
+    """Both end by the same signal; stand-ins for squeue and scontrol."""
+    for name, says in (("squeue", state), ("scontrol", "scontrol $@"), ("python", "begun; sleep 60")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {
+        "OUT": tmp_path,
+        "SLURM_JOB_ID": 7,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": tmp_path / "python",
+    }
+    process = shell("slurm.sh", "run", "ppo_procgen.py", **given)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[0].strip() == ("scontrol requeue 7" if state == "RUNNING" else "")
 
 
 @pytest.mark.slow
