@@ -59,9 +59,11 @@ class Args(
     gamma: str = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: float = 1.0
-    """V-trace: clip each temporal difference's importance ratio: the policy that values are of lies between both"""
+    """V-trace: clip each temporal difference's importance ratio; a lower one brings values nearer to those of the
+    policy that acted"""
     c_bar: float = 1.0
-    """V-trace: clip the ratio that lets later differences through: how fast values are learnt, not which"""
+    """V-trace: clip the ratios that carry later differences back; changes how fast values are learnt, not what they
+    come to"""
     pg_rho_bar: float = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: float = 1.0

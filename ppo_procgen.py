@@ -57,7 +57,7 @@ class Args(
     gae_lambda: float = 0.9
     """lambda of generalised advantage estimation"""
     clip_coef: float = 0.2
-    """clip the probability ratio to 1 +- this"""
+    """clip the probability ratio to 1 +- this; 1e9 for no clip, so that the KL penalty alone holds it"""
     kl_coef: float = 0.2
     """initial coefficient of the adaptive KL penalty; 0 for none"""
     kl_target: float = 0.01

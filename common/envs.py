@@ -108,7 +108,8 @@ class GameArgs:
     reward_clip: float = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: int = 16_384
-    """steps of each game after which, at a rollout's end, it starts anew: a resume plays all since then again"""
+    """steps of each game after which, at a rollout's end, all games start anew, their episodes cut short; a resume
+    plays all since then again"""
     eval_every: int = devices.host_only(1_000_000)
     """environment steps between evaluations; 0 for one at the end only"""
     eval_episodes: int = devices.host_only(128)

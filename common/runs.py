@@ -66,7 +66,7 @@ class RunArgs:
     FIXED: ClassVar = ("seed",)
 
     seed: int = 1
-    """of everything: the same seed gives the same metrics (IMPALA, Ape-X and SAC: with --deterministic)"""
+    """of everything: the same seed gives the same metrics (with --deterministic, in scripts that have it)"""
     run_dir: str = devices.host_only("runs")
     """where run directories go"""
     resume: str = devices.host_only("")
@@ -79,7 +79,8 @@ class RunArgs:
     """devices of this machine that learn: GPUs, or cores of a CPU (at most 8); 0 for as many as divide the games
     and minibatches"""
     distributed: bool = False
-    """train on several hosts together, each with its share of the games; SLURM or JAX's own variables say which"""
+    """PPO, TRPO, IMPALA: train on several hosts together, each with its share of the games; SLURM or JAX's own
+    variables say which"""
     track: Literal["wandb", "tensorboard"] = devices.host_only("wandb")
     """where metrics go besides metrics.jsonl: to Weights & Biases, or to files that TensorBoard reads"""
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = devices.host_only("auto")
@@ -116,6 +117,9 @@ def check_args(args: Any, script: str) -> None:
 
     Raises UsageError, one sentence, if a flag's value makes no sense.
     """
+    named = bool(re.fullmatch(r"\w+_\w+", script))
+    form = "give it a name of letters, digits and an underscore, such as my_ppo.py, else its runs cannot be found again"
+    check(named, f"{script}.py: {form}")
     check_flags(args)
     check_devices(args)
     if args.resume:
@@ -130,6 +134,12 @@ def check_args(args: Any, script: str) -> None:
 def check_flags(args: Any) -> None:
     """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
     groups = _groups(type(args))
+    for group in groups:
+        for field in dataclasses.fields(args):
+            typed = field.name not in vars(group) or field.name in inspect.get_annotations(group)
+            kind = getattr(field.type, "__name__", field.type)
+            new = f"{field.name}: {kind} = {vars(group).get(field.name)!r}"
+            check(typed, f"{group.__name__}.{field.name}: a new default has no effect without its type: {new}")
     for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
         check_limits(args, vars(group).get("LIMITS", {}))
     for group in groups:

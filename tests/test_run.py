@@ -1,5 +1,6 @@
 """Whole runs on the real game: same seed, resume, signals, kill -9, bad input."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -474,6 +475,21 @@ def test_help_has_what_the_script_says_of_a_flag(name, capsys):
     shown = re.sub(r"[│\s]+", "", capsys.readouterr().out)
     for flag, text in runs._field_texts(script.Args).items():
         assert re.sub(r"\s+", "", text) in shown, flag
+
+
+def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
+    """A name by which its runs would not be found again; a new default without its type, which Python leaves out."""
+    for name in ("my-ppo", "myppo"):
+        with pytest.raises(runs.UsageError, match=rf"{name}\.py: give it a name .* such as my_ppo\.py"):
+            runs.check_args(ppo.Args(), name)
+
+    @dataclasses.dataclass(frozen=True)
+    class Forked(ppo.Args):
+        num_levels = 200
+        gae_lambda: float = 0.95
+
+    with pytest.raises(runs.UsageError, match=r"Forked.num_levels: .* without its type: num_levels: int = 200"):
+        runs.check_args(Forked(), "my_ppo")
 
 
 def test_flags_that_do_not_parse_exit_with_2():
