@@ -121,7 +121,7 @@ def main(args: Args) -> list[dict]:
         runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
         agents.check_hub(args.push_to_hub)
     chosen = [script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
-    for run_dir in () if args.random else args.run_dirs:
+    for run_dir in args.run_dirs:
         there = Path(run_dir, agents.FILE).exists() or checkpoints.steps_in(run_dir)
         runs.check(there, f"RUN_DIR {run_dir}: has no complete checkpoint yet")
     for script, saved in chosen if args.levels == "train" else ():

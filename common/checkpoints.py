@@ -1,8 +1,10 @@
 """Checkpoints of a run: trees of arrays, written by Orbax under a temporary name, and read only if they are whole."""
 
+import contextlib
 import errno
 import hashlib
 import logging
+import os
 import re
 import shutil
 import sys
@@ -73,9 +75,19 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
     except BaseException:
         remove_unfinished(run_dir, seconds=1)
         raise
+    for path in (*(folder / str(step)).iterdir(), folder / str(step), folder):  # Orbax writes the numbers through alone
+        _write_through(path)
     for old in steps_in(run_dir)[:-keep]:
         away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}")
         shutil.rmtree(away, ignore_errors=True)  # on NFS what somebody reads can stay; the next resume removes it
+
+
+def _write_through(path: Path) -> None:
+    """Has a file, or the names that are in a folder, lie on the disk itself: for before an older one is removed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # not every file system does so with folders
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:

@@ -746,9 +746,9 @@ class Run:
         return step >= self._args.total_timesteps or crossed(self._args.eval_every, self._evaluated, step)
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether a multiple of `args.checkpoint_every` has come since the last checkpoint. Not at the end: after the
-        last evaluation scripts write one in any case."""
-        return step < self._args.total_timesteps and crossed(self._args.checkpoint_every, self._saved, step)
+        """Whether a multiple of `args.checkpoint_every` has come since the last checkpoint, or the end: a run may be
+        killed within its last evaluation, which takes minutes."""
+        return step >= self._args.total_timesteps or crossed(self._args.checkpoint_every, self._saved, step)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.log(step, metrics)

@@ -95,6 +95,23 @@ def test_the_last_evaluation_is_kept_where_a_checkpoint_was_due_too(train):
     assert len([line for line in read_metrics(longer.path) if "eval/test_levels/mean_return" in line]) == 1
 
 
+def test_a_run_that_dies_in_its_last_evaluation_has_all_that_it_learnt(train, monkeypatch, tmp_path):
+    """There is a checkpoint of its end before, and a resume has only to evaluate."""
+    whole = train(eval_episodes=4)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(envs, "evaluate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(eval_episodes=4, run_dir=str(tmp_path / "killed"))
+    (dead,) = (tmp_path / "killed").iterdir()
+    again = train(resume=str(dead), eval_episodes=4)
+    assert_same_run(whole.path, again.path)
+    assert any("eval/test_levels/mean_return" in line for line in read_metrics(again.path))
+
+
 def test_an_error_closes_the_games(train, monkeypatch):
     closed = []
     monkeypatch.setattr(ppo.envs.Games, "close", lambda self: closed.append(self))
