@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import signal
 import struct
@@ -608,7 +609,8 @@ class Run:
             self.path = Path(self._nowhere.name)
         known = read_args(args.resume, "--resume", script) if args.resume else {}
         config = dataclasses.asdict(args) | {"resume": ""}
-        run_id = known.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or self.path.name
+        run_id = known.get("wandb_id") or os.environ.get("WANDB_RUN_ID")
+        run_id = run_id or f"{self.path.name}-{secrets.token_hex(4)}"  # elsewhere a folder may have the same name
         (self.path / "checkpoints").mkdir(exist_ok=True)
         checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
@@ -616,6 +618,9 @@ class Run:
         self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)
+            project = getattr(self._wandb, "project", None) or args.wandb_project
+            if project != args.wandb_project:  # a sweep's, in which a resume is to find the run
+                config |= {"wandb_project": project, "wandb_entity": self._wandb.entity or ""}
         self._board = None
         if args.track == "tensorboard" and self.first:
             # What a resumed run had logged after its checkpoint is to vanish.
@@ -709,13 +714,18 @@ class Run:
             self._metrics.write(json.dumps(clocks | numbers) + "\n")
             self._metrics.flush()
         self._lines += 1
-        self._tell_wandb("log", numbers, step=step)
+        self._log_to_wandb(step, numbers)
         if self._board:
             self._board.add_numbers(step, numbers)
         if "charts/SPS" in numbers:
             status = f"{step:,} steps  {numbers['charts/SPS']:,.0f}/s"
             status += f"  return {numbers.get('charts/episodic_return', float('nan')):.2f}"
             self._progress.update(self._task, completed=step, status=status)
+
+    def _log_to_wandb(self, step: int, what: dict[str, Any]) -> None:
+        """The step is a value like others, which `_start_wandb` makes the axis: of W&B's own steps none may come twice,
+        and after a resume some do."""
+        self._tell_wandb("log", {"global_step": step} | what)
 
     def _tell_wandb(self, method: str, *given, **options) -> None:
         """Calls a method of W&B's run, if there is one. Its process may be gone, killed for memory or by a signal to
@@ -761,7 +771,7 @@ class Run:
         if self._wandb:
             import wandb
 
-            self._tell_wandb("log", {"videos/episode": wandb.Video(str(path))}, step=step)
+            self._log_to_wandb(step, {"videos/episode": wandb.Video(str(path))})
 
     def save_picture(self, step: int, name: str, picture: np.ndarray) -> None:
         """Writes uint8 [H, W, 3] to <name>.png and W&B."""
@@ -770,7 +780,7 @@ class Run:
         if self._wandb:
             import wandb
 
-            self._tell_wandb("log", {f"pictures/{name}": wandb.Image(str(path))}, step=step)
+            self._log_to_wandb(step, {f"pictures/{name}": wandb.Image(str(path))})
         if self._board:
             self._board.add_picture(step, f"pictures/{name}", picture)
 
@@ -897,7 +907,7 @@ def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str
     import wandb
 
     try:
-        return wandb.init(
+        run = wandb.init(
             project=args.wandb_project,
             entity=args.wandb_entity or None,
             name=path.resolve().name,
@@ -906,8 +916,12 @@ def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str
             dir=path,
             config=config,
             mode=mode,
-            settings=wandb.Settings(console="off", silent=mode != "online"),
+            # Without an end, a run that is stopped would wait for a network that is gone.
+            settings=wandb.Settings(console="off", silent=mode != "online", finish_timeout=60),
         )
+        run.define_metric("global_step")
+        run.define_metric("*", step_metric="global_step")
+        return run
     except Exception as error:  # W&B raises many kinds
         given = f"--wandb-mode {args.wandb_mode} --wandb-project {args.wandb_project}"
         raise UsageError(

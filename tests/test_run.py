@@ -345,10 +345,38 @@ def test_wandb_gets_project_entity_and_arguments(train, monkeypatch):
     import wandb
 
     given = {}
-    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options))
-    train(wandb_mode="offline", wandb_project="games", wandb_entity="us", total_timesteps=1)
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or 1 / 0)
+    with pytest.raises(runs.UsageError, match="--wandb-project games: W&B does not start"):
+        train(wandb_mode="offline", wandb_project="games", wandb_entity="us", total_timesteps=1)
     assert (given["project"], given["entity"], given["mode"]) == ("games", "us", "offline")
     assert given["config"]["num_envs"] == TINY["num_envs"]
+    assert re.fullmatch(f"{given['name']}-[0-9a-f]{{8}}", given["id"])  # two machines may have a folder of one name
+
+
+def test_wandb_has_the_step_as_its_axis_and_a_sweeps_project_is_kept(train, monkeypatch):
+    """Its own step may not come twice, and does after a resume: rows would be dropped or moved to later steps."""
+    import wandb
+
+    rows, axes = [], []
+
+    class Fake:
+        project, entity = "of the sweep", "us"
+
+        def log(self, row):
+            rows.append(row)
+
+        def define_metric(self, *names, **axis):
+            axes.append((names, axis))
+
+        def finish(self, exit_code):
+            pass
+
+    monkeypatch.setattr(wandb, "init", lambda **options: Fake())
+    run = train(wandb_mode="offline", total_timesteps=200)
+    assert axes == [(("global_step",), {}), (("*",), {"step_metric": "global_step"})]
+    assert [row["global_step"] for row in rows] == [line["global_step"] for line in read_metrics(run.path)]
+    saved = json.loads((run.path / "args.json").read_text())["args"]
+    assert (saved["wandb_project"], saved["wandb_entity"]) == ("of the sweep", "us")
 
 
 def test_a_run_survives_the_end_of_wandbs_process(train, monkeypatch, capfd):
@@ -359,6 +387,9 @@ def test_a_run_survives_the_end_of_wandbs_process(train, monkeypatch, capfd):
             raise ConnectionResetError("Connection lost")
 
         finish = log
+
+        def define_metric(self, *given, **options):
+            pass
 
     monkeypatch.setattr(wandb, "init", lambda **options: Dead())
     run = train(wandb_mode="offline", total_timesteps=200)
