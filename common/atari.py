@@ -56,8 +56,7 @@ def make_montezuma(args, num_envs: int, seed: int | list[int], **frames):
 
     Returns an EnvPool: frames uint8 [N, 1, 84, 84], rewards float32 [N], 18 actions; info["ram"] is uint8 [N, 128].
     """
-    envs.load_qt()
-    import envpool  # late: it takes seconds, and bad arguments should be answered before
+    envpool = envs.import_envpool()
 
     return envpool.make(
         ENV_ID,

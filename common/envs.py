@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -182,14 +183,25 @@ def range_of_levels(args, levels: str) -> tuple[int, int]:
     return first, count
 
 
+def import_envpool() -> ModuleType:
+    """Late, since it takes seconds, and bad arguments should be answered before. Raises UsageError where a library of
+    the system that it loads is missing, as in a bare container."""
+    load_qt()
+    try:
+        import envpool
+    except ImportError as error:
+        install = "libgl1" if sys.version_info < (3, 12) else "libegl1 libopengl0"
+        raise UsageError(f"EnvPool does not load ({error}): apt install {install}") from None
+    return envpool
+
+
 def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
     """Makes `num_envs` copies of a script's game (`args`: GameArgs) on "train" or "test" levels, as one EnvPool
     (Gymnasium API, C++ threads): frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
 
     A seed is 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
     """
-    load_qt()
-    import envpool  # late: it takes seconds, and bad arguments should be answered before
+    envpool = import_envpool()
 
     first, count = range_of_levels(args, levels)
     return envpool.make(

@@ -15,10 +15,11 @@ import sys
 
 
 def _renderer() -> str:
-    """What MuJoCo draws with where there is no display; osmesa is another one. Without its library even the import of
+    """What MuJoCo draws with where there is no display; osmesa is another one. Without its libraries even the import of
     MuJoCo would fail."""
     try:
-        ctypes.CDLL("libEGL.so.1")
+        for library in ("libEGL.so.1", "libOpenGL.so.0"):
+            ctypes.CDLL(library)
     except OSError:
         return "disabled"
     return "egl"
