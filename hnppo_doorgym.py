@@ -762,7 +762,9 @@ def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    runs.check_memory(args, ("num_envs", "hyper_width", "hidden"), jax.eval_shape(partial(initial, args, agent)))
+    names = ("num_envs", "hyper_width", "hidden", "num_worlds", "eval_episodes")
+    worlds = jax.ShapeDtypeStruct((args.num_worlds + args.eval_episodes, doors.WORLD), np.uint8)
+    runs.check_memory(args, names, jax.eval_shape(partial(initial, args, agent)), worlds)
 
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
         state = (run.saved or devices.run_once(initial, args, agent))["state"]

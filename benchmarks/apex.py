@@ -57,6 +57,8 @@ def measure(flags: str, steps: int) -> dict[str, float]:
     parts |= {"actors' inference": "actor_inference", "games": "actor_game", "actors blocked": "actor_blocked"}
     result |= {f"{name} %": percent(part) for name, part in parts.items()}
     result["sampling and priorities, % of update"] = 100 * percent("sample") / max(percent("update"), 1e-9)
+    if args.replay_device == "device":  # there it is a part of the update's program
+        result |= dict.fromkeys(("sampling and priorities %", "sampling and priorities, % of update"), float("nan"))
     buffer = jax.eval_shape(lambda: offpolicy.initial_replay(args))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(buffer))
     result["bytes a transition"] = size / buffer.priorities.size
@@ -65,7 +67,7 @@ def measure(flags: str, steps: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
-    row = {"setting": args.name} | {k: f"{x:.4g}" for k, x in measure(args.flags, args.steps).items()}
+    row = {"setting": args.name} | {k: "" if x != x else f"{x:.4g}" for k, x in measure(args.flags, args.steps).items()}
     row |= {"flags": args.flags} | records.origin()
     table = Table("", args.name)
     for key, value in row.items():

@@ -72,7 +72,7 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     games = envs.Games(partial(envs.make_levels, args), numbers, 0, args.restart_every)
     frames, age = np.array(games.obs), np.array(games.age)
     seen = devices.put(args, (frames, age), devices.GAMES)
-    agent, params = networks.for_acting(agent, state.params["agent"])
+    player, params = networks.for_acting(agent, state.params["agent"])
     watch = runs.Stopwatch()
     rollout, steps, carry = ppo.collect(args, agent, games, state.params["agent"], carry, i=0, watch=watch)
     given = devices.put(args, (rollout, steps), (ppo.ROLLOUT, envs.STEPS))
@@ -80,7 +80,7 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
 
     def act(obs, age):
         nonlocal playing
-        playing, actions = ppo.act(args, agent, params, playing, obs, age)
+        playing, actions = ppo.act(args, player, params, playing, obs, age)
         return actions
 
     def update():

@@ -22,6 +22,7 @@ TASKS = (
 )
 SLOTS = len(TASKS)  # a series has at most this many
 ACTION_REPEAT, DECISIONS = 4, 128  # of 80 ms in an episode: 10.24 seconds
+WORLD = 220_000  # bytes of a compiled world
 
 
 @dataclass(frozen=True)
