@@ -65,21 +65,26 @@ def last_evaluation(seeds: list[list[dict]]) -> tuple[float, float, float]:
 
 
 def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:
-    """The seeds' rows of training and those of evaluations, by game and by the cell's name without the game.
+    """The seeds' rows of training and those of evaluations, by game and by the cell's name without the game. Of each
+    cell only the seeds that ran for the most steps: a mean with shorter runs would be of no length.
 
     Raises UsageError if there are none.
     """
     flags = {row["cell"]: trials.read_settings(row["flags"].split()) for row in reproduce.read_table(args.table)}
     files = [Path(args.folder, f"{args.table}_{ending}.csv") for ending in ("training", "evaluations")]
     training, evaluated = (longest(records.read_rows(path)) for path in files)
+    most = {}
+    for (cell, _), rows in training.items():
+        most[cell] = max(most.get(cell, args.least), int(rows[0]["of steps"]))
     games = {}
     for (cell, seed), rows in training.items():
-        asked = any(part in cell for part in args.cells or [""]) and int(rows[0]["of steps"]) >= args.least
+        asked = any(part in cell for part in args.cells or [""]) and int(rows[0]["of steps"]) == most[cell]
         if asked and cell in flags:
             game = flags[cell]["env_id"]
             of_cell = games.setdefault(game, {}).setdefault(cell.removesuffix(f", {game}"), ([], []))
             of_cell[0].append(rows)
-            of_cell[1].extend([evaluated[cell, seed]] if (cell, seed) in evaluated else [])
+            there = evaluated.get((cell, seed), [])
+            of_cell[1].extend([there] if there and there[0]["of steps"] == rows[0]["of steps"] else [])
     runs.check(bool(games), f"TABLE {args.table}: has no such curves in {args.folder}, give one that has")
     return games
 

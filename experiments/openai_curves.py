@@ -72,7 +72,7 @@ def main(args: Args) -> list[dict]:
                 ]
                 shortest = min(map(len, curves))
                 values = np.array([curve[:shortest] for curve in curves])
-                for point, mean, std in zip(POINTS, values.mean(axis=0), values.std(axis=0), strict=False):
+                for point, mean, std in zip(POINTS, values.mean(axis=0), values.std(axis=0, ddof=1), strict=False):
                     row = {"split": name + part, "game": game, "env_steps": point, "mean_return": f"{mean:.3f}"}
                     if np.isfinite(mean):
                         rows.append(row | {"std_over_runs": f"{std:.3f}", "runs": len(curves)})

@@ -76,7 +76,7 @@ class Args:
     """draw the runs of a group too, thin"""
     points: int = 400
     """about this many rows a run in the CSV, evaluations besides, and points a line in the picture; a mean over runs
-    has at most 120"""
+    has at most 120, and at most 20 marks for its evaluations"""
     aggregate: bool = False
     """also score the groups over all games with rliable: OUT_aggregate.csv and OUT_aggregate.png"""
     score_metric: str = "eval/test_levels/mean_return"
@@ -339,7 +339,7 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
         key = f"eval/{levels}_levels/mean_return"
         found = [points for run in group if (points := curve(run.lines, clock, key)).size]
         if found:
-            grid, values = common_grid(found, 8)
+            grid, values = common_grid(found, 20)
             edge = {"ms": 8, "mec": "k", "ls": "", "zorder": 4}
             axis.plot(grid, values.mean(axis=0), style["marker"], mfc=face, **edge)
             name = f"evaluation, {levels} levels"
