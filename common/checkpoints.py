@@ -1,6 +1,5 @@
 """Checkpoints of a run: trees of arrays, written by Orbax under a temporary name, and read only if they are whole."""
 
-import contextlib
 import errno
 import hashlib
 import logging
@@ -75,8 +74,9 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
     except BaseException:
         remove_unfinished(run_dir, seconds=1)
         raise
-    for path in (*(folder / str(step)).iterdir(), folder / str(step), folder):  # Orbax writes the numbers through alone
-        _write_through(path)
+    with full_disk_explained(folder / str(step)):
+        for path in (*(folder / str(step)).rglob("*"), folder / str(step), folder):
+            _write_through(path)
     for old in steps_in(run_dir)[:-keep]:
         away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}")
         shutil.rmtree(away, ignore_errors=True)  # on NFS what somebody reads can stay; the next resume removes it
@@ -84,10 +84,20 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
 
 def _write_through(path: Path) -> None:
     """Has a file, or the names that are in a folder, lie on the disk itself: for before an older one is removed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # not every file system does so with folders
-        os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+            errno.EISDIR,
+            errno.EACCES,
+        ):  # not every system can, of folders
+            raise
 
 
 def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:

@@ -189,6 +189,8 @@ def import_envpool() -> ModuleType:
     load_qt()
     try:
         import envpool
+    except ModuleNotFoundError:  # the package itself
+        raise
     except ImportError as error:
         install = "libgl1" if sys.version_info < (3, 12) else "libegl1 libopengl0"
         raise UsageError(f"EnvPool does not load ({error}): apt install {install}") from None

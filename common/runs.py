@@ -618,9 +618,8 @@ class Run:
         self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)
-            project = getattr(self._wandb, "project", None) or args.wandb_project
-            if project != args.wandb_project:  # a sweep's, in which a resume is to find the run
-                config |= {"wandb_project": project, "wandb_entity": self._wandb.entity or ""}
+            if os.environ.get("WANDB_SWEEP_ID"):  # the run is in the sweep's project, where a resume is to find it
+                config |= {"wandb_project": self._wandb.project, "wandb_entity": self._wandb.entity or ""}
         self._board = None
         if args.track == "tensorboard" and self.first:
             # What a resumed run had logged after its checkpoint is to vanish.
@@ -758,7 +757,8 @@ class Run:
     def checkpoint_due(self, step: int) -> bool:
         """Whether a multiple of `args.checkpoint_every` has come since the last checkpoint, or the end: a run may be
         killed within its last evaluation, which takes minutes."""
-        return step >= self._args.total_timesteps or crossed(self._args.checkpoint_every, self._saved, step)
+        ended = step >= self._args.total_timesteps > self._saved
+        return ended or crossed(self._args.checkpoint_every, self._saved, step)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.log(step, metrics)
@@ -846,6 +846,7 @@ class Run:
         if new and len(kept) == count:
             kept.append(later[0])
             self._evaluated = self._saved
+            self._seconds = max(self._seconds, json.loads(later[0]).get("seconds", 0.0))
         self._metrics.close()
         with files.whole(path) as temporary:
             temporary.write_bytes(b"".join(kept))

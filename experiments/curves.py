@@ -99,11 +99,12 @@ def draw(games: dict[str, dict[str, tuple[list, list]]], random: dict[str, float
         for i, (name, (training, evaluated)) in enumerate(sorted(cells.items(), key=lambda x: names.index(x[0]))):
             steps, hours, returns = np.mean([in_parts(rows) for rows in training], axis=0)
             style = plot.style_of(names.index(name))
+            style |= {"mfc": "w"} if names.index(name) >= len(plot.MARKERS) else {}  # the first one's colour again
             for axis, x in ((over_steps, steps), (over_hours, hours)):
                 (shown[name],) = axis.plot(x, returns, **style, markevery=4, path_effects=plot.HALO)
             if evaluated:
                 step, mean, error = last_evaluation(evaluated)
-                mark = {"color": style["color"], "marker": style["marker"], "mec": "k", "ms": 8, "capsize": 3}
+                mark = {"mfc": style["color"], "mec": "k", "ms": 8, "capsize": 3} | style | {"ls": "", "ms": 8}
                 over_steps.errorbar(step * (1.02 + 0.015 * i), mean, error, **mark)
         for axis in (over_steps, over_hours):
             if game in random:

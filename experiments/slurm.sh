@@ -60,8 +60,14 @@ while [ -n "$waiting" ]; do # a signal ends bash's wait early
   code=0
   wait "$child" || code=$?
 done
-# 130 and 143: it was stopped before it could answer. A job that scancel ends has the same signal, but is no longer running.
-if [ -n "$stopped" ] && [ -n "${SLURM_JOB_ID:-}" ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-  case $code in 0 | 130 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+# 130 and 143: it was stopped before it could answer. A job that scancel ends has the same signal, but is completing by then.
+if [ -n "$stopped" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+  job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task} # one task of an array has the array's own id
+  job=${job:-$SLURM_JOB_ID}
+  state=$(squeue --noheader --jobs="$job" --format=%T 2>/dev/null || true)
+  case $state/$code in
+    COMPLETING/* | CANCELLED/*) ;;
+    */0 | */130 | */143) scontrol requeue "$job" ;;
+  esac
 fi
 exit "$code"

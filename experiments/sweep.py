@@ -371,7 +371,8 @@ def as_told(
             return (min if sweep["metric"]["goal"] == "maximize" else max)(known), TrialState.COMPLETE
     if state == TrialState.PRUNED and isinstance(study.sampler, optuna.samplers.GPSampler):
         values = others[trial.number].intermediate_values
-        return values[max(values)], TrialState.COMPLETE
+        if math.isfinite(last := values[max(values)]):
+            return last, TrialState.COMPLETE
     return value, state
 
 

@@ -235,7 +235,7 @@ def run(
             look(True)
             looked = time.monotonic() - began  # longer, the more has been logged
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.5, 20 * looked))
+                process.wait(min(5, max(0.5, 20 * looked)))
     finally:
         process.stdin.close()
         process.wait()

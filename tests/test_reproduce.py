@@ -493,22 +493,19 @@ def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
     assert refused.returncode == 2
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
-def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, tmp_path):
-    """Both end by the same signal; stand-ins for squeue and scontrol."""
-    for name, says in (("squeue", state), ("scontrol", "scontrol $@"), ("python", "begun; sleep 60")):
+@pytest.mark.parametrize(("state", "task"), [("RUNNING", ""), ("COMPLETING", ""), ("", ""), ("RUNNING", "3")])
+def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, task, tmp_path):
+    """Both end by the same signal; stand-ins for squeue, which may fail, and scontrol. Of an array it is the task."""
+    for name, says in (("squeue", state), ("scontrol", "scontrol $@"), ("python", "begun; exec sleep 60")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
         (tmp_path / name).chmod(0o755)
-    given = {
-        "OUT": tmp_path,
-        "SLURM_JOB_ID": 7,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHON": tmp_path / "python",
-    }
-    process = shell("slurm.sh", "run", "ppo_procgen.py", **given)
+    given = {"OUT": tmp_path, "SLURM_JOB_ID": 7, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given |= {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": task} if task else {}
+    process = shell("slurm.sh", "run", "ppo_procgen.py", **given | {"PYTHON": tmp_path / "python"})
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
-    assert process.communicate()[0].strip() == ("scontrol requeue 7" if state == "RUNNING" else "")
+    again = "" if state == "COMPLETING" else f"scontrol requeue {'7_3' if task else 7}"
+    assert process.communicate()[0].strip() == again
 
 
 @pytest.mark.slow

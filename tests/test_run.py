@@ -78,6 +78,7 @@ def test_an_evaluation_that_came_after_its_checkpoint_is_kept(tmp_path):
     again = replace(args, resume=str(run.path))
     with runs.Run(again, ppo.SCRIPT, load) as resumed:
         assert resumed.evaluation_due(100)
+        resumed._seconds += 50  # that the evaluation took
         resumed.log_evaluation(100, {"eval/test_levels/mean_return": 7.5})
         resumed.save(100, {"state": np.zeros(2)}, {})
     with runs.Run(replace(again, total_timesteps=200), ppo.SCRIPT, load) as longer:
@@ -85,6 +86,7 @@ def test_an_evaluation_that_came_after_its_checkpoint_is_kept(tmp_path):
         longer.log(200, {"losses/loss": 2})
     lines = [sorted(set(line) - {"time", "seconds", "global_step"}) for line in read_metrics(run.path)]
     assert lines == [["losses/loss"], ["eval/test_levels/mean_return"], ["losses/loss"]]
+    assert [line["seconds"] >= 50 for line in read_metrics(run.path, clocks=True)] == [False, True, True]
 
 
 @pytest.mark.slow
@@ -372,6 +374,7 @@ def test_wandb_has_the_step_as_its_axis_and_a_sweeps_project_is_kept(train, monk
             pass
 
     monkeypatch.setattr(wandb, "init", lambda **options: Fake())
+    monkeypatch.setenv("WANDB_SWEEP_ID", "one")
     run = train(wandb_mode="offline", total_timesteps=200)
     assert axes == [(("global_step",), {}), (("*",), {"step_metric": "global_step"})]
     assert [row["global_step"] for row in rows] == [line["global_step"] for line in read_metrics(run.path)]
