@@ -548,7 +548,7 @@ def show(rows: list[dict[str, str]]) -> None:
 
 def main(args: Args) -> None:
     jax.config.update("jax_platforms", "cpu")  # else the plug-in asks for a driver when JAX starts
-    runs.check_limits(args, {"top": (0, 1000)} | ({} if args.game_ms is None else {"game_ms": (0, None)}))
+    runs.check_limits(args, {"game_ms": (0, None), "top": (0, 1000)})
     wanted, rows, kernels = chosen(args.programs), [], []
     counts = (1, 8) if args.gpus == "all" else (int(args.gpus),)
     for script in wanted:

@@ -82,6 +82,9 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
         shutil.rmtree(away, ignore_errors=True)  # on NFS what somebody reads can stay; the next resume removes it
 
 
+NO_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EISDIR, errno.EACCES}  # of file systems that sync files alone
+
+
 def _write_through(path: Path) -> None:
     """Has a file, or the names that are in a folder, lie on the disk itself: for before an older one is removed."""
     try:
@@ -91,12 +94,7 @@ def _write_through(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-            errno.EISDIR,
-            errno.EACCES,
-        ):  # not every system can, of folders
+        if error.errno not in NO_FOLDERS:
             raise
 
 

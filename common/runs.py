@@ -136,11 +136,11 @@ def check_flags(args: Any) -> None:
     """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
     groups = _groups(type(args))
     for group in groups:
+        own, typed = vars(group), inspect.get_annotations(group)
         for field in dataclasses.fields(args):
-            typed = field.name not in vars(group) or field.name in inspect.get_annotations(group)
-            kind = getattr(field.type, "__name__", field.type)
-            new = f"{field.name}: {kind} = {vars(group).get(field.name)!r}"
-            check(typed, f"{group.__name__}.{field.name}: a new default has no effect without its type: {new}")
+            if field.name in own and field.name not in typed:
+                new = f"{field.name}: {getattr(field.type, '__name__', field.type)} = {own[field.name]!r}"
+                raise UsageError(f"{group.__name__}.{field.name}: a new default has no effect without its type: {new}")
     for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
         check_limits(args, vars(group).get("LIMITS", {}))
     for group in groups:
@@ -418,9 +418,12 @@ def _parts_of_batch(args: Any) -> tuple[str, int]:
 
 
 def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> None:
-    """Raises UsageError if a number or schedule of `args` lies outside its closed range (None: no bound)."""
+    """Raises UsageError if a number or schedule of `args`, where one is given, lies outside its closed range (None: no
+    bound)."""
     for name, (low, high) in limits.items():
         value = getattr(args, name)
+        if value is None:
+            continue
         if isinstance(value, str):
             _check_schedule(flag_of(name), value, low, high)
             continue

@@ -60,8 +60,7 @@ def in_parts(rows: list[dict]) -> np.ndarray:
 def last_evaluation(seeds: list[list[dict]]) -> tuple[float, float, float]:
     """Step, mean over seeds and the standard error of all their episodes, of each seed's last evaluation."""
     last = [max(rows, key=lambda row: int(row["step"])) for rows in seeds]
-    error = sum(float(row["error"]) ** 2 for row in last) ** 0.5 / len(last)
-    return *(np.mean([float(row[name]) for row in last]) for name in ("step", "mean")), error
+    return np.mean([float(row["step"]) for row in last]), *reproduce.pooled(last)
 
 
 def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:

@@ -262,6 +262,12 @@ def curves(row: dict, flags: dict, folders: list[Path]) -> list[dict]:
     return found
 
 
+def pooled(rows: list[dict]) -> tuple[float, float]:
+    """Of one evaluation of each seed, as `evaluations` has them: the mean, and the standard error of all episodes."""
+    error = sum(float(row["error"]) ** 2 for row in rows) ** 0.5 / len(rows)
+    return float(np.mean([float(row["mean"]) for row in rows])), error
+
+
 def speed(lines: list[dict]) -> str:
     """Steps a second of a run's fastest tenth, by its own clock: what other jobs have disturbed least."""
     points = [(line["seconds"], line["global_step"]) for line in lines if "charts/SPS" in line and "seconds" in line]

@@ -172,16 +172,13 @@ def side_by_side() -> list[str]:
         near = (one for one in row["of"].get(game, []) if abs(int(one["step"]) - steps) <= 0.02 * steps)
         return list({one["seed"]: one for one in sorted(near, key=lambda one: int(one["of steps"]))}.values())
 
-    def mean(found):
-        return np.mean([float(one["mean"]) for one in found]) if found else 0.0
-
     def after(game: str, steps: int) -> Callable[[dict], str]:
         def cell(row):
             found = at(row, game, steps)
             if not found:
                 return ""
-            error = np.sqrt(sum(float(one["error"]) ** 2 for one in found)) / len(found)
-            return f"{mean(found):.2f} ({error:.2f})" + (f", {len(found)} seeds" if len(found) > 1 else "")
+            mean, error = reproduce.pooled(found)
+            return f"{mean:.2f} ({error:.2f})" + (f", {len(found)} seeds" if len(found) > 1 else "")
 
         return cell
 
@@ -197,8 +194,13 @@ def side_by_side() -> list[str]:
     for game in ("starpilot", "coinrun"):
         columns |= {f"{game}, {millions(steps)}": after(game, steps) for steps in (500_000, 1_000_000)}
     columns["steps/s"] = speed
+
+    def at_half(row):
+        found = at(row, "starpilot", 500_000)
+        return reproduce.pooled(found)[0] if found else 0.0
+
     shown = [{"name": name, "of": of} for name, of in rows.items()]
-    return table(sorted(shown, key=lambda row: -mean(at(row, "starpilot", 500_000))), columns)
+    return table(sorted(shown, key=at_half, reverse=True), columns)
 
 
 def not_looking() -> list[str]:
