@@ -8,6 +8,7 @@ and a line search that takes only what is better. --penalty trades the trust reg
 """
 
 import common  # noqa: F401, I001 - first: from here on signals are answered
+import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ SCRIPT = Path(__file__).stem
 class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     LIMITS: ClassVar = {
         "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "gae_lambda": (0, 1),
-        "max_kl": (1e-8, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (1e-8, None),
+        "max_kl": (1e-6, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (1e-5, None),
         "line_search_steps": (1, 100), "value_epochs": (1, 1000), "penalty": (0, None),
         "learning_rate": (0, None), "gamma": (0, 1),
     }  # fmt: skip
@@ -53,7 +54,7 @@ class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunA
     max_kl: float = 0.01
     """how far a step may take the policy: mean KL divergence from the old one, nats"""
     fisher_fraction: float = 0.1
-    """part of the batch that the Fisher matrix is estimated on (rounded up to eights of samples for each device)"""
+    """part of the batch that the Fisher matrix is estimated on (in each pass and device rounded up to eights)"""
     cg_iterations: int = 10
     """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
     damping: float = 0.1
@@ -368,7 +369,7 @@ def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, m
         i, scale, _ = carry
         return i + 1, scale / 2, evaluate(along(params, scale / 2, step))
 
-    start = jnp.int32(1), jnp.float32(1), evaluate(along(params, 1.0, step))
+    start = jnp.int32(0), jnp.float32(2), before  # not better than itself: the whole step is tried first
     _, scale, parts = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~good(carry[2]), shorter, start)
     scale = jnp.where(good(parts), scale, 0.0)
     parts = jax.tree.map(partial(jnp.where, scale > 0), parts, before)
@@ -426,7 +427,7 @@ def mean_over(function: Callable, data: Data, order: jax.Array):
 def fisher_rows(args: Args, order: jax.Array) -> jax.Array:
     """`args.fisher_fraction` of this device's samples int32 [M, B], in as few rows as hold them: each row is a pass,
     after which the devices add up."""
-    number = max(round(args.fisher_fraction * order.size), 1)
+    number = math.ceil(args.fisher_fraction * order.size)
     rows = -(-number // order.shape[1])
     width = min(-(-number // rows // 8) * 8, order.shape[1])  # the CPU's chunks are of 8
     return order.reshape(-1)[: rows * width].reshape(rows, width)
@@ -455,7 +456,8 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     image = fisher(direction)
     # The quadratic form of the KL divergence, with the damping's part, is max_kl at this length.
     curvature = dot(direction, image)
-    length = jnp.where(curvature > 0, jnp.sqrt(2 * args.max_kl / curvature), 0.0)
+    # Not a number where the curvature is not positive; then the line search takes nothing.
+    length = jnp.sqrt(2 * args.max_kl / curvature)
     step = jax.tree.map(lambda d: length * d, direction)
     params, parts, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
     del parts["loss"]  # is the policy_loss
@@ -466,7 +468,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
     """What Adam minimises, for each sample [B]: the value network's squared error and, with a penalty, the policy's
-    surrogate and KL divergence (Schulman et al. 2017, equation 8, with a fixed coefficient)."""
+    surrogate and KL divergence (Schulman et al. 2017, equation 5)."""
     frames, batch = minibatch
     value_loss = 0.5 * (look(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
     if not args.penalty:
