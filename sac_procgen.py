@@ -63,7 +63,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     q_clip: float = 0.0
     """clip the change of a Q-value from the target network's, in reward, in the critics' loss; 0 for no clipping"""
     entropy_penalty: float = 0.0
-    """coefficient of half the squared difference between the policy's entropy and its target network's"""
+    """coefficient of half the squared difference, nats, of the policy's entropy from its target network's; in reward"""
     learning_rate: str = "3e-4"
     """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
     max_grad_norm: float = 10.0
@@ -77,7 +77,8 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         apart = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
         needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
         runs.check_needs(self, apart, needs, ("q_clip", "entropy_penalty"))
-        runs.check(self.min_alpha <= self.alpha, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
+        lower = bool(self.resume) or self.min_alpha <= self.alpha  # a resumed run has its checkpoint's temperature
+        runs.check(lower, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
 
 # NETWORK
@@ -290,7 +291,7 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
         log_alpha = tune(args, log_alpha, means["entropy"])
     updates = state.updates + 1
     move = jnp.where(updates % args.target_network_frequency == 0, args.tau, 0.0)
-    target = jax.tree.map(lambda new, old: old + move * (new - old), params, state.target)
+    target = optax.incremental_update(params, state.target, move)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
         "losses/grad_norm": devices.norm(grads),
         "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong

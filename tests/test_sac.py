@@ -23,7 +23,7 @@ from test_apex_math import GAMES, ROOMS, chain, full_buffer
 
 import evaluate
 import sac_procgen as sac
-from common import augment, checkpoints, devices, envs, offpolicy, replay, runs
+from common import augment, checkpoints, devices, envs, networks, offpolicy, replay, runs
 from common.devices import SAME
 
 relaxed = settings(deadline=None, max_examples=10)
@@ -168,18 +168,26 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
     assert np.abs(values - old_values).max() > 0.1
-    grey = sac.Args(**vars(args) | {"augment": "grayscale", "augment_prob": 1.0})  # the same whatever the key
-    frames, next_frames = (
-        augment.augment(augment.AugmentArgs("grayscale", 1.0), batch.keys, x) for x in (batch.frames, batch.next_frames)
-    )
-    by_hand = batch._replace(frames=frames, next_frames=next_frames)
-    got, want = (
-        sac.loss(flags, agent, online, some, target=target, alpha=0.3)["td_error"]
-        for flags, some in ((grey, batch), (args, by_hand))
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    without = sac.loss(args, agent, online, by_hand._replace(next_frames=batch.next_frames), target=target, alpha=0.3)
-    assert np.abs(without["td_error"] - want).max() > 1e-4
+
+
+def test_frames_and_next_frames_are_transformed_apart_and_features_dropped_once():
+    args, agent, state, batch = different_networks(augment="translate", augment_prob=1.0, dropout=0.5)
+    online, target = state.params["agent"], state.target
+    keys, next_keys, dropout_keys = (jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3))
+    frames, next_frames = augment.augment(args, keys, batch.frames), augment.augment(args, next_keys, batch.next_frames)
+    assert (augment.augment(args, keys, batch.next_frames) != next_frames).any()
+    whole = agent.apply(online, frames, method="encode")
+    features = networks.dropout(whole, dropout_keys, 0.5)
+    assert 0.2 < (features[whole != 0] == 0).mean() < 0.8
+    outputs = sac.Outputs(
+        agent.apply(online, features, method="values"), agent.apply(online, features, method="logits"),
+        next_logits=agent.apply(online, next_frames)[0], next_target=agent.apply(target, next_frames)[1],
+        old_values=None, old_logits=None,
+    )  # fmt: skip
+    want = sac.sac_parts(args, outputs, 0.3, batch)
+    got = sac.loss(args, agent, online, batch, target=target, alpha=0.3)
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_an_update_moves_the_target_the_temperature_and_the_priorities():
