@@ -70,7 +70,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     num_layers: int = 2
     """hidden layers of each"""
     task_timesteps: int = 4_000_000
-    """decisions to learn a task from at most; each lasts 80 ms"""
+    """decisions to learn a task from at most, in whole updates; each lasts 80 ms"""
     num_envs: int = 64
     """doors side by side; a batch is one episode of each, of 128 decisions"""
     num_minibatches: int = 8
@@ -624,10 +624,13 @@ def evaluate_task(args: Args, agent: Agent, state: TrainState, task: str) -> tup
 
 def trained(args: Args, agent: Agent, run_dir: str) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote: a policy
-    for each task. A network that learnt its task from scratch plays that task; otherwise see `policy_for`."""
+    for each task, of the best parameters so far of the task that is being learnt. A network that learnt its task from
+    scratch plays that task; otherwise see `policy_for`."""
 
     def part(state):
-        actors = []
+        evaluated = (state.finished == state.task) & (state.best.success >= 0)
+        learner = jax.tree.map(partial(jnp.where, evaluated), state.best.learner, state.learner)
+        state, actors = state._replace(learner=learner), []
         for i in range(len(doors.task_names(args))):
             actor = policy_for(agent, state, i)["actor"]
             if args.method == "ppo":

@@ -9,7 +9,7 @@ import numpy as np
 import tyro
 
 import doorgym
-from common.runs import check
+from common.runs import FailedError, check
 
 # The study's tasks, by number (Schoepf et al. 2022).
 TASKS = (
@@ -108,14 +108,17 @@ class Ends(NamedTuple):
 def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | None = None) -> tuple[Rollout, Ends]:
     """One episode of each door, with actions [N, A] = policy(obs, t).
 
-    `film` is given a frame of the first door before each decision.
+    `film` is given a frame of the first door before each decision. Raises FailedError where nothing can draw it.
     """
     obs, _ = env.reset(seed=seed)
     seen, actions, rewards = [obs], [], []
     for t in range(DECISIONS):
         actions.append(np.asarray(policy(obs, t)))
         if film is not None:
-            film.append(env.frame())
+            try:
+                film.append(env.frame())
+            except RuntimeError as error:
+                raise FailedError(f"--video: {error}") from error
         obs, reward, _, _, info = env.step(actions[-1])
         rewards.append(reward)
         seen.append(obs)

@@ -286,7 +286,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
                 reason = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
                 raise RuntimeError(
                     f"no offscreen rendering with MUJOCO_GL={os.environ.get('MUJOCO_GL')} ({reason}): "
-                    "import doorgym before mujoco, or set it to egl or osmesa before; install libegl1 or libosmesa6"
+                    "install libegl1 or libosmesa6; set it to egl or osmesa, or import doorgym before mujoco"
                 ) from error
         data = self._datas[0]
         data.qpos[:] = self._positions(self._state[i])

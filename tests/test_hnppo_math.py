@@ -574,3 +574,15 @@ def test_metrics_by_hand():
     want = {"ACC": 2.3 / 3, "FWT": 0.1, "BWT": 0.1, "BWT+": 0.1, "REM": 1.0}
     assert got == pytest.approx(want)
     assert continual.metrics(np.array([[0.7]])) == {"ACC": 0.7, "FWT": 0, "BWT": 0, "BWT+": 0, "REM": 1}
+
+
+def test_inside_a_task_evaluate_plays_its_best_parameters(monkeypatch):
+    args, agent = make(**LEARN)
+    state = begun(args, agent)
+    for success, old in ((-1.0, False), (0.5, True)):  # -1: not evaluated yet
+        best = state.best._replace(learner=random_like(state.learner, 9), success=jnp.float32(success))
+        inside = state._replace(best=best)
+        monkeypatch.setattr(hn.agents, "load", lambda run_dir, initial, part, saved=inside: part(saved))
+        want = jax.jit(agent.networks)(best.learner if old else state.learner)["actor"]
+        got = hn.trained(args, agent, "")["actor"]
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x[0], y, rtol=1e-5, atol=1e-6), got, want)
