@@ -84,13 +84,14 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
+        differ = self.num_envs > 1 and 0 < self.epsilon < 1
+        runs.check_needs(self, differ, "two games or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
+        runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
+        runs.check_needs(self, self.with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
         check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, where values start")
         check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, where values start")
         apart = self.v_max - self.v_min >= 1e-3
         check(apart, f"--v-max {self.v_max}: must be above --v-min, {self.v_min}, by .001 or more")
-        runs.check_needs(self, 0 < self.epsilon < 1, "an --epsilon between 0 and 1", ("epsilon_alpha",))
-        runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
-        runs.check_needs(self, self.with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
         check(
             not (self.munchausen_alpha and self.with_atoms),
             f"--munchausen-alpha {self.munchausen_alpha}: moves values off a fixed support; give --num-quantiles 1 or "

@@ -50,7 +50,7 @@ class EncoderArgs:
     center: Literal["auto", "yes", "no"] = "auto"
     """subtract 128 from pixels, then divide; auto is no in nature, and yes, as the competition entry, in the others"""
     init: Literal["glorot", "orthogonal", "kaiming", "pytorch"] = "glorot"
-    """initial weights of convolutions and dense layer; pytorch is PyTorch's default, whose biases are random too"""
+    """initial weights of the encoder's layers; pytorch is PyTorch's default, whose biases are random too"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
     """the encoder's nonlinearity"""
     spectral_norm: bool = False

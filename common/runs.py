@@ -129,7 +129,7 @@ def check_args(args: Any, script: str) -> None:
         check(whole, f"--resume {args.resume}: has no checkpoints, as an exported agent; give a run directory")
         for name in fixed(type(args)):
             new, old = getattr(args, name), getattr(saved, name)
-            check(new == old, f"{flag_of(name)} {new}: a resumed run keeps its own, {old}")
+            check(new == old, f"{as_given(name, new)}: a resumed run keeps its own, {as_given(name, old)}")
 
 
 def check_flags(args: Any) -> None:

@@ -294,9 +294,9 @@ BAD = {
     "devices": (["--num-devices", 3], "--num-devices 3", "does not divide --batch-size, 128; give 1 or 2 or 4"),
     "no learners": (["--actor-devices", 4], "--actor-devices 4", "leaves none of this machine's to learn"),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
-    "other actors": (None, "--num-actors 1", "keeps its own, 2"),
-    "other games": (None, "--num-envs 2", "keeps its own, 4"),
-    "other returns": (None, "--n-step 2", "keeps its own, 3"),
+    "other actors": (None, "--num-actors 1", "keeps its own, --num-actors 2"),
+    "other games": (None, "--num-envs 2", "keeps its own, --num-envs 4"),
+    "other returns": (None, "--n-step 2", "keeps its own, --n-step 3"),
     "shapes": (None, "does not fit", "here"),
     "other buffer": (None, "does not fit", "here"),
 }

@@ -376,9 +376,9 @@ BAD = {
     ),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other script": (["--resume", "other"], "--resume other", "ppo_procgen.py"),
-    "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, 2"),
-    "other frames": (["--frame-stack", 8], "--frame-stack 8", "keeps its own, 4"),
-    "other games": (["--num-envs", 8], "--num-envs 8", "keeps its own, 4"),
+    "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, --num-actors 2"),
+    "other frames": (["--frame-stack", 8], "--frame-stack 8", "keeps its own, --frame-stack 4"),
+    "other games": (["--num-envs", 8], "--num-envs 8", "keeps its own, --num-envs 4"),
     "core": (["--core", "lstm"], "does not fit", "--core lstm here, none there"),
     "no buffer to go on with": (["--replay-fraction", 0.5], "bigfish__impala_procgen__1", "does not fit"),
 }

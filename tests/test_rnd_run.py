@@ -444,7 +444,7 @@ BAD = {
     "batch too large": (["--num-envs", 65536, "--num-steps", 1024], "--num-envs 65536", "at most 16777216"),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other script": (None, "--resume", "ppo_procgen.py"),
-    "other game": (None, "--sticky-actions 0.0", "keeps its own, 0.25"),
+    "other game": (None, "--sticky-actions 0.0", "keeps its own, --sticky-actions 0.25"),
     "shapes": (None, "does not fit", "here"),
     "memory": (None, "does not fit", "rnd_montezuma"),
 }
