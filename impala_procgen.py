@@ -93,7 +93,8 @@ class Args(
         batch = self.num_envs + replayed
         check(
             batch * self.num_steps <= 2**24,
-            f"--num-envs {self.num_envs}: a batch of {batch * self.num_steps} steps is too large, at most {2**24}",
+            f"--num-envs {self.num_envs}: a batch of {batch * self.num_steps} steps is too large, at most {2**24}"
+            + (f" ({self.num_envs} new unrolls and {replayed} replayed)" if self.replay_fraction else ""),
         )
         check(
             batch % self.num_minibatches == 0,
@@ -675,7 +676,8 @@ def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    runs.check_memory(args, ("num_envs", "num_steps", "replay_size"), jax.eval_shape(partial(kept, args, agent)))
+    names = ("num_envs", "num_steps", "max_lag") + (("replay_size",) if args.replay_fraction else ())
+    runs.check_memory(args, names, jax.eval_shape(partial(kept, args, agent)))
 
     load = partial(runs.load, partial(initial, args, agent))
     with runs.Run(args, SCRIPT, load) as run, make_fleet(args, agent) as fleet:

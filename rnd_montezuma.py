@@ -112,6 +112,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         runs.check_needs(self, self.async_, "--async", ("vtrace", "actor_devices"))
+        check(self.actor_devices <= 1, f"--actor-devices {self.actor_devices}: give at most 1, for the one actor")
         runs.check_batch(self)
 
     def check_training(self) -> None:

@@ -56,6 +56,8 @@ class FleetArgs(ActorArgs):
         """Raises UsageError, one sentence, if these flags make no sense."""
         what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
         check(self.num_envs % self.num_actors == 0, what)
+        each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
+        check(self.actor_devices <= self.num_actors, each)
 
 
 class ActorError(RuntimeError):

@@ -3,10 +3,10 @@
 Each takes a key and one stack uint8 [H, W, 3 * frames], and does the same to all of its frames. `augment` applies
 several, one key a sample, within the learner's jitted update; nothing stores an augmented image.
 
-Sources: the competition entry (facts of its transforms: flip, rotate, crop_resize, translate, pad_crop); RAD (Laskin et
-al. 2020, arXiv 2004.14990, section 4); random convolutions are Lee et al. 2020 (arXiv 1910.05396), squashed as in
-DMControl-GB (Hansen et al. 2021, arXiv 2011.13389), which Lee's and RAD's are not; DrAC is Raileanu et al. 2020 (arXiv
-2006.12862).
+Sources: after the competition entry (facts of its transforms: flip, rotate, crop_resize, translate, pad_crop;
+docs/networks.md has what differs); RAD (Laskin et al. 2020, arXiv 2004.14990, section 4); random convolutions are Lee
+et al. 2020 (arXiv 1910.05396), squashed as in DMControl-GB (Hansen et al. 2021, arXiv 2011.13389), which Lee's and
+RAD's are not; DrAC is Raileanu et al. 2020 (arXiv 2006.12862).
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """A bonus for frames that a network cannot predict yet, as another algorithm's option: Random Network Distillation
-(Burda et al. 2018, arXiv 1810.12894, section 2.2) as the 2020 competition's entry had it. Its return ends with the
-episode, and it has no value head of its own; rnd_montezuma.py is the paper's algorithm.
+(Burda et al. 2018, arXiv 1810.12894, section 2.2), clipped as the 2020 competition's entry did. Its return ends with
+the episode, and it has no value head of its own; rnd_montezuma.py is the paper's algorithm.
 """
 
 from dataclasses import dataclass, replace

@@ -28,7 +28,7 @@ class EncoderArgs:
     # What was learnt with one network makes no sense in another, also where it would fit.
     FIXED: ClassVar = (
         "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
-        "activation", "spectral_norm", "pool",
+        "init", "activation", "spectral_norm", "pool",
     )  # fmt: skip
 
     encoder: str = "impala"
@@ -286,7 +286,8 @@ class ImpalaCNN(nn.Module):
             x = max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)
             for _ in range(self.blocks):
                 x = x + residual_conv(act(residual_conv(act(x), features)), features)
-        return self.layers.head(act(self.layers.reduce(x)))
+        x = self.layers.reduce(x)
+        return self.layers.head(x if self.layers.pool == "act_avg" else act(x))  # once
 
 
 class XResNet(nn.Module):

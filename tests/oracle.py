@@ -203,7 +203,8 @@ class Hand:
         pools = {"avg": lambda: x.mean(axis=(1, 2)), "max": lambda: x.max(axis=(1, 2)), "flatten": lambda: x}
         pools |= {"max6": lambda: max_in_parts(x, 6), "act_avg": lambda: self.act(x).mean(axis=(1, 2))}
         x = pools[pool]()
-        return self.act(self.dense(self.act(x.reshape(len(x), -1)) if late else x.reshape(len(x), -1)))
+        x = x.reshape(len(x), -1)
+        return self.act(self.dense(self.act(x) if late and pool != "act_avg" else x))
 
 
 def relu(x):
@@ -231,8 +232,10 @@ def max_pool(x):
     )
 
 
-def impala_cnn(params, frames, channels, blocks, pool, by_stride=False, separable=False, norm=False, center=True):
-    hand, x = Hand(params), (frames.astype(np.float64) - 128 * center) / 255
+def impala_cnn(
+    params, frames, channels, blocks, pool, by_stride=False, separable=False, norm=False, center=True, act=None
+):  # fmt: skip
+    hand, x = Hand(params, act), (frames.astype(np.float64) - 128 * center) / 255
 
     def conv(x, stride=1):
         x = hand.conv(x, stride)
@@ -242,7 +245,7 @@ def impala_cnn(params, frames, channels, blocks, pool, by_stride=False, separabl
     for _ in range(channels):
         x = conv(x, 2) if by_stride else max_pool(conv(x))
         for _ in range(blocks):
-            x = x + conv(relu(conv(relu(x))))
+            x = x + conv(hand.act(conv(hand.act(x))))
     return hand.head(x, pool, late=True), hand.all_used()
 
 

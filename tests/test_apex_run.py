@@ -292,7 +292,11 @@ BAD = {
     "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
     "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
     "devices": (["--num-devices", 3], "--num-devices 3", "does not divide --batch-size, 128; give 1 or 2 or 4"),
-    "no learners": (["--actor-devices", 4], "--actor-devices 4", "leaves none of this machine's to learn"),
+    "no learners": (
+        ["--num-actors", 4, "--actor-devices", 4],
+        "--actor-devices 4",
+        "leaves none of this machine's to learn",
+    ),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other actors": (None, "--num-actors 1", "keeps its own, --num-actors 2"),
     "other games": (None, "--num-envs 2", "keeps its own, --num-envs 4"),

@@ -90,7 +90,7 @@ def test_games_come_back_where_they_were(make, rollouts):
 
 
 def test_a_rollouts_steps_are_what_the_games_say(make):
-    """Rewards, and which episodes were ended by the game and which by its time limit."""
+    """Rewards, and which episodes were ended by the game."""
     rng, by_hand = np.random.default_rng(0), envs.Games(make, range(3), seed=5, restart_every=10**6)
     actions = rng.integers(0, 15, (400, 3))
     choices = iter(actions)
@@ -99,6 +99,26 @@ def test_a_rollouts_steps_are_what_the_games_say(make):
     for mine, theirs in zip((steps.rewards, steps.terminated, steps.truncated), said, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert steps.terminated.sum() > 3
+
+
+def test_a_time_limit_truncates_and_shows_the_episodes_last_frame():
+    """Maze ends after 500 steps; all up reaches no cheese."""
+    make = partial(envs.make_levels, Args(env_id="maze"))
+    games, seen = envs.Games(make, range(3), seed=5, restart_every=10**6), []
+
+    def up(obs, age):
+        seen.append((np.array(obs), np.array(age)))
+        return np.full(3, 5)
+
+    steps = games.play(up, 510, runs.Stopwatch())
+    assert not steps.terminated.any()
+    assert steps.truncated.sum(axis=0).tolist() == [1, 1, 1]
+    for n in range(3):
+        (limit,) = np.flatnonzero(steps.truncated[:, n])
+        last, first = seen[limit + 1], seen[limit + 2]  # the frame after the truncated step, and the next episode's
+        np.testing.assert_array_equal(last[0][n], seen[limit][0][n])  # it stands before a wall
+        assert (first[0][n] != last[0][n]).any()
+        assert first[1][n] == 0
 
 
 def test_each_game_has_levels_of_its_own(make):

@@ -276,6 +276,16 @@ def tiny(request):
     return SimpleNamespace(args=args, agent=impala.make_agent(args), rng=np.random.default_rng(0))
 
 
+def test_rmsprop_is_the_papers_with_bias_correction():
+    args = make_args(optimizer="rmsprop", adam_eps=0.01, max_grad_norm=0.0)
+    optimizer, square = impala.make_optimizer(args), 0.0
+    state = optimizer.init(np.zeros(3, np.float32))
+    for i, grad in enumerate(np.random.default_rng(0).normal(size=(3, 3)), 1):
+        direction, state = optimizer.update(np.float32(grad), state)
+        square = 0.99 * square + 0.01 * grad**2
+        np.testing.assert_allclose(direction, grad / np.sqrt(square / (1 - 0.99**i) + 0.01), rtol=1e-4)
+
+
 def run_update(tiny, unrolls, state=None):
     state = devices.run_once(impala.initial_state, tiny.args, tiny.agent) if state is None else state
     return jax.device_get(impala.update(tiny.args, tiny.agent, jax.tree.map(jnp.copy, state), unrolls))
@@ -366,6 +376,12 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
             for actor in range(2)
         ]  # fmt: skip
         unrolls, carries = zip(*collected, strict=True)
+        for unroll in unrolls:  # what was chosen is kept, and not what sticky actions made of it
+            rollout = unroll.rollout
+            for t in range(args.num_steps):
+                choose_keys = devices.keys_of(jax.random.split(jax.random.fold_in(rollout.key, t))[0], rollout.numbers)
+                chosen = jax.vmap(jax.random.categorical)(choose_keys, rollout.logits[t])
+                np.testing.assert_array_equal(rollout.actions[t], chosen)
         parts = [unroll.steps for unroll in unrolls]
         steps = envs.join_games(parts, axis=-1)
         assert steps.restarts.all() == (i % 2 == 1)

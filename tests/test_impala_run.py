@@ -376,6 +376,7 @@ BAD = {
     ),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other script": (["--resume", "other"], "--resume other", "ppo_procgen.py"),
+    "devices for nobody": (["--actor-devices", 3], "--actor-devices 3", "at most --num-actors, 2"),
     "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, --num-actors 2"),
     "other frames": (["--frame-stack", 8], "--frame-stack 8", "keeps its own, --frame-stack 4"),
     "other games": (["--num-envs", 8], "--num-envs 8", "keeps its own, --num-envs 4"),

@@ -284,8 +284,8 @@ NAMES = {
         lambda p, x: oracle.impala_cnn(p, x, 1, 1, "flatten"),
     ),
     "impala, averaged late": (
-        replace(SMALL, channels="4", blocks=0, pool="act_avg"),
-        lambda p, x: oracle.impala_cnn(p, x, 1, 0, "act_avg"),
+        replace(SMALL, channels="4", blocks=1, pool="act_avg", activation="silu"),
+        lambda p, x: oracle.impala_cnn(p, x, 1, 1, "act_avg", act=lambda x: x / (1 + np.exp(-x))),
     ),
     "impala, in parts": (
         replace(SMALL, channels="4", blocks=0, pool="max6", center="no"),

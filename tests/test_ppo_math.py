@@ -378,6 +378,10 @@ def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
     np.testing.assert_allclose((batch.returns - batch.values)[kept], advantages[kept], rtol=1e-3, atol=1e-4)
     expected = (advantages - advantages[kept].mean()) / advantages[kept].std()
     np.testing.assert_allclose(batch.advantages[kept], expected[kept], rtol=1e-3, atol=1e-3)
+    unexplained = advantages[kept].var() / (advantages + values[:-1])[kept].var()
+    np.testing.assert_allclose(metrics["losses/explained_variance"], 1 - unexplained, rtol=1e-3, atol=1e-3)
+    _, _, var = oracle.normalize_rewards([(steps.rewards, steps.ended, kept)], 0.9)
+    np.testing.assert_allclose(metrics["charts/return_std"], np.sqrt(var), rtol=1e-3)
 
     args = replace(tiny.args, num_minibatches=1, update_epochs=1, learning_rate="0")
     metrics = ppo.update(args, tiny.agent, state, tiny.rollout, steps)[1]

@@ -434,7 +434,7 @@ BAD = {
         "1024 samples of a minibatch, give 0.00098 or more",
     ),
     "devices": (["--num-devices", 3], "--num-devices 3", "the games, --num-envs, 128; give 1 or 2 or 4"),
-    "no learners": (["--async", "--actor-devices", 4], "--actor-devices 4", "leaves none of this machine's to learn"),
+    "more than the actor": (["--async", "--actor-devices", 2], "--actor-devices 2", "at most 1"),
     "actors of their own": (["--actor-devices", 1], "--actor-devices 1", "--async"),
     "no goal": (["--ext-coef", 0, "--int-coef", 0], "--ext-coef 0.0", "--int-coef"),
     "no channels": (["--channels", ""], "--channels ''", "3 numbers"),

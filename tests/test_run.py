@@ -440,7 +440,15 @@ def bad(tmp_path, finished, case):
     elif case == "other version":
         folder.mkdir()
         (folder / "args.json").write_text('{"script": "ppo_procgen", "args": {"num_envs": "many"}}')
-    elif case in ("truncated", "shapes", "other game", "other seed", "other network", "another folder"):
+    elif case in (
+        "truncated",
+        "shapes",
+        "other game",
+        "other seed",
+        "other network",
+        "other weights",
+        "another folder",
+    ):
         subprocess.run(["cp", "-r", finished, folder], check=True)
         data = max((f for f in (folder / "checkpoints").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         if case == "truncated":
@@ -451,7 +459,8 @@ def bad(tmp_path, finished, case):
     elif case == "file":
         folder.write_text("not a folder")
     more = {"shapes": ["--hidden", 32], "other game": ["--env-id", "coinrun"], "other seed": ["--seed", 9]}
-    more |= {"other network": ["--activation", "gelu"], "another folder": ["--run-dir", "b"]}
+    more |= {"other network": ["--activation", "gelu"], "other weights": ["--init", "orthogonal"]}
+    more |= {"another folder": ["--run-dir", "b"]}
     return ["--resume", folder, *more.get(case, [])]
 
 
@@ -488,6 +497,7 @@ BAD = {
     "start of all levels": (["--start-level", 5], "--start-level 5", "--num-levels 1"),
     "other game": (None, "--env-id coinrun", "bigfish"),
     "other seed": (None, "--seed 9", "keeps its own, --seed 1"),
+    "other weights": (None, "--init orthogonal", "keeps its own, --init glorot"),
     "other network": (None, "--activation gelu", "keeps its own, --activation relu"),
     "another folder": (None, "--run-dir b", "stays in its folder"),
     "two runs": (["--resume", "a", "--resume=b"], "--resume", "one run directory"),
