@@ -3,7 +3,7 @@
 Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults; the bonus is its intrinsic reward. With --async
 the games go on while the learner learns, one update behind. Try:
 
-    python rnd_montezuma.py --async --vtrace --room-map
+    python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
 """
 
@@ -785,7 +785,8 @@ def main(args: Args) -> runs.Run:
     runs.check_args(args, SCRIPT)
     args.check_training()
     agent = make_agent(args)
-    runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
+    names = ("num_envs", "num_steps", "hidden", "predictor_depth")
+    runs.check_memory(args, names, jax.eval_shape(partial(kept, args, agent)))
 
     load = partial(runs.load, partial(initial, args, agent))
     with runs.Run(args, SCRIPT, load) as run, make_fleet(args, agent) as fleet:

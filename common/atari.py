@@ -156,7 +156,7 @@ class Statistics:
 
 
 def draw_rooms(visits: np.ndarray, pictures: np.ndarray) -> np.ndarray:
-    """The pyramid uint8 [H, W, 3]: a frame of each room that was visited, with the number of steps spent there."""
+    """The pyramid uint8 [H, W, 3]: a frame of each room that was visited, with the number of frames seen there."""
     from PIL import Image, ImageDraw, ImageFont  # late: only for the picture
 
     size, line, gap = 2 * FRAME_SHAPE[0], 22, 6

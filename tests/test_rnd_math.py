@@ -244,7 +244,11 @@ def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
         )
         for clip in (0.0, most)
     ]
-    (moved, _, no_limit, metrics), (same, _, limited, others) = learnt_from
+    (moved, _, no_limit, metrics), (same, batch, limited, others) = learnt_from
+    values, ratio = np.asarray(tiny.rollout.values), np.ones((T, GAMES))
+    rewards = np.sign(tiny.steps.rewards)
+    both = rnd.advantages(tiny.args, rewards, limited, values=values, ratio=ratio, steps=tiny.steps)
+    np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(limited, np.minimum(no_limit, most), rtol=1e-4)
     assert same.bonus_filter.var == moved.bonus_filter.var
     assert others["charts/intrinsic_reward_max"] == metrics["charts/intrinsic_reward_max"] > most
@@ -253,11 +257,20 @@ def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
 def test_what_an_update_learns_from(tiny):
     """Rewards by their sign; advantages 2 : 1, not normalised; returns of both heads; statistics for the next time."""
     steps, mask = tiny.steps._replace(rewards=400 * tiny.steps.rewards), ~tiny.steps.done
-    moved, batch, bonus, _ = jax.jit(partial(rnd.prepare, tiny.args, tiny.agent))(tiny.state, tiny.rollout, steps)
+    prepare = jax.jit(partial(rnd.prepare, replace(tiny.args, norm_adv=True), tiny.agent))
+    moved, batch, bonus, metrics = prepare(tiny.state, tiny.rollout, steps)
     values, ratio = np.asarray(tiny.rollout.values), np.ones((T, GAMES))
     both = rnd.advantages(tiny.args, np.sign(steps.rewards), bonus, values=values, ratio=ratio, steps=steps)
-    np.testing.assert_allclose(batch.advantages, 2 * both[..., 0] + both[..., 1], rtol=1e-3, atol=1e-5)
+    total = np.asarray(2 * both[..., 0] + both[..., 1])
+    want = (total - total[mask].mean()) / total[mask].std()
+    np.testing.assert_allclose(batch.advantages[mask], want[mask], rtol=1e-3, atol=1e-3)
+    batch = jax.jit(partial(rnd.prepare, tiny.args, tiny.agent))(tiny.state, tiny.rollout, steps)[1]
+    np.testing.assert_allclose(batch.advantages, total, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(metrics["charts/extrinsic_reward"], np.sign(steps.rewards)[mask].mean(), rtol=1e-3)
+    for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
+        unexplained = np.asarray(both)[..., i][mask].var() / np.asarray(batch.returns)[..., i][mask].var()
+        np.testing.assert_allclose(metrics[f"losses/{name}"], 1 - unexplained, rtol=1e-3, atol=1e-3)
     assert moved.bonus_filter.count == mask.sum()
     after, metrics, given = run_update(tiny, tiny.rollout, steps)
     np.testing.assert_allclose(given, bonus, rtol=1e-4)  # by the statistics from before
@@ -269,6 +282,13 @@ def test_what_an_update_learns_from(tiny):
     assert errors[-1] < errors[0]
     np.testing.assert_allclose(after.bonus_filter.var, moved.bonus_filter.var, rtol=1e-4)
     stats, frames = after.frame_stats, np.asarray(tiny.rollout.frames.images)
+    once = {"num_minibatches": 1, "update_epochs": 1, "update_proportion": 1.0}
+    _, metrics, _ = run_update(
+        tiny, tiny.rollout, steps, **once
+    )  # the predictor learns by the statistics from after it
+    predictor, reached = tiny.state.params["predictor"], frames[4:].reshape(-1, *frames.shape[2:])
+    errors = rnd.novelty(tiny.args, stats, tiny.state.target, predictor, reached[:, None]).reshape(T, GAMES)
+    np.testing.assert_allclose(metrics["losses/rnd_loss"], np.asarray(errors)[mask].mean(), rtol=1e-3)
     seen = np.float64(np.concatenate([frames[3], *frames[4:]]))  # the first were in the statistics before
     np.testing.assert_allclose(stats.mean, seen.mean(axis=0), rtol=1e-4)
     np.testing.assert_allclose(stats.var, seen.var(axis=0), rtol=1e-3)
@@ -477,7 +497,7 @@ def test_history_continues_the_rollout(tiny):
     np.testing.assert_array_equal(tiny.carry.history, tiny.rollout.frames.images[T : T + 3])
 
 
-def test_masked_moments_merge_in_any_order():
+def test_moments_merge_in_any_order():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=70), 5 + 3 * rng.normal(size=30)
     parts = [(len(z), z.mean(), z.var()) for z in (x, y)]
