@@ -676,7 +676,7 @@ def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    names = ("num_envs", "num_steps", "max_lag") + (("replay_size",) if args.replay_fraction else ())
+    names = ("num_envs", "num_steps", "max_lag", "hidden") + (("replay_size",) if args.replay_fraction else ())
     runs.check_memory(args, names, jax.eval_shape(partial(kept, args, agent)))
 
     load = partial(runs.load, partial(initial, args, agent))

@@ -546,7 +546,7 @@ def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     agent = make_agent(args)
-    runs.check_memory(args, ("num_envs", "num_steps"), jax.eval_shape(partial(kept, args, agent)))
+    runs.check_memory(args, ("num_envs", "num_steps", "hidden"), jax.eval_shape(partial(kept, args, agent)))
 
     numbers, seed = devices.games_of_host(args), envs.derive_seed(args.seed, 0)
     with (
