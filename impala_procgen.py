@@ -91,15 +91,15 @@ class Args(
         runs.check_needs(self, self.replay_fraction, "--replay-fraction", ("replay_size",))
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
+        both = f" ({self.num_envs} new and {replayed} replayed)" if self.replay_fraction else ""
         check(
             batch * self.num_steps <= 2**24,
-            f"--num-envs {self.num_envs}: a batch of {batch * self.num_steps} steps is too large, at most {2**24}"
-            + (f" ({self.num_envs} new unrolls and {replayed} replayed)" if self.replay_fraction else ""),
+            f"--num-envs {self.num_envs}: a batch of {batch} unrolls{both}, {batch * self.num_steps} steps, is too "
+            f"large, at most {2**24} steps",
         )
         check(
             batch % self.num_minibatches == 0,
-            f"--num-minibatches {self.num_minibatches}: must divide a batch's unrolls, {batch}"
-            + (f" ({self.num_envs} new and {replayed} replayed)" if self.replay_fraction else ""),
+            f"--num-minibatches {self.num_minibatches}: must divide a batch's unrolls, {batch}{both}",
         )
         if self.replay_fraction:
             one, most = 1 / (self.num_envs + 1), 2**24 // self.num_steps

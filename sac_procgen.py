@@ -77,8 +77,10 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         apart = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
         needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
         runs.check_needs(self, apart, needs, ("q_clip", "entropy_penalty"))
-        lower = bool(self.resume) or self.min_alpha <= self.alpha  # a resumed run has its checkpoint's temperature
-        runs.check(lower, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
+        if not self.resume:  # which has its checkpoint's temperature
+            runs.check(
+                self.min_alpha <= self.alpha, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}"
+            )
 
 
 # NETWORK

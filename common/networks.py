@@ -287,7 +287,7 @@ class ImpalaCNN(nn.Module):
             for _ in range(self.blocks):
                 x = x + residual_conv(act(residual_conv(act(x), features)), features)
         x = self.layers.reduce(x)
-        return self.layers.head(x if self.layers.pool == "act_avg" else act(x))  # once
+        return self.layers.head(x if self.layers.pool == "act_avg" else act(x))  # act_avg has had its nonlinearity
 
 
 class XResNet(nn.Module):

@@ -378,10 +378,12 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
         unrolls, carries = zip(*collected, strict=True)
         for unroll in unrolls:  # what was chosen is kept, and not what sticky actions made of it
             rollout = unroll.rollout
-            for t in range(args.num_steps):
-                choose_keys = devices.keys_of(jax.random.split(jax.random.fold_in(rollout.key, t))[0], rollout.numbers)
-                chosen = jax.vmap(jax.random.categorical)(choose_keys, rollout.logits[t])
-                np.testing.assert_array_equal(rollout.actions[t], chosen)
+            keys = jax.vmap(partial(jax.random.fold_in, rollout.key))(np.arange(args.num_steps))
+            choose_keys = jax.vmap(lambda key, own=rollout.numbers: devices.keys_of(jax.random.split(key)[0], own))(
+                keys
+            )
+            chosen = jax.vmap(jax.vmap(jax.random.categorical))(choose_keys, rollout.logits)
+            np.testing.assert_array_equal(rollout.actions, chosen)
         parts = [unroll.steps for unroll in unrolls]
         steps = envs.join_games(parts, axis=-1)
         assert steps.restarts.all() == (i % 2 == 1)

@@ -282,10 +282,8 @@ def test_what_an_update_learns_from(tiny):
     assert errors[-1] < errors[0]
     np.testing.assert_allclose(after.bonus_filter.var, moved.bonus_filter.var, rtol=1e-4)
     stats, frames = after.frame_stats, np.asarray(tiny.rollout.frames.images)
-    once = {"num_minibatches": 1, "update_epochs": 1, "update_proportion": 1.0}
-    _, metrics, _ = run_update(
-        tiny, tiny.rollout, steps, **once
-    )  # the predictor learns by the statistics from after it
+    # The predictor learns by the statistics from after it.
+    _, metrics, _ = run_update(tiny, tiny.rollout, steps, num_minibatches=1, update_epochs=1, update_proportion=1.0)
     predictor, reached = tiny.state.params["predictor"], frames[4:].reshape(-1, *frames.shape[2:])
     errors = rnd.novelty(tiny.args, stats, tiny.state.target, predictor, reached[:, None]).reshape(T, GAMES)
     np.testing.assert_allclose(metrics["losses/rnd_loss"], np.asarray(errors)[mask].mean(), rtol=1e-3)

@@ -130,29 +130,25 @@ def test_running_statistics_are_resumed(whole):
 @QUICK_IF_ASYNC
 def test_stopped_before_the_first_update(train, resume, whole, monkeypatch):
     """A signal during the random steps: the resumed run begins with them, and equals one that was not stopped."""
-    add, entered, seen = rnd.add_frames, [], []
+    observe, add, seen = rnd.observe_random_play, rnd.add_frames, []
 
-    def add_and_stop(stats, frames):
-        seen.append(frames)
-        entered[0].stop = "SIGTERM" if len(seen) == 2 else entered[0].stop
-        return add(stats, frames)
+    def observe_and_stop(args, run, state):
+        def add_and_stop(stats, frames):
+            seen.append(frames)
+            if len(seen) == 2:
+                run.stop = "SIGTERM"
+            return add(stats, frames)
 
-    monkeypatch.setattr(runs.Run, "__enter__", stay_known(runs.Run.__enter__, entered))
-    monkeypatch.setattr(rnd, "add_frames", add_and_stop)
+        monkeypatch.setattr(rnd, "add_frames", add_and_stop)
+        return observe(args, run, state)
+
+    monkeypatch.setattr(rnd, "observe_random_play", observe_and_stop)
     stopped = train(**whole.flags)
     assert len(seen) == 2
     monkeypatch.undo()
     saved = checkpoints.load(stopped)[1]["state"]
     assert saved["frame_stats"]["count"] == saved["updates"] == 0
     assert_same_run(whole.path, resume(stopped, **whole.flags))
-
-
-def stay_known(enter, entered):
-    def enter_and_tell(run):
-        entered.append(enter(run))
-        return run
-
-    return enter_and_tell
 
 
 @pytest.mark.slow

@@ -431,6 +431,11 @@ def finished(tmp_path_factory):
 def bad(tmp_path, finished, case):
     """Command-line words of a bad input, made ready on disk."""
     folder = tmp_path / "run"
+    more = {
+        "shapes": ["--hidden", 32], "other game": ["--env-id", "coinrun"], "other seed": ["--seed", 9],
+        "other network": ["--activation", "gelu"], "other weights": ["--init", "orthogonal"],
+        "another folder": ["--run-dir", "b"],
+    }  # fmt: skip
     if case == "other script":
         folder.mkdir()
         (folder / "args.json").write_text('{"script": "impala_procgen", "args": {}}')
@@ -440,15 +445,7 @@ def bad(tmp_path, finished, case):
     elif case == "other version":
         folder.mkdir()
         (folder / "args.json").write_text('{"script": "ppo_procgen", "args": {"num_envs": "many"}}')
-    elif case in (
-        "truncated",
-        "shapes",
-        "other game",
-        "other seed",
-        "other network",
-        "other weights",
-        "another folder",
-    ):
+    elif case == "truncated" or case in more:
         subprocess.run(["cp", "-r", finished, folder], check=True)
         data = max((f for f in (folder / "checkpoints").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         if case == "truncated":
@@ -458,9 +455,6 @@ def bad(tmp_path, finished, case):
         subprocess.run(["rm", "-r", *(folder / "checkpoints").iterdir()], check=True)
     elif case == "file":
         folder.write_text("not a folder")
-    more = {"shapes": ["--hidden", 32], "other game": ["--env-id", "coinrun"], "other seed": ["--seed", 9]}
-    more |= {"other network": ["--activation", "gelu"], "other weights": ["--init", "orthogonal"]}
-    more |= {"another folder": ["--run-dir", "b"]}
     return ["--resume", folder, *more.get(case, [])]
 
 
