@@ -12,6 +12,7 @@ import common  # noqa: F401, I001 - first: from here on signals are answered
 import dataclasses
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import jax
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from common import agents, checkpoints, devices, envs, files, runs
@@ -73,13 +75,13 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
     def text(value):
         if isinstance(value, list):
             return ", ".join(map(str, value))
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
+        return f"{value:.3f}" if isinstance(value, float) else escape(str(value))
 
     for lines in (rows, [summary]):
         if any(lines):
-            table = Table(title=title)
+            table = Table(title=escape(title))
             for column in lines[0]:
-                table.add_column(column.replace("_", " ").replace("-", " "), justify="right")
+                table.add_column(column.replace("_", " ").replace("-", " "), justify="right", overflow="fold")
             for line in lines:
                 table.add_row(*map(text, line.values()))
             Console().print(table)
@@ -113,17 +115,20 @@ def main(args: Args) -> list[dict]:
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
     runs.check(not (args.push_to_hub and args.random), "--push-to-hub: is for what has learnt, not for --random")
     if args.export:
-        busy = (Path(args.export) / "checkpoints").exists()
+        busy = os.path.exists(Path(args.export, "checkpoints"))
         runs.check(not busy, f"--export {args.export}: is a run directory, give another folder")
     if args.push_to_hub:
-        agent = args.export or "".join(args.run_dirs[:1])
-        alone = len(args.run_dirs) == 1 and (args.export or Path(agent, agents.FILE).exists())
+        agent = args.export or args.run_dirs[0]
+        alone = len(args.run_dirs) == 1 and (args.export or os.path.exists(Path(agent, agents.FILE)))
         runs.check(alone, f"--push-to-hub {args.push_to_hub}: give one run and --export, or one exported agent")
         agents.check_hub(args.push_to_hub)
     chosen = [script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
     for run_dir in args.run_dirs:
-        there = Path(run_dir, agents.FILE).exists() or checkpoints.steps_in(run_dir)
-        runs.check(there, f"RUN_DIR {run_dir}: has no complete checkpoint yet")
+        exported = Path(run_dir, agents.FILE)
+        whole = agents.read(exported) if exported.exists() else checkpoints.steps_in(run_dir)
+        runs.check(bool(whole), f"RUN_DIR {run_dir}: has no complete checkpoint yet")
+        if not args.export:
+            files.make_folder(Path(run_dir), "RUN_DIR", "copy it to another folder, or give --export FOLDER")
     for script, saved in chosen if args.levels == "train" else ():
         what = f"--levels train: has no effect on {script.SCRIPT}.py, whose game has no levels to train on"
         runs.check(isinstance(saved, envs.GameArgs), what)
@@ -184,8 +189,6 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
     path = Path(args.export or run_dir)
     if args.export:
         export(script, saved, run_dir, path)
-    else:
-        files.make_folder(path, "RUN_DIR")
     evaluate = player(script, saved, str(path))
     how = {"seed": args.seed, "random": args.random}
     answer = evaluate(episodes=args.episodes, levels=args.levels, video=args.video, **how)

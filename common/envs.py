@@ -539,7 +539,9 @@ def evaluate(
 
 def summarize(returns: np.ndarray) -> dict[str, float]:
     """What an evaluation says of its episodes' returns [episodes]."""
-    statistics = {"mean_return": returns.mean(), "std": returns.std(), "min": returns.min(), "max": returns.max()}
+    error = returns.std() / len(returns) ** 0.5
+    statistics = {"mean_return": returns.mean(), "standard_error": error, "std": returns.std()}
+    statistics |= {"min": returns.min(), "max": returns.max()}
     return {name: float(value) for name, value in statistics.items()} | {"episodes": len(returns)}
 
 
@@ -547,8 +549,8 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
     """Evaluation within training, where one is due: `args.eval_episodes` episodes on test levels and, if they are
     limited, on training levels; writes eval.json and, with `args.capture_video`, a video. Its randomness is its own.
 
-    Logs eval/{train,test}_levels/{mean_return,std,min,max,normalized,episodes,commonest_action}; nothing if a signal
-    came.
+    Logs eval/{train,test}_levels/{mean_return,standard_error,std,min,max,normalized,episodes,commonest_action}; nothing
+    if a signal came.
     """
     if not (args.eval_episodes and run.evaluation_due(step)):
         return
@@ -568,7 +570,7 @@ def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
     write_json(run.path / "eval.json", content)
     run.say(
         f"{step:,} steps: "
-        + ", ".join(f"{k} levels {r['mean_return']:.2f} +- {r['std']:.2f}" for k, r in results.items())
+        + ", ".join(f"{k} levels {r['mean_return']:.2f} +- {r['standard_error']:.2f}" for k, r in results.items())
         + ("" if args.num_levels else " (training levels are unlimited: test levels come from the same distribution)")
     )
     metrics = {f"eval/{levels}_levels/{k}": v for levels, summary in results.items() for k, v in summary.items()}

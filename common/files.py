@@ -82,14 +82,14 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
 # WRITING
 
 
-def make_folder(path: Path, flag: str) -> None:
+def make_folder(path: Path, flag: str, advice: str = "give another folder") -> None:
     """Makes a folder, unless it is there; raises UsageError, naming `flag`, if nothing can be written in it."""
     try:
         with full_disk_explained(path):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); give another folder") from None
+        raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); {advice}") from None
 
 
 def make_room(path: Path, flag: str) -> None:

@@ -469,11 +469,17 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
     args = read_args(run_dir, source, script)["args"]
     words = _plain_booleans(args_class, [f"{flag_of(name)}={value}" for name, value in args.items()])
+    about = f"{source} {run_dir}: its args.json is not of this version of the script"
+    text = io.StringIO()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        _check_old_flags(args_class, words)
+        with contextlib.redirect_stderr(text):
             return tyro.cli(args_class, args=words)
+    except UsageError as error:
+        raise UsageError(f"{about}: {error}") from None
     except SystemExit:
-        raise UsageError(f"{source} {run_dir}: its args.json is not of this version of the script") from None
+        lines = [line.strip("│─ ") for line in text.getvalue().splitlines()]  # title, what is wrong, a rule, help
+        raise UsageError(f"{about}: {' '.join(itertools.takewhile(bool, lines[1:]))}") from None
 
 
 def on_this_machine(args: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import evaluate
+import ppo_procgen as ppo
 from common import checkpoints, runs
 from experiments import pbt, plot, reproduce, sweep, trials
 
@@ -74,7 +75,8 @@ LOADERS = {
     "s.yaml": lambda folder: sweep.read_sweep(str(folder / "s.yaml")),
     "s": lambda folder: sweep.read_sweep(str(folder / "s")),
     "study.json": read_study,
-    "args.json": lambda folder: (plot.read_run(str(folder)), runs.read_args(str(folder), "RUN_DIR")),
+    "args.json": lambda folder: runs.saved_args(ppo.Args, str(folder), "RUN_DIR"),
+    "args.json of a plot": lambda folder: plot.read_run(str(folder)),
     "args.json of a study": lambda folder: pbt.main(pbt.Args("ppo_procgen.py", out=str(folder))),
     "metrics.jsonl": lambda folder: trials.values_of(folder, "x"),
     "progress.json": reproduce.read_progress,
