@@ -184,7 +184,7 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `improve` multiplies it by the scheduled learning rate."""
+    """What `improve` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 

@@ -230,7 +230,7 @@ class Carry(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
+    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
     clip = devices.clip_by_norm(args.max_grad_norm)
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
@@ -532,6 +532,7 @@ def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: Seq
 
 def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
     """The unrolls of games int32 [B], batch axis first; without a key, without augmentation and dropout."""
+    chex.assert_tree_shape_prefix(unrolls.batch, unrolls.batch.done.shape)  # an index beyond an end would be no error
     steps = jnp.arange(args.num_steps + 1)
     time, env = steps[None, :-1], games[:, None]
 

@@ -65,7 +65,7 @@ class Args(
     vf_coef: float = 1.0
     """coefficient of the value loss, half the mean squared error (RLlib's 0.5, which has no half, is 1.0 here)"""
     vf_clip: float = 30.0
-    """clip the change of a value in one update to +- this; 0 for no clipping"""
+    """clip the change of a value in one update to +- this, in units of the rewards learnt from; 0 for no clipping"""
     ent_coef: str = "0.01"
     """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
     max_grad_norm: float = 0.0
@@ -157,7 +157,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers last_action core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
+    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -348,7 +348,7 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
         "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
         "value_loss": 0.5 * value_loss,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the usual name
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
 
@@ -418,7 +418,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     returns = advantages + rollout.values
     mean, var = shaping.masked_moments(advantages, mask)
     _, spread = shaping.masked_moments(returns, mask)
-    metrics["losses/explained_variance"] = 1 - var / jnp.maximum(spread, 1e-8)
+    metrics["losses/explained_variance"] = 1 - var / jnp.maximum(spread, 1e-8)  # advantages are returns - values
     batch = Batch(
         actions=rollout.actions,
         logits=rollout.logits,
@@ -436,6 +436,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
       batch, weight: [T, N]; the weight is 0 for what is no transition.
       rates: learning rate and entropy coefficient, float32 [].
     """
+    chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
     tx, recurrent, num_envs = make_optimizer(args), args.core != "none", len(rollout.numbers)
     learning_rate, ent_coef = rates
     target = state.bonus.target if args.rnd_coef else None
@@ -447,6 +448,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // num_envs, index[:, None] % num_envs
+        # By the sample's number in the run, so that its draws are the same on whichever device it is.
         keys = jax.vmap(partial(devices.keys_of, key))(time * args.num_envs + rollout.numbers[env])
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),

@@ -250,7 +250,7 @@ CARRY = devices.layout(Carry, steps="history", games="numbers core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
+    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -618,6 +618,7 @@ def optimize(
     Args:
       batch, weight: [T, N]; the weight is 0 for what is no transition.
     """
+    chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
     tx, recurrent, num_envs = make_optimizer(args), args.core != "none", len(rollout.numbers)
     of_policy = partial(loss, args, agent)
     of_predictor = partial(predictor_loss, args, state.frame_stats, state.target)

@@ -140,7 +140,7 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of a step; `improve` multiplies it by the scheduled learning rate."""
+    """What `improve` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam())
 
 
@@ -167,10 +167,10 @@ def soft_value(args: Args, logits: jax.Array, values: jax.Array, alpha: jax.Arra
     [B, 2, 15] (Christodoulou 2019, equation 10: an expectation, no sample)."""
     chex.assert_equal_shape([logits, values[:, 0], values[:, 1]])
     log_probs = jax.nn.log_softmax(logits)
-    return (jnp.exp(log_probs) * (one_of_two(args, values) - alpha * log_probs)).sum(axis=-1)
+    return (jnp.exp(log_probs) * (lesser_or_mean(args, values) - alpha * log_probs)).sum(axis=-1)
 
 
-def one_of_two(args: Args, values: jax.Array) -> jax.Array:
+def lesser_or_mean(args: Args, values: jax.Array) -> jax.Array:
     """Two Q-functions [B, 2, ...] -> the lesser one or, if asked, their mean [B, ...] (Zhou et al. 2022, section 4)."""
     return values.mean(axis=1) if args.average_q else values.min(axis=1)
 
@@ -277,7 +277,8 @@ def tune(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
     updates, far above the target, holds back a temperature that has to rise again.
     """
     gap = args.target_entropy_scale * MAX_ENTROPY - entropy
-    return jnp.clip(log_alpha + args.alpha_learning_rate * gap, jnp.log(args.min_alpha), jnp.log(10.0))
+    most = 10.0  # far above what any game's rewards want
+    return jnp.clip(log_alpha + args.alpha_learning_rate * gap, jnp.log(args.min_alpha), jnp.log(most))
 
 
 def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:

@@ -146,8 +146,8 @@ def of_adam(args: Args, params: dict) -> dict:
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """The direction of a step; `optimize` multiplies it by the scheduled learning rate."""
-    return optax.scale_by_adam(eps=1e-5)
+    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
+    return optax.scale_by_adam(eps=1e-5)  # PPO's in Baselines
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -301,7 +301,7 @@ def policy_parts(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=-1)[:, 0]
     return {
         "policy_loss": -jnp.exp(log_ratio) * batch.advantages,
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the usual name
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
     }
 
@@ -356,14 +356,14 @@ def conjugate_gradients(product: Callable, target: dict, iterations: int) -> dic
 
 
 def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, max_kl: float, tries: int):
-    """The first of params + step, + step / 2, ... that has a better surrogate than `before`, and a mean KL divergence
-    of at most max_kl; `params` where none of `tries` does. evaluate(params) -> parts, float32 [], as `before`'s.
+    """The first of params + step, + step / 2, ... that has a lower loss than `before`, and a mean KL divergence of at
+    most max_kl; `params` where none of `tries` does. evaluate(params) -> parts, float32 [], as `before`'s.
 
     Returns parameters, their parts, and how much of the step was taken, float32 [] (0: rejected).
     """
 
     def good(parts):
-        return (parts["policy_loss"] < before["policy_loss"]) & (parts["approx_kl"] <= max_kl)
+        return (parts["loss"] < before["loss"]) & (parts["approx_kl"] <= max_kl)
 
     def shorter(carry):
         i, scale, _ = carry
@@ -391,7 +391,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     batch = Batch(rollout.actions, rollout.logits, (advantages - mean) / jnp.sqrt(var + 1e-8), returns)
     metrics = {
         "charts/return_std": jnp.sqrt(reward_filter.var),
-        "losses/explained_variance": 1 - var / jnp.maximum(spread, 1e-8),
+        "losses/explained_variance": 1 - var / jnp.maximum(spread, 1e-8),  # advantages are returns - values
     }
     return state._replace(reward_filter=reward_filter), batch, metrics
 
@@ -405,6 +405,7 @@ class Data(NamedTuple):
 
     def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
         """A minibatch of samples int32 [B], and its weight [B]."""
+        chex.assert_tree_shape_prefix(self.batch, self.weight.shape)  # an index beyond an array's end is no error
         time, env = index // self.weight.shape[1], index % self.weight.shape[1]
         return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.weight[time, env]
 
@@ -460,7 +461,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     length = jnp.sqrt(2 * args.max_kl / curvature)
     step = jax.tree.map(lambda d: length * d, direction)
     params, parts, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
-    del parts["loss"]  # is the policy_loss
+    del parts["loss"]  # is the policy_loss, and the value's goes by this name
     grad_norm = devices.norm(grads)
     residual = devices.norm(along(downhill, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
     return params, parts | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}

@@ -137,15 +137,13 @@ def multiple(args: Any, number: int) -> int:
 
 
 def memory(args: Any) -> tuple[int, float]:
-    """Bytes of memory: of this host (or of its container), and of its devices that learn; the same ones on a CPU."""
+    """Bytes of memory: of this host (or of its container), and of its devices that learn, where they say it."""
     bytes_of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         bytes_of_host = min(bytes_of_host, int(text))
-    if on_cpu():
-        return bytes_of_host, bytes_of_host
     stats = [device.memory_stats() or {} for device in of_learner(args)[: count(args)]]
-    return bytes_of_host, sum(of_one.get("bytes_limit", math.inf) for of_one in stats)  # not every kind says it
+    return bytes_of_host, sum(of_one.get("bytes_limit", math.inf) for of_one in stats)  # a CPU does not
 
 
 def layout(kind: Callable, *, games: str = "", steps: str = "", **parts: Any) -> Any:
@@ -376,10 +374,10 @@ def _per_sample(parts, shape: tuple[int, ...]) -> dict:
         raise ValueError(f"{must}: this one returned {got}")
     for name, part in parts.items():
         if jnp.shape(part) != shape:
-            raise ValueError(
-                f"{must}: its part {name!r} has shape {list(jnp.shape(part))}; leave out the mean or sum over samples, "
-                "which devices.gradient takes by weight"
-            )
+            advice = "leave out the mean or sum over samples, which devices.gradient takes by weight"
+            if jnp.ndim(part) > len(shape):
+                advice = "sum it over, or index, its last axes"
+            raise ValueError(f"{must}: its part {name!r} has shape {list(jnp.shape(part))}; {advice}")
     return parts
 
 

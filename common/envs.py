@@ -23,7 +23,7 @@ import numpy as np
 from flax import struct
 
 from common import devices
-from common.runs import MAX_SEED, Evaluation, Run, Stopwatch, UsageError, check, write_json
+from common.runs import MAX_SEED, Evaluation, Run, Stopwatch, UsageError, check, check_needs, write_json
 
 NUM_ACTIONS = 15  # of every Procgen game
 FRAME_SHAPE = (64, 64, 3)  # as the networks see it; EnvPool's own frames are (3, 64, 64)
@@ -114,7 +114,8 @@ class GameArgs:
     eval_every: int = devices.host_only(1_000_000)
     """environment steps between evaluations; 0 for one at the end only"""
     eval_episodes: int = devices.host_only(128)
-    """episodes of an evaluation on each set of levels, or more: as many in each of 64 games; 0 for no evaluation"""
+    """episodes of an evaluation on unseen levels, and as many on the training levels where --num-levels limits them;
+    rounded up, so that each of up to 64 games plays as many; 0 for no evaluation"""
     capture_video: bool = devices.host_only(False)
     """write a video of one episode at each evaluation"""
 
@@ -131,18 +132,9 @@ class GameArgs:
             f"--num-levels {self.num_levels} --start-level {self.start_level}: no level is left above the training "
             f"levels, their sum must be below {MAX_SEED}",
         )
-        check(
-            self.num_levels > 0 or self.start_level == 0,
-            f"--start-level {self.start_level}: has no effect on unlimited levels, give --num-levels 1 or more",
-        )
-        check(
-            self.eval_episodes > 0 or not self.capture_video,
-            "--capture-video: films an evaluation, give --eval-episodes 1 or more",
-        )
-        check(
-            self.eval_episodes > 0 or self.eval_every in (0, GameArgs.eval_every),
-            f"--eval-every {self.eval_every}: has no effect with --eval-episodes 0, give 1 or more",
-        )
+        check_needs(self, self.num_levels, "--num-levels 1 or more", ("start_level",))
+        check_needs(self, self.eval_episodes, "--eval-episodes 1 or more", ("capture_video",))
+        check_needs(self, self.eval_episodes or not self.eval_every, "--eval-episodes 1 or more", ("eval_every",))
 
 
 def check_game(env_id: str, flag: str = "--env-id") -> None:
@@ -219,7 +211,8 @@ def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "t
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed for the games from the run's seed, the step, and whatever else tells them apart, but for 0s at the end."""
+    """A seed for one purpose, from the run's seed and the numbers that tell this purpose from a script's others. 0s
+    at the end do not count."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] % MAX_SEED)
 
 

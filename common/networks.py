@@ -74,15 +74,15 @@ class EncoderArgs:
         of = {"channels": CHANNELS, "width": CHANNELS, "blocks": ("impala", "mobilenet")}
         of |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
         for flag, encoders in of.items():
-            value, own = getattr(self, flag), getattr(EncoderArgs, flag)
+            value, own = getattr(self, flag), getattr(type(self), flag)
             leave = "nothing" if own == "" else own
             check(
                 value == own or name in encoders,
                 f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {leave}",
             )
         check(
-            not self.channels or self.width == EncoderArgs.width,
-            f"--width {self.width}: has no effect where --channels gives the channels; leave it at {EncoderArgs.width}",
+            not self.channels or self.width == type(self).width,
+            f"--width {self.width}: has no effect where --channels gives the channels; leave it at {type(self).width}",
         )
         check(
             not self.spectral_norm or (name == "impala" and self.blocks and not self.separable),

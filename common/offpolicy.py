@@ -58,15 +58,12 @@ class OffPolicyArgs(actors.FleetArgs):
         games, unroll = self.num_envs, self.n_step + self.num_steps
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
-        check(
-            buffer_rows(self) * games >= least,
-            f"--buffer-size {self.buffer_size}: give {least} or more, {games} games times an unroll, an n-step return "
-            "and the frames of stacks",
-        )
+        need = f"{games} games times an unroll, an n-step return and the frames of stacks"
+        check(self.buffer_size >= least, f"--buffer-size {self.buffer_size}: give {least} or more, {need}")
         check(
             least <= self.learning_starts <= self.buffer_size,
-            f"--learning-starts {self.learning_starts}: must be from {least}, {games} games times an unroll, an n-step "
-            f"return and the frames of stacks, to --buffer-size, {self.buffer_size}",
+            f"--learning-starts {self.learning_starts}: must be from {least}, {need}, to --buffer-size, "
+            f"{self.buffer_size}",
         )
         platforms = jax.config.jax_platforms or "cpu"
         check(

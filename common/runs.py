@@ -21,7 +21,6 @@ import re
 import secrets
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import textwrap
@@ -37,7 +36,7 @@ import jax
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 import common
 from common import checkpoints, devices, files
@@ -101,15 +100,23 @@ class RunArgs:
         return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": parts // self.num_minibatches}
 
 
-# Flags that have another name today, and flags that are gone.
-OLD_FLAGS = {
-    "--num-sgd-iter": "is --update-epochs now",
-    "--optimizer-eps": "is --adam-eps now",
-    "--gru": "is --core gru now",
-    "--lstm": "is --core lstm now",
-    "--average-targets": "is --average-q now",
-    "--target-kl": "is gone; the adaptive KL penalty, --kl-coef and --kl-target, does its work",
-    "--rnd-episodic": "is gone; rnd_montezuma.py has the non-episodic bonus",
+# What flags of earlier versions, and CleanRL's, are called here. A script has the first answer whose flags it has.
+OTHER_NAMES = {
+    "--num-sgd-iter": ("is --update-epochs here", "is --value-epochs here"),
+    "--optimizer-eps": ("is --adam-eps here",),
+    "--gru": ("is --core gru here",),
+    "--lstm": ("is --core lstm here",),
+    "--average-targets": ("is --average-q here",),
+    "--target-kl": ("the adaptive KL penalty, --kl-coef and --kl-target, does its work here", "is --max-kl here"),
+    "--rnd-episodic": ("is gone; rnd_montezuma.py has the non-episodic bonus",),
+    "--lr": ("is --learning-rate here",),
+    "--policy-lr": ("is --learning-rate here, of both networks",),
+    "--q-lr": ("is --learning-rate here, of both networks",),
+    "--anneal-lr": ("is a schedule here, such as --learning-rate 0:5e-4,8000000:0",),
+    "--clip-vloss": ("is --vf-clip here, in reward; 0 for none",),
+    "--train-frequency": ("is --replay-ratio here, uses of each step",),
+    "--update-frequency": ("is --replay-ratio here, uses of each step",),
+    "--exp-name": ("a run has its script's name here; --run-dir is where it goes",),
 }
 
 
@@ -136,11 +143,11 @@ def check_flags(args: Any) -> None:
     """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
     groups = _groups(type(args))
     for group in groups:
-        own, typed = vars(group), inspect.get_annotations(group)
-        for field in dataclasses.fields(args):
-            if field.name in own and field.name not in typed:
-                new = f"{field.name}: {getattr(field.type, '__name__', field.type)} = {own[field.name]!r}"
-                raise UsageError(f"{group.__name__}.{field.name}: a new default has no effect without its type: {new}")
+        for name, value in vars(group).items():
+            plain = isinstance(value, bool | int | float | str) and name.islower() and not name.startswith("_")
+            if plain and name not in inspect.get_annotations(group):
+                new = f"{name}: {type(value).__name__} = {value!r}"
+                raise UsageError(f"{group.__name__}.{name}: is no flag, and no new default, without its type: {new}")
     for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
         check_limits(args, vars(group).get("LIMITS", {}))
     for group in groups:
@@ -215,7 +222,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     argv = _plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
-        _check_old_flags(args_class, argv)
+        _check_names(args_class, argv)
         default = None
         flags = [word.partition("=")[0].replace("_", "-") for word in argv]
         check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
@@ -325,13 +332,14 @@ def _check_given(args: Any, flags: Sequence[str]) -> None:
             check(not given or value == "disabled", f"{as_given(name, value)}: has no effect with --track {args.track}")
 
 
-def _check_old_flags(args_class: type, argv: Sequence[str]) -> None:
-    """Raises UsageError for a flag that scripts once had."""
+def _check_names(args_class: type, argv: Sequence[str]) -> None:
+    """Raises UsageError for a flag that has another name in this script."""
     names = {flag_of(field.name) for field in dataclasses.fields(args_class)}
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
-        if flag in OLD_FLAGS and flag not in names:
-            raise UsageError(f"{flag}: {OLD_FLAGS[flag]}")
+        for answer in OTHER_NAMES.get(flag, ()) if flag not in names else ():
+            if names.issuperset(re.findall(r"--[a-z-]+", answer)):
+                raise UsageError(f"{flag}: {answer}")
 
 
 def _plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
@@ -382,7 +390,7 @@ def _check_schedule(flag: str, text: str, low: float, high: float | None) -> Non
     form = f'{flag} {text!r}: give a number, or points "step:value,step:value,..." with rising steps'
     try:
         values = parse_schedule(text).values
-    except (ValueError, TypeError):
+    except ValueError:
         raise UsageError(form) from None
     check(min(values) >= low and (high is None or max(values) <= high), f"{flag} {text!r}: {_range(low, high)}")
 
@@ -472,7 +480,7 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     about = f"{source} {run_dir}: its args.json is not of this version of the script"
     text = io.StringIO()
     try:
-        _check_old_flags(args_class, words)
+        _check_names(args_class, words)
         with contextlib.redirect_stderr(text):
             return tyro.cli(args_class, args=words)
     except UsageError as error:
@@ -582,10 +590,12 @@ class Run:
         self._lines, self._evaluated, self._saved, self._begun = 0, 0, 0, False
         self._signal, self._written, self._seconds = None, None, 0.0
         self._old_handlers = {}
-        self._console = _Console(self._on_broken_pipe, stderr=True, quiet=not self.first)
-        columns = "[progress.description]{task.description}", BarColumn(None), "{task.fields[status]}"
+        self._console = Console(stderr=True, quiet=not self.first)
+        self._console.on_broken_pipe = self._on_broken_pipe  # Rich's own would end the program
         self._progress = Progress(
-            *(TextColumn(c) if isinstance(c, str) else c for c in columns),
+            "[progress.description]{task.description}",
+            BarColumn(None),
+            "{task.fields[status]}",
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             speed_estimate_period=3600,  # an update may take a minute
@@ -663,7 +673,7 @@ class Run:
             kept = checkpoints.steps_in(self.path)
             how = f"continue with: {self._how_to_go_on()}" if kept else "there was no checkpoint yet, begin again"
             self.say(f"stopped by {self.stop}; {how}")
-        self._tell_wandb("finish", exit_code=0 if kind is None else 1)
+        self._tell_wandb("finish", exit_code=0 if kind in (None, SystemExit) else 1)
         if self._lock:
             self._lock.close()
         for number, handler in self._old_handlers.items():
@@ -687,6 +697,7 @@ class Run:
 
     def _on_broken_pipe(self) -> None:
         """Whoever read what the run says has gone, as in `| head`: as good as a signal."""
+        self._console.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         self._end_for("SIGPIPE")
 
@@ -820,11 +831,15 @@ class Run:
         return {"devices": devices.mesh(self._args).size, "hosts": devices.hosts(self._args)}
 
     def check_finite(self, step: int, metrics: dict[str, float]) -> None:
-        """Raises DivergedError if a metric is NaN or infinite; the checkpoints before are kept."""
+        """Raises DivergedError if a metric is NaN or infinite, the checkpoints before are kept; ValueError if one is
+        no number."""
+        for name, value in metrics.items():
+            if np.shape(value):
+                raise ValueError(f"metric {name} has shape {list(np.shape(value))}: it is to be one number, float32 []")
         broken = [name for name, value in metrics.items() if not np.isfinite(value)]
         if broken:
             kept = f"; {self.kept()}" if self.first else ""
-            raise DivergedError(f"{broken[0]} is not finite at step {step}: training stopped{kept}")
+            raise DivergedError(f"not finite at step {step}: {', '.join(broken)}; training stopped{kept}")
 
     def _go_back(self, saved: dict[str, Any]) -> None:
         """To a checkpoint: drops what was logged after it, but an evaluation of it: the rest is about to be logged
@@ -956,25 +971,20 @@ class _Board:
         from tensorboardX import record_writer, summary  # late: not every run writes for it
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        self._summary, self._event, self._crc = summary, Event, record_writer.masked_crc32c
+        self._summary, self._event, self._path = summary, Event, folder
         folder.mkdir(exist_ok=True)
         # A file is named by the second in which it is opened, and replaces no other.
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{purge_step or 0}"
-        self._file = (folder / name).open("ab")
+        self._file = record_writer.RecordWriter(str(folder / name))
         first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         if purge_step is not None:
             first.append(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
         self._write(first)
 
     def _write(self, events: Iterable) -> None:
-        """Appends records, in TensorFlow's form: a length and its checksum, the data and its."""
-        records = []
-        for event in events:
-            data = event.SerializeToString()
-            for part in (struct.pack("<Q", len(data)), data):
-                records += [part, struct.pack("<I", self._crc(part))]
-        with files.full_disk_explained(Path(self._file.name)):
-            self._file.write(b"".join(records))
+        with files.full_disk_explained(self._path):
+            for event in events:
+                self._file.write(event.SerializeToString())
             self._file.flush()
 
     def add_numbers(self, step: int, numbers: dict[str, float]) -> None:
@@ -1008,18 +1018,6 @@ def _undone_by_signals(undo: contextlib.ExitStack) -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, common._end)
-
-
-class _Console(Console):
-    """Rich's, which tells when nobody reads what it prints any more; its own would end the program."""
-
-    def __init__(self, told: Callable[[], None], **options):
-        super().__init__(**options)
-        self._told = told
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        self._told()
 
 
 class Evaluation(NamedTuple):

@@ -184,7 +184,7 @@ def test_updates_follow_the_replay_ratio(uninterrupted):
 
 @pytest.mark.slow
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
-    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
         train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
 
 

@@ -211,6 +211,7 @@ def test_a_loss_is_told_to_return_parts_per_sample(whole):
     for loss, words in (
         (lambda params, x: {"loss": error(params, x).mean()}, r"part 'loss' has shape \[\]; leave out the mean"),
         (lambda params, x: {"loss": error(params, x), "kl": x[:, 0]}, r"per sample, .* part 'kl' has shape \[\d+, 3\]"),
+        (lambda params, x: {"loss": error(params, x), "kl": x}, r"part 'kl' has shape \[\d+, 1, 3\]; sum it over"),
         (lambda params, x: error(params, x).mean(), "returns a dict of parts per sample"),
         (lambda params, x: {"policy_loss": error(params, x)}, "one of them 'loss'"),
     ):

@@ -172,7 +172,7 @@ def test_a_failing_actor_stops_the_run_with_a_checkpoint(train, resume, whole, t
 
 @pytest.mark.slow
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
         train(checkpoint_every=1000, total_timesteps=10_000)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)

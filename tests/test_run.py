@@ -33,6 +33,8 @@ from PIL import Image
 
 import evaluate
 import ppo_procgen as ppo
+import sac_procgen as sac
+import trpo_procgen as trpo
 from common import checkpoints, devices, envs, runs
 from experiments import strip
 
@@ -417,7 +419,7 @@ def test_wandb_need_not_be_installed(train, monkeypatch):
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    with pytest.raises(runs.DivergedError, match=r"losses/\w+ is not finite at step \d+.*is whole"):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
         train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e35", total_timesteps=10_000, kl_coef=0.0)
     (run_dir,) = tmp_path.iterdir()
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
@@ -487,7 +489,11 @@ BAD = {
     "absurd": (["--num-steps", 10**9], "--num-steps 1000000000", "from 1 to 65536"),
     "batch too large": (["--num-envs", 65536, "--num-steps", 1024], "--num-envs 65536", "at most 16777216"),
     "no evaluation to film": (["--capture-video", "--eval-episodes", 0], "--capture-video", "--eval-episodes 1"),
-    "no evaluation to be due": (["--eval-every", 500, "--eval-episodes", 0], "--eval-every 500", "give 1 or more"),
+    "no evaluation to be due": (
+        ["--eval-every", 500, "--eval-episodes", 0],
+        "--eval-every 500",
+        "--eval-episodes 1 or more",
+    ),
     "start of all levels": (["--start-level", 5], "--start-level 5", "--num-levels 1"),
     "other game": (None, "--env-id coinrun", "bigfish"),
     "other seed": (None, "--seed 9", "keeps its own, --seed 1"),
@@ -545,6 +551,44 @@ def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
 
     with pytest.raises(runs.UsageError, match=r"Forked.num_levels: .* without its type: num_levels: int = 200"):
         runs.check_args(Forked(), "my_ppo")
+
+    @dataclasses.dataclass(frozen=True)
+    class New(ppo.Args):
+        eval_every: int = 50_000
+        huber_delta = 1.0
+
+    with pytest.raises(runs.UsageError, match=r"New.huber_delta: is no flag.* without its type: huber_delta: float = 1.0"):
+        runs.check_args(New(), "my_ppo")
+    del New.huber_delta
+    runs.check_args(New(eval_episodes=0), "my_ppo")  # a default of its own is not what the user gave
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "answer"),
+    [(ppo, "--target-kl=0.1", "--kl-coef"), (trpo, "--target-kl=0.1", "is --max-kl"), (ppo, "--no-anneal-lr", "schedule"),
+     (trpo, "--num-sgd-iter", "is --value-epochs"), (sac, "--gru", "Unrecognized"), (sac, "--q-lr", "of both networks")],
+)  # fmt: skip
+def test_a_name_from_elsewhere_is_answered_with_this_scripts_own(script, word, answer, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(script.Args, script.main, [word])
+    assert stopped.value.code == 2
+    assert answer in capfd.readouterr().err
+
+
+def test_what_a_fork_adds_to_a_batch_has_its_shape():
+    """Else samples would be taken from beyond its end, which JAX does not mind."""
+    batch = ppo.Batch(*(np.zeros((5, 3)) for _ in range(4)), returns=np.zeros((3, 5)))  # time, games
+    with pytest.raises(AssertionError, match="prefix"):
+        ppo.optimize(ppo.Args(), None, None, None, batch, weight=np.ones((5, 3)), rates=None, key=None)
+
+
+def test_what_is_no_number_or_not_finite_is_named(tmp_path):
+    run = runs.Run(ppo.Args(**TINY | {"run_dir": str(tmp_path)}), "ppo_procgen")
+    run.check_finite(7, {"losses/a": np.float32(1)})
+    with pytest.raises(runs.DivergedError, match="step 7: losses/a, losses/c; "):
+        run.check_finite(7, {"losses/a": np.float32("nan"), "losses/b": 1.0, "losses/c": np.float32("inf")})
+    with pytest.raises(ValueError, match=r"losses/b has shape \[2\]"):
+        run.check_finite(7, {"losses/a": 1.0, "losses/b": np.ones(2)})
 
 
 def test_flags_that_do_not_parse_exit_with_2():
