@@ -645,7 +645,9 @@ class Run:
             after = int(self.saved["run"]["step"]) + 1 if self.saved else None
             self._board = _Board(self.path / "tensorboard", after)
             undo.callback(self._board.close)
-        write_json(self.path / "args.json", {"script": script, "wandb_id": run_id, "args": config})
+        write_json(
+            self.path / "args.json", {"script": script, "wandb_id": run_id, "env_id": args.env_id, "args": config}
+        )
 
     def __enter__(self) -> "Run":
         with contextlib.suppress(ValueError):  # signals can be caught in the main thread only

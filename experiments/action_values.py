@@ -68,10 +68,11 @@ def random_frames(args: envs.GameArgs, games: int, steps: int, seed: int) -> np.
     return np.concatenate(seen[2::3])
 
 
-def q_values(script: ModuleType, args: envs.GameArgs, run_dir: str, frames: np.ndarray) -> np.ndarray:
-    """What a run's newest checkpoint says of frames [B, 64, 64, C]: values float32 [B, 15]."""
+def q_values(script: ModuleType, args: envs.GameArgs, run_dir: str, frames: np.ndarray) -> tuple[int, np.ndarray]:
+    """The step of a run's newest checkpoint, and what that says of frames [B, 64, 64, C]: values float32 [B, 15]."""
     agent = script.make_agent(args)
-    params = script.trained(args, agent, run_dir)["params"]
+    tree = script.trained(args, agent, run_dir)
+    params = tree["params"]
 
     @jax.jit
     def values(frames):
@@ -80,7 +81,8 @@ def q_values(script: ModuleType, args: envs.GameArgs, run_dir: str, frames: np.n
             return outputs[1].mean(axis=1)
         return script.mean_value(agent.support, outputs)
 
-    return np.concatenate([values(part) for part in np.array_split(frames, max(len(frames) // 64, 1))])
+    parts = np.array_split(frames, max(len(frames) // 64, 1))
+    return int(tree["global_step"]), np.concatenate([values(part) for part in parts])
 
 
 def spreads(values: np.ndarray, groups: list[list[int]]) -> tuple[float, float, float]:
@@ -111,10 +113,9 @@ def main(args: Args) -> list[dict]:
     rows = []
     for run_dir, (script, saved) in zip(args.run_dirs, chosen, strict=True):
         groups = same_actions(saved, args.games, args.seed)
-        values = q_values(script, saved, run_dir, random_frames(saved, args.games, args.steps, args.seed))
+        step, values = q_values(script, saved, run_dir, random_frames(saved, args.games, args.steps, args.seed))
         measured = [f"{spread:.4f}" for spread in spreads(values, groups)]
         same = " ".join(ACTIONS[action].replace(" ", "-") for action in max(groups, key=len))
-        step = checkpoints.steps_in(run_dir)[-1]
         row = Path(run_dir).resolve().name, saved.env_id, step, same, *measured
         rows.append(dict(zip(MEASURED, row, strict=True)))
     evaluate.show("values of actions", rows, {})

@@ -70,6 +70,8 @@ def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:
     Raises UsageError if there are none.
     """
     flags = {row["cell"]: trials.read_settings(row["flags"].split()) for row in reproduce.read_table(args.table)}
+    for part in args.cells:
+        runs.check(any(part in cell for cell in flags), f"--cells {part}: is in no cell's name of {args.table}")
     files = [Path(args.folder, f"{args.table}_{ending}.csv") for ending in ("training", "evaluations")]
     training, evaluated = (longest(records.read_rows(path)) for path in files)
     most = {}
@@ -79,7 +81,7 @@ def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:
     for (cell, seed), rows in training.items():
         asked = any(part in cell for part in args.cells or [""]) and int(rows[0]["of steps"]) == most[cell]
         if asked and cell in flags:
-            game = flags[cell]["env_id"]
+            game = flags[cell].get("env_id", args.table)  # scripts of one game have no such flag
             of_cell = games.setdefault(game, {}).setdefault(cell.removesuffix(f", {game}"), ([], []))
             of_cell[0].append(rows)
             there = evaluated.get((cell, seed), [])

@@ -101,6 +101,7 @@ def draw(answer: dict, title: str) -> plot.plt.Figure:
 def main(args: Args) -> None:
     plot.check_out(args.out)
     everything = plot.read_runs(args.run_dirs)
+    everything = everything if args.group_by else plot.drop_repeats(everything)
     games = list(dict.fromkeys(run.game for run in everything))
     runs.check(len(games) == 1, f"RUN_DIRS: are of {' and '.join(games)}, give runs of one game")
     without = " ".join(run.path for run in everything if "num_levels" not in run.args)

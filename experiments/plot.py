@@ -8,12 +8,14 @@ interval of it over the runs. It is drawn where all of them have logged: a run t
 """
 
 import csv
+import importlib.util
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, NotRequired
 
 import matplotlib as mpl
 import numpy as np
@@ -63,7 +65,8 @@ class Args:
     out: str = "curve"
     """where to write: OUT.csv and OUT.png"""
     group_by: tuple[str, ...] = ()
-    """flags that tell lines apart, script and env_id too; by default the script and what differs but the seed"""
+    """flags that tell lines apart, script and env_id too; by default the script and what differs but the seed,
+    total_timesteps and capture_video"""
     random: float | None = None
     """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
     reference: tuple[str, ...] = ()
@@ -111,9 +114,10 @@ class SavedArgs(TypedDict, total=False):
 
 
 class Saved(TypedDict):
-    """args.json of a run."""
+    """args.json of a run; older ones have no env_id outside of the arguments."""
 
     script: str
+    env_id: NotRequired[str]
     args: SavedArgs
 
 
@@ -140,7 +144,7 @@ def read_run(run_dir: str) -> Logged:
         clock = "seconds" if {"seconds"} <= line.keys() & last.keys() else "time"
         hours += max(0, line[clock] - last[clock]) / 3600  # a computer's time may go back
         line["hours"], last = hours, line
-    game = content["args"].get("env_id", Path(run_dir).resolve().name.split("__")[0])
+    game = content["args"].get("env_id") or content.get("env_id") or Path(run_dir).resolve().name.split("__")[0]
     return Logged(run_dir, content["script"], game, content["args"], lines=lines)
 
 
@@ -150,8 +154,23 @@ def differing(run: Logged, everything: list[Logged]) -> list[str]:
     runs_of_script = [other.args for other in everything if other.script == run.script]
     names = dict.fromkeys(name for args in runs_of_script for name in args)
     values = {name: [args[name] for args in runs_of_script if name in args] for name in names}
-    same = BESIDE | {"env_id", "seed", "total_timesteps"}
+    same = BESIDE | {"env_id", "seed", "total_timesteps", "capture_video"}
     return [name for name in names if name not in same and any(x != values[name][0] for x in values[name])]
+
+
+def drop_repeats(everything: list[Logged]) -> list[Logged]:
+    """Of runs with the same flags, game and seed the longest, since on a CPU one is the other's beginning; prints what
+    it leaves out."""
+    longest = {}
+    for run in everything:
+        seed = run.args.get("seed", run.path)
+        key = json.dumps([run.script, run.game, seed, *(run.args.get(name) for name in differing(run, everything))])
+        first = longest.setdefault(key, run)
+        if first is not run:
+            run, shorter = sorted((run, first), key=lambda each: -each.lines[-1]["global_step"])
+            print(f"left out: {shorter.path}, with the seed and flags of {run.path}")
+            longest[key] = run
+    return list(longest.values())
 
 
 def group_runs(everything: list[Logged], group_by: tuple[str, ...]) -> dict[str, list[Logged]]:
@@ -366,11 +385,12 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
         if metric == returns and args.random is not None:
             axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
         shown = references if metric == returns and clock == "global_step" else {}
+        names = {key: ", ".join(filter(None, key if len(column) > 1 else key[:1])) for key in references}
         for (label, game), points in shown.items():
-            i = sorted({name for name, _ in references}).index(label)
+            i = sorted(set(names.values())).index(names[label, game])
             style = {"marker": "h*<>"[i % 4], "ls": STROKES[i % 5], "color": "0.35", "mfc": "w", "ms": 5, "lw": 0.9}
             if game in ("", *column):
-                axis.plot(*points[:, points[0] <= 1.3 * last], **style, label=label)
+                axis.plot(*points[:, points[0] <= 1.3 * last], **style, label=names[label, game])
         axis.set(ylabel=LABELS.get(metric, metric).replace("_", " "), title=column[0] if len(columns) > 1 else "")
         axis.set(xlabel=steps if clock == "global_step" else "hours")
         if clock == "global_step":
@@ -490,7 +510,10 @@ def main(args: Args) -> None:
     runs.check(len(args.metrics) > 0, "--metrics: give at least one, such as charts/episodic_return")
     runs.check(args.random is None or abs(args.random) < 1e15, f"--random {args.random}: give a return, such as 0.9")
     runs.check_needs(args, args.aggregate, "--aggregate", ["score_metric"])
+    scored = not args.aggregate or importlib.util.find_spec("rliable")
+    runs.check(bool(scored), "--aggregate: needs rliable; run make .venv/with-dev")
     everything = read_runs(args.run_dirs)
+    everything = everything if args.group_by else drop_repeats(everything)
     groups = group_runs(everything, args.group_by)
     games = list(dict.fromkeys(run.game for run in everything))
     runs.check(

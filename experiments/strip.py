@@ -29,7 +29,7 @@ class Args:
 
 def rows(text: str, width: int) -> np.ndarray:
     """A strip, or its row N, as uint8 [H, width, 3]."""
-    path, _, number = text.partition(":")
+    path, _, number = (text, "", "") if Path(text).is_file() else text.rpartition(":")
     check(Path(path).is_file(), f"STRIPS {text}: there is no such file")
     try:
         picture = Image.open(path).convert("RGB")

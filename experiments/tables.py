@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import cleanrl, records
 from common import files, runs
-from experiments import constant_actions, plot, reproduce
+from experiments import constant_actions, plot, reproduce, study_units
 
 DOCS = records.ROOT / "docs"
 SPEED = records.ROOT / "benchmarks" / "results"
@@ -239,7 +239,7 @@ def starpilot_study() -> list[str]:
     reference = records.read_rows(reproduce.REFERENCE.parent / "starpilot_study.csv")
     published = {tuple(row[name] for name in setting): row for row in reference}
     both = {}
-    for row in records.read_rows(STUDIES / "starpilot_study.csv"):
+    for row in (row for row in records.read_rows(STUDIES / "starpilot_study.csv") if row["game"] == study_units.GAME):
         both.setdefault(tuple(row[name] for name in ("run", *setting)), {})[row["on"]] = row
     rows = []
     for run in both.values():

@@ -171,6 +171,15 @@ def test_groups(study, group_by, groups):
     assert {name: len(group) for name, group in found.items()} == groups
 
 
+def test_of_one_seed_and_flags_the_longest_run_counts(tmp_path, capsys):
+    """Two that are alike on a CPU are no two samples; an older run without a seed may be of any."""
+    each = ((1, 30, 0.1), (2, 30, 0.1), (1, 90, 0.1), (1, 60, 0.1), (1, 30, 0.2))
+    made = [write_run(tmp_path, seed=seed, lines=scored(5, step), lr=lr) for seed, step, lr in each]
+    kept = plot.drop_repeats([plot.read_run(path) for path in made])
+    assert {run.path for run in kept} == {made[1], made[2], made[4]}
+    assert f"{made[0]}, with the seed and flags of {made[2]}" in capsys.readouterr().out
+
+
 def test_seeds_and_places_tell_no_runs_apart(tmp_path):
     places = [{"seed": s, "wandb_project": f"p{s}", "checkpoint_every": s} for s in (1, 2)]
     paths = [write_run(tmp_path, game, **place) for game in RANGES for place in places]

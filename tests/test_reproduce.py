@@ -287,7 +287,18 @@ def test_curves_are_drawn_without_their_runs(table, tmp_path):
     records.write_rows(reproduce.REFERENCE, reference)
     records.write_rows(tmp_path / "small_training.csv", kept)
     curves.main(curves.Args("small", folder=str(tmp_path), random={"maze": 1.0}, out=str(tmp_path / "curves")))
-    assert np.asarray(Image.open(tmp_path / "curves.png").convert("L")).std() > 5
+    assert (tmp_path / "curves.png").exists()
+    second = [one | {"seed": 2, reproduce.RETURN: 3 * float(one[reproduce.RETURN])} for one in kept]
+    records.write_rows(tmp_path / "small_training.csv", [*kept, *half, *second, *(one | {"seed": 3} for one in half)])
+    evaluated = [{"cell": row["cell"], "of steps": 1800} | one for one in seeds[0]]
+    records.write_rows(tmp_path / "small_evaluations.csv", [one | {"seed": 1} for one in evaluated])
+    figure = curves.draw(curves.read(curves.Args("small", folder=str(tmp_path))), {"maze": 1.0})
+    line, mark, *_, random_play = figure.axes[0].lines
+    np.testing.assert_allclose(line.get_xydata(), np.stack([steps, 2 * returns], axis=1))  # of two seeds of one length
+    assert mark.get_ydata() == [2]
+    assert random_play.get_ydata()[0] == 1
+    with pytest.raises(runs.UsageError, match="--cells nosuch: is in no cell's name"):
+        curves.main(curves.Args("small", cells=("nosuch",), folder=str(tmp_path)))
     with pytest.raises(runs.UsageError, match="--random bigfish: has no curve here, give some of maze"):
         curves.main(curves.Args("small", folder=str(tmp_path), random={"bigfish": 1.0}))
     with pytest.raises(runs.UsageError, match="TABLE small: has no such curves"):
@@ -561,7 +572,11 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
     assert [row["step"] for row in rows] == ["", 1, 1, "", 1]  # where the last task ended
     assert (rows[0]["ACC"], rows[0]["REM"]) == pytest.approx((0.81, 0.998), abs=1e-3)  # as the study has them
     assert (rows[3]["ACC"], rows[3]["REM"]) == pytest.approx((0.487, 0.2), abs=1e-3)  # of as many tasks as ours
-    assert (tmp_path / "out.png").stat().st_size > 10_000
+    tasks, ours = matrices.read_ours(tuple(paths))
+    panel = matrices.draw(tasks, ours, matrices.published(tasks)).axes[1]
+    both = [matrices.read_rates(Path(path, "matrix.csv"), tasks) for path in paths[:2]]
+    assert panel.texts[0].get_text() == f"{np.mean(both, axis=0)[0, 0]:.2f}"
+    assert (tmp_path / "out.png").exists()
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 6
     capfd.readouterr()
 

@@ -557,7 +557,9 @@ def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
         eval_every: int = 50_000
         huber_delta = 1.0
 
-    with pytest.raises(runs.UsageError, match=r"New.huber_delta: is no flag.* without its type: huber_delta: float = 1.0"):
+    with pytest.raises(
+        runs.UsageError, match=r"New.huber_delta: is no flag.* without its type: huber_delta: float = 1.0"
+    ):
         runs.check_args(New(), "my_ppo")
     del New.huber_delta
     runs.check_args(New(eval_episodes=0), "my_ppo")  # a default of its own is not what the user gave
@@ -565,8 +567,10 @@ def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
 
 @pytest.mark.parametrize(
     ("script", "word", "answer"),
-    [(ppo, "--target-kl=0.1", "--kl-coef"), (trpo, "--target-kl=0.1", "is --max-kl"), (ppo, "--no-anneal-lr", "schedule"),
-     (trpo, "--num-sgd-iter", "is --value-epochs"), (sac, "--gru", "Unrecognized"), (sac, "--q-lr", "of both networks")],
+    [
+        (ppo, "--target-kl=0.1", "--kl-coef"), (trpo, "--target-kl=0.1", "is --max-kl"), (sac, "--gru", "Unrecognized"),
+        (ppo, "--no-anneal-lr", "schedule"), (trpo, "--num-sgd-iter", "is --value-epochs"), (sac, "--q-lr", "of both"),
+    ],
 )  # fmt: skip
 def test_a_name_from_elsewhere_is_answered_with_this_scripts_own(script, word, answer, capfd):
     with pytest.raises(SystemExit) as stopped:
