@@ -24,7 +24,7 @@ import optax
 
 from common import agents, augment, devices, envs, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME
-from common.runs import check
+from common.files import check
 
 SCRIPT = Path(__file__).stem
 EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a policy may stand still for ever

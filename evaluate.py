@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from common import agents, checkpoints, devices, envs, files, runs
+from common import agents, checkpoints, devices, envs, files, films, runs
 from common.devices import SAME
 
 
@@ -203,15 +203,15 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
     show(f"{path.resolve().name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
     if args.video:
         video = path / "videos" / f"{answer.name}_{answer.step}.mp4"
-        runs.write_video(video, answer.film, answer.fps)
+        films.write_video(video, answer.film, answer.fps)
         print(f"video: {video}")
         strip = video.with_suffix(".png")
-        runs.write_picture(strip, runs.film_strip(answer.film, answer.scenes))
+        films.write_picture(strip, films.film_strip(answer.film, answer.scenes))
         print(f"film strip: {strip}")
     if args.human:
-        films = {name: evaluate(episodes=1, levels=x, video=True, **how).film for name, x in SIDES.items()}
+        sides = {name: evaluate(episodes=1, levels=x, video=True, **how).film for name, x in SIDES.items()}
         both = path / "videos" / f"{'random_' if args.random else ''}side_by_side_{answer.step}.mp4"
-        runs.write_video(both, runs.side_by_side(films), answer.fps)
+        films.write_video(both, films.side_by_side(sides), answer.fps)
         print(f"side by side: {both}")
     return answer.summary
 

@@ -31,7 +31,7 @@ import doorgym
 from common import agents, continual, devices, doors, envs, runs, shaping
 from common.devices import SAME, STEPS
 from common.doors import DECISIONS, SLOTS, Rollout
-from common.runs import check
+from common.files import check
 
 SCRIPT = Path(__file__).stem
 # Of the doors that the matrix is of, to which evaluate.py adds --seed, and of those that parameters are chosen by.

@@ -24,7 +24,7 @@ import optax
 from common import actors, agents, augment, devices, envs, networks, runs, shaping
 from common.actors import Unroll
 from common.devices import GAMES, SAME, STEPS
-from common.runs import check
+from common.files import check
 
 SCRIPT = Path(__file__).stem
 

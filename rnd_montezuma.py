@@ -25,7 +25,7 @@ import tyro
 from common import agents, atari, devices, envs, networks, runs, shaping
 from common.actors import ActorArgs, Fleet
 from common.devices import GAMES, SAME, STEPS
-from common.runs import check
+from common.files import check
 
 SCRIPT = Path(__file__).stem
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from common import checkpoints, devices, envs, runs
 from common.envs import Games, Mark
-from common.runs import check
+from common.files import check
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from common.runs import UsageError, check, check_needs
+from common.files import UsageError, check
+from common.flags import check_needs
 
 GREY = (0.299, 0.587, 0.114)  # luma of red, green and blue (ITU-R BT.601)
 

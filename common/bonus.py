@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from common import devices, envs, networks, shaping
-from common.runs import check_needs
+from common.flags import check_needs
 
 ENCODER = networks.EncoderArgs(width=1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import tyro
 
 import doorgym
-from common.runs import FailedError, check
+from common.files import FailedError, check
 
 # The study's tasks, by number (Schoepf et al. 2022).
 TASKS = (

@@ -23,7 +23,9 @@ import numpy as np
 from flax import struct
 
 from common import devices
-from common.runs import MAX_SEED, Evaluation, Run, Stopwatch, UsageError, check, check_needs, write_json
+from common.files import UsageError, check, write_json
+from common.flags import MAX_SEED, check_needs
+from common.runs import Evaluation, Run, Stopwatch
 
 NUM_ACTIONS = 15  # of every Procgen game
 FRAME_SHAPE = (64, 64, 3)  # as the networks see it; EnvPool's own frames are (3, 64, 64)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from common import cpu, devices, gpu
-from common.runs import UsageError, check
+from common.files import UsageError, check
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from common import actors, checkpoints, devices, envs, networks, replay, runs, shaping
 from common.actors import Item, Unroll
-from common.runs import check
+from common.files import check
 
 
 @dataclass(frozen=True)

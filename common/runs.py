@@ -1,4 +1,4 @@
-"""A run: its flags and directory, W&B, metrics, progress line, checkpoints, resume, signals, answers to bad input.
+"""A run: its directory, metrics, progress line, checkpoints, resume and signals.
 
 runs/<env_id>__<script>__<seed>__<time>/
     args.json        script, W&B id and arguments
@@ -8,49 +8,52 @@ runs/<env_id>__<script>__<seed>__<time>/
     videos/  eval.json  wandb/ or tensorboard/
 """
 
-import ast
 import contextlib
 import dataclasses
-import inspect
-import io
-import itertools
 import json
 import os
-import platform
-import re
 import secrets
 import shutil
 import signal
 import sys
 import tempfile
-import textwrap
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 import common
-from common import checkpoints, devices, files
+from common import checkpoints, devices, files, films, tracking
 from common.files import FailedError, FullError, UsageError, check, write_json
-
-MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
-MAX_FLOAT = float(np.finfo(np.float32).max)
+from common.flags import (  # noqa: F401 - scripts need this file's name alone
+    MAX_SEED,
+    as_given,
+    check_args,
+    check_batch,
+    check_flags,
+    check_limits,
+    check_memory,
+    check_needs,
+    cli,
+    fixed,
+    flag_of,
+    on_this_machine,
+    parse_schedule,
+    parts_of_batch,
+    read_args,
+    saved_args,
+    set_up_jax,
+)
 
 
 class DivergedError(FailedError):
     """Training produced NaN or infinity."""
-
-
-# FLAGS
 
 
 @dataclass(frozen=True)
@@ -96,404 +99,11 @@ class RunArgs:
 
     def shares(self) -> dict[str, int]:
         """What the devices that learn divide between them: in words, and how many."""
-        what, parts = _parts_of_batch(self)
+        what, parts = parts_of_batch(self)
         return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": parts // self.num_minibatches}
 
 
-# What flags of earlier versions, and CleanRL's, are called here. A script has the first answer whose flags it has.
-OTHER_NAMES = {
-    "--num-sgd-iter": ("is --update-epochs here", "is --value-epochs here"),
-    "--optimizer-eps": ("is --adam-eps here",),
-    "--gru": ("is --core gru here",),
-    "--lstm": ("is --core lstm here",),
-    "--average-targets": ("is --average-q here",),
-    "--target-kl": ("the adaptive KL penalty, --kl-coef and --kl-target, does its work here", "is --max-kl here"),
-    "--rnd-episodic": ("is gone; rnd_montezuma.py has the non-episodic bonus",),
-    "--lr": ("is --learning-rate here",),
-    "--policy-lr": ("is --learning-rate here, of both networks",),
-    "--q-lr": ("is --learning-rate here, of both networks",),
-    "--anneal-lr": ("is a schedule here, such as --learning-rate 0:5e-4,8000000:0",),
-    "--clip-vloss": ("is --vf-clip here, in reward; 0 for none",),
-    "--train-frequency": ("is --replay-ratio here, uses of each step",),
-    "--update-frequency": ("is --replay-ratio here, uses of each step",),
-    "--exp-name": ("a run has its script's name here; --run-dir is where it goes",),
-}
-
-
-def check_args(args: Any, script: str) -> None:
-    """Checks flags by their groups' LIMITS and check(), and what a resumed run keeps by FIXED.
-
-    Raises UsageError, one sentence, if a flag's value makes no sense.
-    """
-    named = bool(re.fullmatch(r"\w+_\w+", script))
-    form = "give it a name of letters, digits and an underscore, such as my_ppo.py, else its runs cannot be found again"
-    check(named, f"{script}.py: {form}")
-    check_flags(args)
-    check_devices(args)
-    if args.resume:
-        saved = saved_args(type(args), args.resume, "--resume", script)
-        whole = (Path(args.resume) / "checkpoints").is_dir()
-        check(whole, f"--resume {args.resume}: has no checkpoints, as an exported agent; give a run directory")
-        for name in fixed(type(args)):
-            new, old = getattr(args, name), getattr(saved, name)
-            check(new == old, f"{as_given(name, new)}: a resumed run keeps its own, {as_given(name, old)}")
-
-
-def check_flags(args: Any) -> None:
-    """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
-    groups = _groups(type(args))
-    for group in groups:
-        for name, value in vars(group).items():
-            plain = isinstance(value, bool | int | float | str) and name.islower() and not name.startswith("_")
-            if plain and name not in inspect.get_annotations(group):
-                new = f"{name}: {type(value).__name__} = {value!r}"
-                raise UsageError(f"{group.__name__}.{name}: is no flag, and no new default, without its type: {new}")
-    for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
-        check_limits(args, vars(group).get("LIMITS", {}))
-    for group in groups:
-        if "check" in vars(group):
-            group.check(args)
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        finite = not isinstance(value, float) or abs(value) <= MAX_FLOAT
-        check(finite, f"{flag_of(field.name)} {value}: is not a number that float32 can hold")
-
-
-def check_devices(args: Any) -> None:
-    """Raises UsageError if this run cannot be spread over the devices and hosts that it is to have."""
-    most, hosts = len(devices.of_learner(args)), devices.hosts(args)
-    each = [len(own) for own in devices.of_hosts(args)]
-    same = f"--distributed: the hosts have {each} devices; give each as many, by CUDA_VISIBLE_DEVICES or (CPU) taskset"
-    check(len(set(each)) == 1, same)
-    check(most > 0, f"--actor-devices {getattr(args, 'actor_devices', 0)}: leaves none of this machine's to learn")
-    check(args.num_devices <= most, f"--num-devices {args.num_devices}: there are {most} to learn on this machine")
-    for what, share in args.shares().items():
-        check(share % hosts == 0, f"--distributed: the {hosts} hosts do not divide {what}, {share}")
-        fit = devices.that_divide(args, share)
-        must = " or ".join(map(str, fit)) + (f" on each of {hosts} hosts" if hosts > 1 else "")
-        check(
-            args.num_devices in (0, *fit),
-            f"--num-devices {args.num_devices}: does not divide {what}, {share}; give {must}",
-        )
-
-
-GAME = 280_000  # bytes of a game of bigfish in EnvPool; coinrun has 790,000, Montezuma's Revenge 950,000
-
-
-def check_memory(args: Any, names: Sequence[str], arrays: Any, on_host: Any = ()) -> None:
-    """Raises UsageError if a run keeps more than there is memory for. (It needs still more in an update.)
-
-    Args:
-      names: of the flags that decide about it.
-      arrays: what lies on the devices that learn, a tree of anything with a shape and a dtype.
-      on_host: what lies in this host's memory besides the games.
-    """
-    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (arrays, on_host)]
-    of_host, of_devices = devices.memory(args)
-    games = len(devices.games_of_host(args)) * GAME
-    asked = {"this machine": (sizes[1] + games + sizes[0] * devices.on_cpu(), of_host)}
-    if not devices.on_cpu():
-        asked["the devices that learn"] = sizes[0], of_devices
-    flags = " ".join(as_given(name, getattr(args, name)) for name in names)
-    needs = " and ".join(
-        f"{need / 1e9:,.1f} GB on {place} (there are {there / 1e9:,.1f})" for place, (need, there) in asked.items()
-    )
-    check(all(need <= there for need, there in asked.values()), f"{flags}: ask for at least {needs} of memory")
-
-
-def fixed(args_class: type) -> tuple[str, ...]:
-    """Names of the flags that a resumed run keeps: of a script and of the groups that it inherits."""
-    return tuple(name for group in _groups(args_class) for name in vars(group).get("FIXED", ()))
-
-
-def _groups(args_class: type) -> list[type]:
-    return [group for group in reversed(args_class.__mro__) if dataclasses.is_dataclass(group)]
-
-
-# THE COMMAND LINE
-
-
-def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
-    """Runs a script's `main(args)` on the command line's flags; answers bad input in one line with exit code 2.
-
-    With `--resume RUN_DIR` the flags start from that run's own arguments, so that none need be repeated.
-    """
-    module = sys.modules[main.__module__]
-    argv = _plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
-    set_up_jax()
-    try:
-        _check_names(args_class, argv)
-        default = None
-        flags = [word.partition("=")[0].replace("_", "-") for word in argv]
-        check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
-        run_dir = _flag_value(argv, "--resume")
-        check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
-        if run_dir:
-            default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
-        args = _parse(args_class, argv, default, module.__doc__)
-        _check_given(args, flags)
-        if getattr(args, "distributed", False):
-            # Before JAX starts, which a dtype that depends on the device would do: not every script can.
-            check_flags(dataclasses.replace(args, dtype="float32") if hasattr(args, "dtype") else args)
-            _join_hosts()
-        main(args)
-    except (UsageError, FailedError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        _exit(2 if isinstance(error, UsageError) else 1)
-    except BrokenPipeError:  # as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _exit(128 + signal.SIGPIPE)
-    except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
-        _exit(128 + signal.SIGINT)
-    except Exception as error:
-        if jax.process_count() == 1:
-            raise
-        if not re.search("gloo|nccl|unavailable|deadline", str(error), re.IGNORECASE):
-            traceback.print_exc()
-        reason = files.first_line(error)
-        print(f"error: this host or another has failed ({reason}); go on with --resume", file=sys.stderr, flush=True)
-        _exit(1)
-
-
-def _exit(code: int) -> NoReturn:
-    if jax.distributed.is_initialized():
-        os._exit(code)  # not sys.exit, which would wait for the other hosts
-    sys.exit(code)
-
-
-def _join_hosts() -> None:
-    try:
-        devices.connect()
-    except (RuntimeError, ValueError, IndexError) as error:  # the last for an address without a port
-        raise UsageError(
-            f"--distributed: the hosts were not found ({files.first_line(error)}); start it with srun, or set "
-            "JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID on each; "
-            "on one host give --no-distributed"
-        ) from None
-
-
-def set_up_jax() -> None:
-    """Every core of a CPU as a device, and compiled programs in the user's cache folder, so that a second start takes
-    seconds. Before JAX starts; importing does neither."""
-    devices.use_every_core()
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(files.own_folder())
-    jax.config.update("jax_compilation_cache_dir", folder)
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's own is a whole second
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def _parse(args_class: type, argv: Sequence[str], default: Any, description: str) -> Any:
-    """tyro.cli, whose --help shows a script's own flags first and then, each in a box, the groups it inherits."""
-    groups = [group for group in args_class.__bases__ if dataclasses.is_dataclass(group)]
-    if not groups:
-        return tyro.cli(args_class, args=argv, default=default, description=description)
-    default = args_class() if default is None else default
-    hints, texts = get_type_hints(args_class, include_extras=True), _field_texts(args_class)
-    inherited = {field.name for group in groups for field in dataclasses.fields(group)}
-
-    def box(name, about, fields):
-        flags = [
-            (field.name, Annotated[hints[field.name], tyro.conf.arg(help=texts.get(field.name, ""))])
-            for field in fields
-        ]
-        part = dataclasses.make_dataclass(name, flags, frozen=True)
-        kind = Annotated[tyro.conf.OmitArgPrefixes[part], tyro.conf.arg(help=about)]
-        return name, kind, part(**{flag: getattr(default, flag) for flag, _ in flags})
-
-    boxes = [box("algorithm", "", [field for field in dataclasses.fields(args_class) if field.name not in inherited])]
-    for group in groups:
-        boxes.append(box(group.__name__.removesuffix("Args").lower(), group.__doc__, dataclasses.fields(group)))
-    answer = tyro.cli(dataclasses.make_dataclass("Boxed", boxes), args=argv, description=description)
-    return args_class(**{flag: value for part in vars(answer).values() for flag, value in vars(part).items()})
-
-
-def _field_texts(args_class: type) -> dict[str, str]:
-    """The literal below each field, in the words of the class that says it last: a script's before its groups'."""
-    texts = {}
-    for each in filter(dataclasses.is_dataclass, reversed(args_class.__mro__)):
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body
-        texts |= {
-            field.target.id: " ".join(text.value.value.split())
-            for field, text in itertools.pairwise(body)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-        }
-    return texts
-
-
-def _check_given(args: Any, flags: Sequence[str]) -> None:
-    """Raises UsageError for a flag that would do nothing, of those that the command line has."""
-    if getattr(args, "resume", ""):
-        there = Path(args.resume).resolve().parent == Path(args.run_dir).resolve()
-        stays = f"--run-dir {args.run_dir}: a resumed run stays in its folder, {args.resume}; leave the flag out"
-        check(there or "--run-dir" not in flags, stays)
-    if getattr(args, "track", "wandb") != "wandb":
-        for name in ("wandb_mode", "wandb_project", "wandb_entity"):
-            given, value = flag_of(name) in flags, getattr(args, name)
-            check(not given or value == "disabled", f"{as_given(name, value)}: has no effect with --track {args.track}")
-
-
-def _check_names(args_class: type, argv: Sequence[str]) -> None:
-    """Raises UsageError for a flag that has another name in this script."""
-    names = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    for word in argv:
-        flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
-        for answer in OTHER_NAMES.get(flag, ()) if flag not in names else ():
-            if names.issuperset(re.findall(r"--[a-z-]+", answer)):
-                raise UsageError(f"{flag}: {answer}")
-
-
-def _plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
-    """--gap_stack=False, as `wandb agent` has it, becomes --no-gap-stack."""
-    flags = [flag_of(name)[2:] for name, kind in get_type_hints(args_class).items() if kind is bool]
-    words = []
-    for word in argv:
-        name, _, value = word.removeprefix("--").partition("=")
-        name = name.replace("_", "-")
-        if word.startswith("--") and name in flags and value.lower() in ("true", "false"):
-            word = f"--{name}" if value.lower() == "true" else f"--no-{name}"
-        words.append(word)
-    return words
-
-
-def _flag_value(argv: list[str], flag: str) -> str | None:
-    for i, word in enumerate(argv):
-        if word == flag:
-            return argv[i + 1] if i + 1 < len(argv) else None
-        if word.startswith(flag + "="):
-            return word.removeprefix(flag + "=")
-    return None
-
-
-class Schedule(NamedTuple):
-    """A piecewise-linear function of the environment step, constant before its first and after its last point."""
-
-    steps: tuple[float, ...]
-    values: tuple[float, ...]
-
-    def __call__(self, step: jax.Array) -> jax.Array:
-        """Value float32 [] at an environment step []; traceable."""
-        steps, values = (np.asarray(a, np.float32) for a in self)
-        return jax.numpy.interp(jax.numpy.asarray(step, np.float32), steps, values)
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Reads "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError if it is neither."""
-    points = text.split(",") if ":" in text else [f"0:{text}"]
-    steps, values = zip(*(map(float, point.split(":")) for point in points), strict=True)
-    finite = (np.abs(steps + values) <= MAX_FLOAT).all()  # NaN is not
-    if not (finite and steps[0] >= 0 and (np.diff(steps) > 0).all()):
-        raise ValueError(text)
-    return Schedule(steps, values)
-
-
-def _check_schedule(flag: str, text: str, low: float, high: float | None) -> None:
-    form = f'{flag} {text!r}: give a number, or points "step:value,step:value,..." with rising steps'
-    try:
-        values = parse_schedule(text).values
-    except ValueError:
-        raise UsageError(form) from None
-    check(min(values) >= low and (high is None or max(values) <= high), f"{flag} {text!r}: {_range(low, high)}")
-
-
-def flag_of(name: str) -> str:
-    """The flag of a field: --num-envs of num_envs, --async of async_."""
-    return "--" + name.rstrip("_").replace("_", "-")
-
-
-def as_given(name: str, value: Any) -> str:
-    """A flag and its value as they are written: --num-envs 8, --no-gap-stack."""
-    words = flag_of(name)
-    return f"--no-{words[2:]}" if value is False else words if value is True else f"{words} {value}"
-
-
-def check_batch(args: Any) -> None:
-    """Raises UsageError if a rollout of all games, num_envs x num_steps, has no even minibatches, or is too large."""
-    batch = args.num_envs * args.num_steps
-    what, parts = _parts_of_batch(args)
-    divided = {
-        "samples": f"the batch, num_envs x num_steps = {batch}",
-        "games": f"the number of games, {parts} (a recurrent core learns from whole rollouts)",
-    }
-    check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {divided[what]}")
-    check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
-
-
-def _parts_of_batch(args: Any) -> tuple[str, int]:
-    """What minibatches are made of, and how many a rollout of all games has: a core learns from whole rollouts."""
-    if getattr(args, "core", "none") != "none":
-        return "games", args.num_envs
-    return "samples", args.num_envs * args.num_steps
-
-
-def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> None:
-    """Raises UsageError if a number or schedule of `args`, where one is given, lies outside its closed range (None: no
-    bound)."""
-    for name, (low, high) in limits.items():
-        value = getattr(args, name)
-        if value is None:
-            continue
-        if isinstance(value, str):
-            _check_schedule(flag_of(name), value, low, high)
-            continue
-        inside = low <= value < float("inf") and (high is None or value <= high)
-        check(inside, f"{flag_of(name)} {value}: {_range(low, high)}")
-
-
-def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
-    """Raises UsageError if one of these flags (of those that `args` has) is changed and what it needs is not given."""
-    own = {field.name: field.default for field in dataclasses.fields(args) if field.name in flags}
-    for name, default in own.items():
-        value = getattr(args, name)
-        check(given or value == default, f"{as_given(name, value)}: has no effect without {need}")
-
-
-def _range(low: float, high: float | None) -> str:
-    return f"must be {low} or more" if high is None else f"must be from {low} to {high}"
-
-
-def crossed(every: int, before: int, after: int) -> bool:
-    """Whether a multiple of `every` (0: none) lies in (before, after]."""
-    return every > 0 and before // every < after // every
-
-
-# FILES
-
-
-def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, Any]:
-    """The content of a run's `args.json`: script, wandb_id, args.
-
-    Raises UsageError, naming `flag`, if `run_dir` is no run, or a run of another script than `script`.
-    """
-    form = "give a run directory, with a readable args.json in it"
-    content = files.read(Path(run_dir, "args.json"), dict, flag, form)
-    known = re.fullmatch(r"\w+", str(content.get("script"))) and isinstance(content.get("args"), dict)
-    check(bool(known), f"{flag} {run_dir}: its args.json has no script's name and no arguments; {form}")
-    owner = content["script"]
-    check(script in (None, owner), f"{flag} {run_dir}: give a run of {script}.py, this one is of {owner}.py")
-    return content
-
-
-def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
-    """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
-    args = read_args(run_dir, source, script)["args"]
-    words = _plain_booleans(args_class, [f"{flag_of(name)}={value}" for name, value in args.items()])
-    about = f"{source} {run_dir}: its args.json is not of this version of the script"
-    text = io.StringIO()
-    try:
-        _check_names(args_class, words)
-        with contextlib.redirect_stderr(text):
-            return tyro.cli(args_class, args=words)
-    except UsageError as error:
-        raise UsageError(f"{about}: {error}") from None
-    except SystemExit:
-        lines = [line.strip("│─ ") for line in text.getvalue().splitlines()]  # title, what is wrong, a rule, help
-        raise UsageError(f"{about}: {' '.join(itertools.takewhile(bool, lines[1:]))}") from None
-
-
-def on_this_machine(args: Any) -> Any:
-    """The arguments of a run, to play what it has learnt on whatever devices there are here."""
-    anywhere = {"num_devices": 0, "actor_devices": 0, "distributed": False, "replay_device": "device"}
-    return dataclasses.replace(args, **{name: anywhere[name] for name in anywhere if hasattr(args, name)})
+# A CHECKPOINT
 
 
 def load(initial: Callable[[], dict], run_dir: str) -> dict[str, Any]:
@@ -542,6 +152,11 @@ class _Checkpoint(dict):
 # THE RUN
 
 
+def crossed(every: int, before: int, after: int) -> bool:
+    """Whether a multiple of `every` (0: none) lies in (before, after]."""
+    return every > 0 and before // every < after // every
+
+
 class Stopwatch:
     """Where the time goes: `with stopwatch("game"): ...`; `fractions()` since the last call."""
 
@@ -578,7 +193,7 @@ class Run:
         """
         self.first = devices.host(args) == 0
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
-        mode = _wandb_mode(args) if self.first else "disabled"
+        mode = tracking.wandb_mode(args) if self.first else "disabled"
         with contextlib.ExitStack() as undo, _undone_by_signals(undo):
             try:
                 with files.full_disk_explained(Path(root)):
@@ -634,7 +249,7 @@ class Run:
         checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
         undo.callback(self._metrics.close)
-        self._wandb = _start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
+        self._wandb = tracking.start_wandb(args, mode, self.path, run_id, config | {"env_id": args.env_id})
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)
             if os.environ.get("WANDB_SWEEP_ID"):  # the run is in the sweep's project, where a resume is to find it
@@ -643,7 +258,7 @@ class Run:
         if args.track == "tensorboard" and self.first:
             # What a resumed run had logged after its checkpoint is to vanish.
             after = int(self.saved["run"]["step"]) + 1 if self.saved else None
-            self._board = _Board(self.path / "tensorboard", after)
+            self._board = tracking.Board(self.path / "tensorboard", after)
             undo.callback(self._board.close)
         write_json(
             self.path / "args.json", {"script": script, "wandb_id": run_id, "env_id": args.env_id, "args": config}
@@ -744,8 +359,8 @@ class Run:
             self._progress.update(self._task, completed=step, status=status)
 
     def _log_to_wandb(self, step: int, what: dict[str, Any]) -> None:
-        """The step is a value like others, which `_start_wandb` makes the axis: of W&B's own steps none may come twice,
-        and after a resume some do."""
+        """The step is a value like others, which `tracking.start_wandb` makes the axis: of W&B's own steps none may
+        come twice, and after a resume some do."""
         self._tell_wandb("log", {"global_step": step} | what)
 
     def _tell_wandb(self, method: str, *given, **options) -> None:
@@ -789,7 +404,7 @@ class Run:
     def save_video(self, step: int, frames: np.ndarray) -> None:
         """Writes frames uint8 [T, H, W, 3] to videos/<step>.mp4 and W&B."""
         path = self.path / "videos" / f"{step}.mp4"
-        write_video(path, frames)
+        films.write_video(path, frames)
         if self._wandb:
             import wandb
 
@@ -798,7 +413,7 @@ class Run:
     def save_picture(self, step: int, name: str, picture: np.ndarray) -> None:
         """Writes uint8 [H, W, 3] to <name>.png and W&B."""
         path = self.path / f"{name}.png"
-        write_picture(path, picture)
+        films.write_picture(path, picture)
         if self._wandb:
             import wandb
 
@@ -906,99 +521,12 @@ def _new_directory(args: Any, script: str) -> Path:
         second += 1  # another run started in the same second
 
 
-def _wandb_mode(args: Any) -> str:
-    """online, offline or disabled; auto is what WANDB_MODE says, or online where the user is logged in."""
-    if args.wandb_mode == "disabled" or args.track != "wandb":
-        return "disabled"
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError(f"--wandb-mode {args.wandb_mode}: the package wandb is not installed; use disabled") from None
-    mode = (os.environ.get("WANDB_MODE") or None) if args.wandb_mode == "auto" else args.wandb_mode
-    if mode in (None, "online"):
-        try:
-            logged_in = wandb.login(prompt=False)
-        except Exception:  # no network, or a key that is refused: without the server, training can go on
-            logged_in = False
-        check(
-            logged_in or mode is None, f"--wandb-mode {args.wandb_mode}: not logged in; run wandb login or use offline"
-        )
-        mode = "online" if logged_in else "offline"
-    return mode
-
-
-def _start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str, Any]):
-    """W&B's run, or None where it is disabled."""
-    if mode == "disabled":
-        return None
-    import wandb
-
-    try:
-        run = wandb.init(
-            project=args.wandb_project,
-            entity=args.wandb_entity or None,
-            name=path.resolve().name,
-            id=run_id,
-            resume="allow",
-            dir=path,
-            config=config,
-            mode=mode,
-            # Without an end, a run that is stopped would wait for a network that is gone.
-            settings=wandb.Settings(console="off", silent=mode != "online", finish_timeout=60),
-        )
-        run.define_metric("global_step")
-        run.define_metric("*", step_metric="global_step")
-        return run
-    except Exception as error:  # W&B raises many kinds
-        given = f"--wandb-mode {args.wandb_mode} --wandb-project {args.wandb_project}"
-        raise UsageError(
-            f"{given}: W&B does not start ({error!r}); give another mode or project, or --wandb-mode disabled"
-        ) from None
-
-
 def _is_logged(line: bytes, step: int) -> bool:
     """Whether this is a whole line of metrics.jsonl, of that step or one before."""
     try:
         return line.endswith(b"\n") and json.loads(line)["global_step"] <= step
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
-
-
-class _Board:
-    """TensorBoard's file of events, which are in it when they have been logged. tensorboardX's own writer leaves that
-    to a thread, which dies where the disk is full, and all wait for it."""
-
-    def __init__(self, folder: Path, purge_step: int | None):
-        """What older files say of `purge_step` and later is to vanish. Raises OSError where it cannot be written."""
-        from tensorboardX import record_writer, summary  # late: not every run writes for it
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        self._summary, self._event, self._path = summary, Event, folder
-        folder.mkdir(exist_ok=True)
-        # A file is named by the second in which it is opened, and replaces no other.
-        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{purge_step or 0}"
-        self._file = record_writer.RecordWriter(str(folder / name))
-        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
-        if purge_step is not None:
-            first.append(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
-        self._write(first)
-
-    def _write(self, events: Iterable) -> None:
-        with files.full_disk_explained(self._path):
-            for event in events:
-                self._file.write(event.SerializeToString())
-            self._file.flush()
-
-    def add_numbers(self, step: int, numbers: dict[str, float]) -> None:
-        values = [self._summary.scalar(name, number) for name, number in numbers.items()]
-        self._write(self._event(wall_time=time.time(), step=step, summary=value) for value in values)
-
-    def add_picture(self, step: int, name: str, picture: np.ndarray) -> None:
-        value = self._summary.image(name, picture, dataformats="HWC")
-        self._write([self._event(wall_time=time.time(), step=step, summary=value)])
-
-    def close(self) -> None:
-        self._file.close()
 
 
 @contextlib.contextmanager
@@ -1034,57 +562,3 @@ class Evaluation(NamedTuple):
     fps: float = 15  # frames a second of it
     scenes: int = 1  # of it, of equal length
     details: dict | None = None  # what eval.json says besides
-
-
-MOMENTS = 8  # in each row of a film strip
-
-
-def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.ndarray:
-    """Moments of a film [T, H, W, 3], evenly spaced from the first to the last of each scene: a picture, a row each."""
-    rows = []
-    for scene in np.array_split(frames, scenes):
-        chosen = scene[np.linspace(0, len(scene) - 1, moments).round().astype(int)]
-        rows.append(np.concatenate(chosen, axis=1))
-    return np.concatenate(rows)
-
-
-def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> Iterator[np.ndarray]:
-    """Films [T, H, W, 3] beside each other, of `size` pixels and under their names, frame after frame; who ends early
-    stands still."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    band = 32
-    title = Image.new("RGB", (size * len(films), band), "white")
-    for i, name in enumerate(films):
-        middle = size * (i + 0.5), band / 2
-        ImageDraw.Draw(title).text(middle, name, "black", ImageFont.load_default(18), anchor="mm")
-    for t in range(max(map(len, films.values()))):
-        frames = [Image.fromarray(film[min(t, len(film) - 1)]) for film in films.values()]
-        row = np.concatenate([frame.resize((size, size), Image.Resampling.NEAREST) for frame in frames], axis=1)
-        yield np.concatenate([np.asarray(title), row])
-
-
-def write_picture(path: Path, picture: np.ndarray) -> None:
-    """Writes uint8 [H, W, 3] as png, under a temporary name first."""
-    from PIL import Image
-
-    with files.whole(path) as temporary:
-        Image.fromarray(picture).save(temporary, format="png")
-
-
-def write_video(path: Path, frames: Iterable[np.ndarray], fps: float = 15) -> None:
-    """Writes uint8 frames [H, W, 3] as mp4, enlarged to some 400 pixels, under a temporary name first."""
-    import av
-
-    frames = iter(frames)
-    first = next(frames)
-    scale = round(400 / len(first))
-
-    with files.whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "18"})
-        stream.height, stream.width = (scale * size for size in first.shape[:2])
-        stream.pix_fmt = "yuv420p"
-        for frame in itertools.chain([first], frames):
-            picture = np.ascontiguousarray(frame.repeat(scale, axis=0).repeat(scale, axis=1))
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from common import devices
-from common.runs import check_needs
+from common.flags import check_needs
 
 
 @dataclass(frozen=True)

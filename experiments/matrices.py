@@ -17,7 +17,8 @@ import tyro
 
 import hnppo_doorgym
 from common import continual, doors, files, runs
-from common.runs import check, flag_of
+from common.files import check
+from common.flags import flag_of
 from experiments import plot, trials
 
 mpl.use("Agg")

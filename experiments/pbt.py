@@ -39,7 +39,7 @@ from typing_extensions import TypedDict
 
 from benchmarks import records
 from common import files, runs
-from common.runs import check
+from common.files import check
 from experiments import trials
 
 for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AIR_NEW_OUTPUT"):

@@ -12,7 +12,8 @@ import numpy as np
 import tyro
 
 from common import doors, runs
-from common.runs import as_given, check
+from common.files import check
+from common.flags import as_given
 from experiments import matrices, plot, trials
 
 # Flags that are not told: of no account to what is learnt until then, or with a column of their own.

@@ -13,8 +13,8 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from common import files, runs
-from common.runs import check
+from common import files, films, runs
+from common.files import check
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def rows(text: str, width: int) -> np.ndarray:
         picture = Image.open(path).convert("RGB")
     except OSError:
         raise runs.UsageError(f"STRIPS {text}: is no picture") from None
-    height = picture.width // runs.MOMENTS
-    check(0 < height <= picture.height, f"STRIPS {text}: is no film strip, {runs.MOMENTS} frames wide")
+    height = picture.width // films.MOMENTS
+    check(0 < height <= picture.height, f"STRIPS {text}: is no film strip, {films.MOMENTS} frames wide")
     if number:
         count = picture.height // height
         square = picture.height == count * height
@@ -53,7 +53,7 @@ def main(args: Args) -> None:
     runs.check_limits(args, {"width": (64, 8192)})
     check(len(args.strips) > 0, "STRIPS: give at least one")
     files.make_room(Path(args.out), "--out")
-    runs.write_picture(Path(args.out), np.concatenate([rows(text, args.width) for text in args.strips]))
+    films.write_picture(Path(args.out), np.concatenate([rows(text, args.width) for text in args.strips]))
     print(args.out)
 
 

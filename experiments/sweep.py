@@ -37,7 +37,7 @@ from typing_extensions import TypedDict
 
 from benchmarks import records
 from common import files, runs
-from common.runs import check
+from common.files import check
 from experiments import trials
 
 mpl.use("Agg")

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from common import checkpoints, runs
 from common.files import FailedError, FullError, UsageError, check
-from common.runs import flag_of
+from common.flags import flag_of
 
 # Flags that say nothing about how a run learnt.
 BESIDE = {

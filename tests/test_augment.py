@@ -14,7 +14,7 @@ from PIL import Image
 from scipy.signal import correlate
 
 from common import augment
-from common.runs import UsageError
+from common.files import UsageError
 
 NAMES = tuple(augment.TRANSFORMS)
 KEYS = jax.random.split(jax.random.PRNGKey(3), 48)

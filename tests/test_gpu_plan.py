@@ -10,7 +10,7 @@ import pytest
 from conftest import assert_refused
 
 from benchmarks import gpu_plan, hlo, queue_model
-from common.runs import UsageError
+from common.files import UsageError
 
 needs_compiler = pytest.mark.skipif(not gpu_plan.installed(), reason="the wheel jax-cuda12-plugin is not installed")
 CASES = [(one, name) for one in ((script, 1) for script in gpu_plan.PROGRAMS) for name in gpu_plan.PROGRAMS[one[0]]]

@@ -21,8 +21,8 @@ import trpo_procgen as trpo
 from benchmarks import encoders
 from common import cpu, devices, gpu, networks, runs
 from common.devices import GAMES, SAME
+from common.files import UsageError
 from common.networks import EncoderArgs
-from common.runs import UsageError
 
 relaxed = settings(deadline=None, max_examples=20)
 SMALL = EncoderArgs(width=1, hidden=8)

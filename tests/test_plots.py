@@ -14,7 +14,7 @@ from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
 
 from benchmarks import records
-from common import files, runs
+from common import files, films
 from common.envs import GAMES
 from experiments import augmentations, levels, openai_curves, plot, trials
 
@@ -331,9 +331,9 @@ def test_nan_is_no_point(tmp_path):
 
 def test_films_side_by_side():
     """Each on its side, under its name; the shorter one stands still."""
-    films = {"a": np.full((3, 8, 8, 3), 50, np.uint8), "b": np.full((5, 8, 8, 3), 200, np.uint8)}
-    films["a"][-1] = 90
-    pictures = np.stack(list(runs.side_by_side(films, size=64)))
+    both = {"a": np.full((3, 8, 8, 3), 50, np.uint8), "b": np.full((5, 8, 8, 3), 200, np.uint8)}
+    both["a"][-1] = 90
+    pictures = np.stack(list(films.side_by_side(both, size=64)))
     assert pictures.shape == (5, 64 + 32, 128, 3)
     assert pictures[:, 40, 5, 0].tolist() == [50, 50, 90, 90, 90]
     assert (pictures[:, 32:, 64:] == 200).all()

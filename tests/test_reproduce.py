@@ -23,6 +23,7 @@ import hnppo_doorgym
 import ppo_procgen
 from benchmarks import records
 from common import continual, doors, files, runs
+from common.flags import _plain_booleans
 from experiments import curves, matrices, reproduce, tables, trials
 
 ROWS = reproduce.published()
@@ -53,7 +54,7 @@ def test_every_cell_can_be_run(name):
         if row["script"]:
             flags = reproduce.flags_of(row, args)
             script = importlib.import_module(Path(row["script"]).stem)
-            words = runs._plain_booleans(script.Args, trials.words_of(flags))
+            words = _plain_booleans(script.Args, trials.words_of(flags))
             runs.check_args(tyro.cli(script.Args, args=words), script.SCRIPT)
             seen.add((reproduce.folder_of(Path(), row, flags, 1), row["metric"]))
     assert len(seen) == sum(bool(row["script"]) for row in reproduce.read_table(name))

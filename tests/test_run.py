@@ -35,7 +35,8 @@ import evaluate
 import ppo_procgen as ppo
 import sac_procgen as sac
 import trpo_procgen as trpo
-from common import checkpoints, devices, envs, runs
+from common import checkpoints, devices, envs, films, runs
+from common.flags import _field_texts
 from experiments import strip
 
 pytestmark = pytest.mark.optimised
@@ -298,7 +299,7 @@ def test_shares_of_time_by_hand(monkeypatch):
 
 def test_a_film_strip_has_each_scenes_first_and_last_moment():
     film = np.arange(6 * 5, dtype=np.uint8).repeat(2 * 2 * 3).reshape(30, 2, 2, 3)
-    strip = runs.film_strip(film, 6, moments=3)
+    strip = films.film_strip(film, 6, moments=3)
     assert strip.shape == (6 * 2, 3 * 2, 3)
     np.testing.assert_array_equal(strip[::2, ::2, 0], np.arange(30).reshape(6, 5)[:, [0, 2, 4]])
 
@@ -534,7 +535,7 @@ def test_help_has_what_the_script_says_of_a_flag(name, capsys):
     with pytest.raises(SystemExit):
         runs.cli(script.Args, script.main, argv=["--help"])
     shown = re.sub(r"[│\s]+", "", capsys.readouterr().out)
-    for flag, text in runs._field_texts(script.Args).items():
+    for flag, text in _field_texts(script.Args).items():
         assert re.sub(r"\s+", "", text) in shown, flag
 
 

@@ -1,0 +1,63 @@
+"""Films and pictures of what an agent does."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from common import files
+
+MOMENTS = 8  # in each row of a film strip
+
+
+def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.ndarray:
+    """Moments of a film [T, H, W, 3], evenly spaced from the first to the last of each scene: a picture, a row each."""
+    rows = []
+    for scene in np.array_split(frames, scenes):
+        chosen = scene[np.linspace(0, len(scene) - 1, moments).round().astype(int)]
+        rows.append(np.concatenate(chosen, axis=1))
+    return np.concatenate(rows)
+
+
+def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> Iterator[np.ndarray]:
+    """Films [T, H, W, 3] beside each other, of `size` pixels and under their names, frame after frame; who ends early
+    stands still."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    band = 32
+    title = Image.new("RGB", (size * len(films), band), "white")
+    for i, name in enumerate(films):
+        middle = size * (i + 0.5), band / 2
+        ImageDraw.Draw(title).text(middle, name, "black", ImageFont.load_default(18), anchor="mm")
+    for t in range(max(map(len, films.values()))):
+        frames = [Image.fromarray(film[min(t, len(film) - 1)]) for film in films.values()]
+        row = np.concatenate([frame.resize((size, size), Image.Resampling.NEAREST) for frame in frames], axis=1)
+        yield np.concatenate([np.asarray(title), row])
+
+
+def write_picture(path: Path, picture: np.ndarray) -> None:
+    """Writes uint8 [H, W, 3] as png, under a temporary name first."""
+    from PIL import Image
+
+    with files.whole(path) as temporary:
+        Image.fromarray(picture).save(temporary, format="png")
+
+
+def write_video(path: Path, frames: Iterable[np.ndarray], fps: float = 15) -> None:
+    """Writes uint8 frames [H, W, 3] as mp4, enlarged to some 400 pixels, under a temporary name first."""
+    import av
+
+    frames = iter(frames)
+    first = next(frames)
+    scale = round(400 / len(first))
+
+    with files.whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "18"})
+        stream.height, stream.width = (scale * size for size in first.shape[:2])
+        stream.pix_fmt = "yuv420p"
+        for frame in itertools.chain([first], frames):
+            picture = np.ascontiguousarray(frame.repeat(scale, axis=0).repeat(scale, axis=1))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
