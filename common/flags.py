@@ -59,13 +59,11 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     set_up_jax()
     try:
         _check_names(args_class, argv)
-        default = None
         flags = [word.partition("=")[0].replace("_", "-") for word in argv]
         check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
         run_dir = _flag_value(argv, "--resume")
         check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
-        if run_dir:
-            default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem)
+        default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
         args = _parse(args_class, argv, default, module.__doc__)
         _check_given(args, flags)
         if getattr(args, "distributed", False):
