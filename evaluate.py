@@ -128,7 +128,8 @@ def main(args: Args) -> list[dict]:
         whole = agents.read(exported) if exported.exists() else checkpoints.steps_in(run_dir)
         runs.check(bool(whole), f"RUN_DIR {run_dir}: has no complete checkpoint yet")
         if not args.export:
-            files.make_folder(Path(run_dir), "RUN_DIR", "copy it to another folder, or give --export FOLDER")
+            alone = ", or give --export FOLDER" if len(args.run_dirs) == 1 else ""
+            files.make_folder(Path(run_dir), "RUN_DIR", f"copy it to another folder{alone}")
     for script, saved in chosen if args.levels == "train" else ():
         what = f"--levels train: has no effect on {script.SCRIPT}.py, whose game has no levels to train on"
         runs.check(isinstance(saved, envs.GameArgs), what)

@@ -222,13 +222,16 @@ def check_args(args: Any, script: str) -> None:
 
 def check_flags(args: Any) -> None:
     """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
-    groups = _groups(type(args))
+    groups, types = _groups(type(args)), {field.name: field.type for field in dataclasses.fields(args)}
     for group in groups:
         for name, value in vars(group).items():
             plain = isinstance(value, bool | int | float | str) and name.islower() and not name.startswith("_")
-            if plain and name not in inspect.get_annotations(group):
-                new = f"{name}: {type(value).__name__} = {value!r}"
-                raise UsageError(f"{group.__name__}.{name}: is no flag, and no new default, without its type: {new}")
+            if (plain or name in types) and name not in inspect.get_annotations(group):
+                kind = types.get(name, type(value))
+                new = f"{name}: {getattr(kind, '__name__', kind)} = {(str(value) if kind is str else value)!r}"
+                of_class = "" if name in types else " (and what is to be none, ClassVar)"
+                what = f"is no flag, and no new default, without its type: {new}{of_class}"
+                raise UsageError(f"{group.__name__}.{name}: {what}")
     for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
         check_limits(args, vars(group).get("LIMITS", {}))
     for group in groups:
@@ -385,7 +388,7 @@ def _check_schedule(flag: str, text: str, low: float, high: float | None) -> Non
 
 
 def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, Any]:
-    """The content of a run's `args.json`: script, wandb_id, args.
+    """The content of a run's `args.json`: script, args, and what not every one has: wandb_id, env_id, run.
 
     Raises UsageError, naming `flag`, if `run_dir` is no run, or a run of another script than `script`.
     """

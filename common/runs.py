@@ -1,7 +1,7 @@
 """A run: its directory, metrics, progress line, checkpoints, resume and signals.
 
 runs/<env_id>__<script>__<seed>__<time>/
-    args.json        script, W&B id and arguments
+    args.json        script, game, W&B id and arguments
     metrics.jsonl    one line a log, with `global_step`, `time` (seconds since 1970) and `seconds` (of its own clock)
     checkpoints/     Orbax, one folder a step, each with a checksum
     lock             held by the process that trains
@@ -31,7 +31,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingC
 import common
 from common import checkpoints, devices, files, films, tracking
 from common.files import FailedError, FullError, UsageError, check, write_json
-from common.flags import (  # noqa: F401 - scripts need this file's name alone
+from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     MAX_SEED,
     as_given,
     check_args,

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -74,8 +75,8 @@ class Board:
 
         self._summary, self._event, self._path = summary, Event, folder
         folder.mkdir(exist_ok=True)
-        # A file is named by the second in which it is opened, and replaces no other.
-        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{purge_step or 0}"
+        # TensorBoard reads files in the order of these seconds; the rest of the name lets none replace another.
+        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{secrets.token_hex(4)}.{purge_step or 0}"
         self._file = record_writer.RecordWriter(str(folder / name))
         first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         if purge_step is not None:

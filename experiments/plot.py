@@ -159,11 +159,11 @@ def differing(run: Logged, everything: list[Logged]) -> list[str]:
 
 
 def drop_repeats(everything: list[Logged]) -> list[Logged]:
-    """Of runs with the same flags, game and seed the longest, since on a CPU one is the other's beginning; prints what
-    it leaves out."""
+    """Of runs with the same flags, game and seed the longest, since on a CPU one is the other's beginning, unless
+    threads play (no --deterministic); prints what it leaves out."""
     longest = {}
     for run in everything:
-        seed = run.args.get("seed", run.path)
+        seed = run.args.get("seed", run.path) if run.args.get("deterministic", True) else run.path
         key = json.dumps([run.script, run.game, seed, *(run.args.get(name) for name in differing(run, everything))])
         first = longest.setdefault(key, run)
         if first is not run:

@@ -356,7 +356,7 @@ def test_evaluation_of_what_is_no_run_of_ours(run_dir, tmp_path, capfd):
         ({"args": [1]}, "no arguments"),
         ({"args": args["args"] | {"env_id": "bigfsh"}}, "did you mean bigfish?"),
         ({"args": args["args"] | {"num_steps": 10**9}}, "--num-steps 1000000000"),
-        ({"args": args["args"] | {"gru": False}}, "is --core gru now"),
+        ({"args": args["args"] | {"gru": False}}, "is --core gru here"),
         ({"args": args["args"] | {"gone": 3}}, "--gone"),
         ({"args": args["args"] | {"pool": "old"}}, "'old' for argument '--pool'. Expected one of ('avg',"),
     ):
