@@ -51,7 +51,7 @@ INSTALL = $(PIP) --no-compile --constraint constraints/$$($(@D)/bin/python $(ver
 .venv/with-%: pyproject.toml $(wildcard constraints/*.txt)
 	@test -e $(@D)/bin/python || $(PYTHON) -c "import os, sys; v = '%d.%d' % sys.version_info[:2]; sys.exit(not os.path.exists('constraints/' + v + '.txt') \
 		and 'error: PYTHON=$(PYTHON) is ' + v + ', give one of 3.11, 3.12 and 3.13: make PYTHON=python3.12')"
-	test -e $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	test -e $(@D)/bin/python || $(PYTHON) -m venv $(@D) || { rm -rf $(@D); exit 1; }
 	$(@D)/bin/python $(PIP) pip==26.3
 	$(@D)/bin/python $(INSTALL) ".[$*]"
 	-$(@D)/bin/python -m compileall -qq -j 0 -x '/(tests|rllib)/' $(@D)/lib

@@ -549,6 +549,7 @@ def show(rows: list[dict[str, str]]) -> None:
 def main(args: Args) -> None:
     jax.config.update("jax_platforms", "cpu")  # else the plug-in asks for a driver when JAX starts
     runs.check_limits(args, {"game_ms": (0, None), "top": (0, 1000)})
+    records.make_room(args.csv, "--csv")
     wanted, rows, kernels = chosen(args.programs), [], []
     counts = (1, 8) if args.gpus == "all" else (int(args.gpus),)
     for script in wanted:

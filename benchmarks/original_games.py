@@ -179,6 +179,7 @@ def compare(args: Args, name: str, saved, policy: Callable) -> dict:
 def main(args: Args) -> list[dict]:
     """Compares each policy; returns the table's rows."""
     runs.check_limits(args, {"episodes": (2, 10**6), "seed": (0, runs.MAX_SEED)})
+    records.make_room(args.csv, "--csv")
     runs.check(len(args.run_dirs + args.random) > 0, "RUN_DIRS: give at least one, or --random GAME")
     for game in args.random:
         envs.check_game(game, "--random")

@@ -43,7 +43,7 @@ def lines_of(run: runs.Run) -> list[dict]:
 
 def machine() -> str:
     if not devices.on_cpu():
-        return f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
+        return f"{jax.devices()[0].device_kind}, {len(os.sched_getaffinity(0))} cores"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

@@ -65,6 +65,9 @@ def main(args: Args) -> None:
     runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     results = {name: [] for name in MODES}
     alone, given = [], records.read_flags(rnd, args.flags)
+    runs.check(
+        not given.async_ and not given.vtrace, "--flags: leave out --async and --vtrace, of which all is measured"
+    )
     for i in range(args.rounds):
         alone.append(throughput.game_rate(given, atari.make_montezuma, atari.NUM_ACTIONS, 200))
         for name in MODES if i % 2 == 0 else reversed(MODES):

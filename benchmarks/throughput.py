@@ -77,7 +77,7 @@ def flops(args: ppo.Args) -> tuple[float, float]:
 
 
 def matrix_rate(size: int = 4096) -> float:
-    """What the device does at best: GFLOP/s of a large float32 matrix product in JAX."""
+    """What the device does at best: GFLOP/s of a large float32 matrix product in JAX (TF32 on a GPU)."""
     x = jnp.ones((size, size))
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()

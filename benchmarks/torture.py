@@ -236,7 +236,8 @@ def main(args: Args) -> None:
     unknown = [name for name in args.scripts if name not in FLAGS]
     runs.check(bool(args.scripts) and not unknown, f"--scripts {' '.join(unknown)}: give some of {' '.join(FLAGS)}")
     root = Path(args.folder or tempfile.mkdtemp(prefix="torture")).absolute()
-    runs.check(not root.exists() or not any(root.iterdir()), f"--folder {args.folder}: give an empty folder")
+    empty = not root.exists() or (root.is_dir() and not any(root.iterdir()))
+    runs.check(empty, f"--folder {args.folder}: give an empty folder")
     rng = random.Random(args.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the process that we have started
     print(f"seed {args.seed}, {args.kills} kills, in {root}", flush=True)

@@ -52,7 +52,7 @@ def percent(name: str, form: str = ".0f") -> Callable[[dict], str]:
 
 
 def setting(row: dict) -> str:
-    return SETTINGS[row["setting"]]
+    return SETTINGS.get(row["setting"], f"`{row['flags']}`")
 
 
 def of_one_call(row: dict) -> tuple[str, ...]:

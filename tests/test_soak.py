@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 from conftest import assert_refused
 
-from benchmarks import apex, doors, encoders, gpu_profile, ppo_impala, rnd, scaling, soak, throughput, torture
+from benchmarks import (
+    apex,
+    doors,
+    encoders,
+    gpu_plan,
+    gpu_profile,
+    original_games,
+    ppo_impala,
+    rnd,
+    scaling,
+    soak,
+    throughput,
+    torture,
+)
 
 
 def rows(slope, start=1, begin=0, minutes=60):
@@ -65,6 +78,8 @@ REFUSED = {
     "kills": (torture, ["--kills", 0], "--kills 0", "from 1"),
     "scripts": (torture, ["--scripts", "dqn.py"], "--scripts dqn.py", "ppo_procgen.py"),
     "folder": (torture, ["--folder", "."], "--folder .", "an empty folder"),
+    "no folder to torture in": (torture, ["--folder", "there.csv"], "--folder there.csv", "an empty folder"),
+    "too few updates": (scaling, ["ppo_procgen", "--steps", 40_000], "--steps 40000", "49152 or more"),
 }
 
 
@@ -87,7 +102,10 @@ def test_what_differs_is_named(tmp_path):
     assert said == "line 2 of metrics, step 2: losses/loss is 1.5, 1.0 if left alone (1 differ)"
 
 
-@pytest.mark.parametrize("tool", [apex, doors, encoders, gpu_profile, ppo_impala, rnd, scaling, throughput])
+TOOLS = apex, doors, encoders, gpu_plan, gpu_profile, original_games, ppo_impala, rnd, scaling, throughput
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_nothing_is_measured_for_a_file_that_cannot_be_written(tool, monkeypatch, capfd):
     for name in ("measure", "speed", "cost", "steps_per_second"):
         monkeypatch.setattr(tool, name, None, raising=False)
