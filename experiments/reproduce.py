@@ -389,7 +389,7 @@ def read_results(args: Args) -> list[dict]:
         check(same, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
     floats, integers = ("ours", "low", "high"), ("seeds", "steps", "seconds")
     return [
-        {"of its runs": ""}
+        dict.fromkeys(Result.__annotations__, "")  # the columns in their order, also those of older files
         | row
         | {name: float(row[name] or "nan") for name in floats}
         | {name: int(row[name]) if row[name] else "" for name in integers}

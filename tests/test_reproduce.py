@@ -329,6 +329,7 @@ def test_a_row_without_its_runs_here_keeps_what_was_said_of_them(table):
     args = reproduce.Args("small", seeds=(1,), collect=True, runs=str(table / "runs"), out=str(table / "out"))
     first, *_ = reproduce.main(args)
     assert (first["ours"], first["note"], first["of its runs"]) == (1.5, row["note"], "2 failed: by night")
+    assert list(first) == list(reproduce.Result.__annotations__)
     assert "2 failed: by night" in (table / "out/small.md").read_text()
 
 
