@@ -27,9 +27,15 @@ def words_of(flags: str) -> list[str]:
         raise runs.UsageError(f"--flags {flags}: {error}; give them as on a command line") from None
 
 
+def parse_flags(script: ModuleType, flags: str) -> Any:
+    """A script's Args from flags as on its command line, without a look at the devices, which would take the runs' GPU;
+    ends as the script would if it has no such flag."""
+    return tyro.cli(script.Args, args=words_of(flags))
+
+
 def read_flags(script: ModuleType, flags: str) -> Any:
-    """A script's Args from flags as on its command line; raises UsageError."""
-    args = tyro.cli(script.Args, args=words_of(flags))
+    """The same, checked; raises UsageError."""
+    args = parse_flags(script, flags)
     runs.check_args(args, script.SCRIPT)
     return args
 
@@ -42,12 +48,13 @@ def lines_of(run: runs.Run) -> list[dict]:
 
 
 def machine() -> str:
+    cores = f"{len(os.sched_getaffinity(0))} cores"
     if not devices.on_cpu():
-        return f"{jax.devices()[0].device_kind}, {len(os.sched_getaffinity(0))} cores"
+        return f"{jax.devices()[0].device_kind}, {cores}"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+    return f"{model}, {cores}"
 
 
 def commit() -> str:

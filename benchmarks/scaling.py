@@ -82,7 +82,7 @@ def steps_per_second(args: Args, way: str) -> float:
 def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
     runs.check_limits(args, {"devices": (2, 8), "steps": (1, None), "rounds": (1, 100)})
-    given = tyro.cli(importlib.import_module(args.script).Args, args=records.words_of(args.flags))
+    given = records.parse_flags(importlib.import_module(args.script), args.flags)
     if args.script == "ppo_procgen":
         least = 6 * given.num_envs * given.num_steps
         runs.check(args.steps >= least, f"--steps {args.steps}: is too few updates to time, give {least} or more")

@@ -258,7 +258,7 @@ def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
 def main(args: Args) -> None:
     runs.check_limits(args, {"minutes": (0.1, 10**6), "every": (1, 3600)})
     trials.check_flags(f"soak {args.script}", args.script, {})
-    tyro.cli(import_module(Path(args.script).stem).Args, args=records.words_of(args.flags))
+    records.parse_flags(import_module(Path(args.script).stem), args.flags)
     runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")
     files.make_room(Path(f"{args.out}.csv"), "--out")
     rows = read_rows(Path(f"{args.out}.csv"))

@@ -12,7 +12,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
@@ -58,8 +58,8 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     argv = _plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
-        _check_names(args_class, argv)
         flags = [word.partition("=")[0].replace("_", "-") for word in argv]
+        _check_names(args_class, flags)
         check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
         run_dir = _flag_value(argv, "--resume")
         check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
@@ -166,11 +166,11 @@ def _check_given(args: Any, flags: Sequence[str]) -> None:
             check(not given or value == "disabled", f"{as_given(name, value)}: has no effect with --track {args.track}")
 
 
-def _check_names(args_class: type, argv: Sequence[str]) -> None:
+def _check_names(args_class: type, flags: Iterable[str]) -> None:
     """Raises UsageError for a flag that has another name in this script."""
     names = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    for word in argv:
-        flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
+    for flag in flags:
+        flag = flag.replace("--no-", "--")
         for answer in OTHER_NAMES.get(flag, ()) if flag not in names else ():
             if names.issuperset(re.findall(r"--[a-z-]+", answer)):
                 raise UsageError(f"{flag}: {answer}")
@@ -408,7 +408,7 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     about = f"{source} {run_dir}: its args.json is not of this version of the script"
     text = io.StringIO()
     try:
-        _check_names(args_class, words)
+        _check_names(args_class, map(flag_of, args))
         with contextlib.redirect_stderr(text):
             return tyro.cli(args_class, args=words)
     except UsageError as error:

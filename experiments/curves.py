@@ -69,9 +69,9 @@ def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:
 
     Raises UsageError if there are none.
     """
-    flags = {row["cell"]: trials.read_settings(row["flags"].split()) for row in reproduce.read_table(args.table)}
-    for part in args.cells:
-        runs.check(any(part in cell for cell in flags), f"--cells {part}: is in no cell's name of {args.table}")
+    table = reproduce.read_table(args.table)
+    reproduce.check_cells(args.cells, table)
+    flags = {row["cell"]: trials.read_settings(row["flags"].split()) for row in table}
     files = [Path(args.folder, f"{args.table}_{ending}.csv") for ending in ("training", "evaluations")]
     training, evaluated = (longest(records.read_rows(path)) for path in files)
     most = {}

@@ -16,7 +16,7 @@ import shlex
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,6 +105,13 @@ def check_overrides(args: Args, rows: list[dict]) -> None:
     for row in rows if given else ():
         if row["script"] and is_asked(args, row):
             trials.ask_script(row["script"], flags_of(row, args))
+
+
+def check_cells(cells: Iterable[str], rows: list[dict]) -> None:
+    """Raises UsageError if one of --cells is in no name of a table's cells."""
+    for part in cells:
+        named = any(part in row["cell"] for row in rows)
+        check(named, f"--cells {part}: is in no cell's name, such as {rows[0]['cell']!r}")
 
 
 def is_asked(args: Args, row: dict) -> bool:
@@ -448,9 +455,7 @@ def main(args: Args) -> list[dict]:
     valid = min(args.seeds) >= 0 and max(args.seeds) <= runs.MAX_SEED
     check(valid, f"--seeds {given}: must be from 0 to {runs.MAX_SEED}")
     rows = read_table(args.table)
-    for part in args.cells:
-        named = any(part in row["cell"] for row in rows)
-        check(named, f"--cells {part}: is in no cell's name, such as {rows[0]['cell']!r}")
+    check_cells(args.cells, rows)
     check_overrides(args, rows)
     root, out = Path(args.runs).absolute(), Path(args.out) / args.table
     cells = []

@@ -547,9 +547,13 @@ def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
 
     @dataclasses.dataclass(frozen=True)
     class Forked(ppo.Args):
-        vf_clip = 10
+        num_levels = 200
         gae_lambda: float = 0.95
 
+    with pytest.raises(runs.UsageError, match=r"Forked.num_levels: .* without its type: num_levels: int = 200"):
+        runs.check_args(Forked(), "my_ppo")
+    del Forked.num_levels
+    Forked.vf_clip = 10
     with pytest.raises(runs.UsageError, match=r"Forked.vf_clip: .* without its type: vf_clip: float = 10"):
         runs.check_args(Forked(), "my_ppo")
     Forked.learning_rate = 5e-4
