@@ -14,7 +14,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -60,7 +60,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     try:
         flags = [word.partition("=")[0].replace("_", "-") for word in argv]
         _check_names(args_class, flags)
-        check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
+        _check_once(args_class, flags)
         run_dir = _flag_value(argv, "--resume")
         check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
         default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
@@ -174,6 +174,14 @@ def _check_names(args_class: type, flags: Iterable[str]) -> None:
         for answer in OTHER_NAMES.get(flag, ()) if flag not in names else ():
             if names.issuperset(re.findall(r"--[a-z-]+", answer)):
                 raise UsageError(f"{flag}: {answer}")
+
+
+def _check_once(args_class: type, flags: Sequence[str]) -> None:
+    """Raises UsageError where an earlier flag would be forgotten: of other flags the last one counts, as usual."""
+    check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
+    for name, kind in get_type_hints(args_class).items():
+        lists = get_origin(kind) is tuple and flags.count(flag_of(name)) > 1
+        check(not lists, f"{flag_of(name)}: is given twice, give all its values after one")
 
 
 def _plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:

@@ -55,6 +55,7 @@ except ImportError:
 
 SHAPES = ("hidden", "buffer_size", "num_envs")  # with another, what a clone takes from its donor does not fit
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # and trials.PLACES
+NEVER_LOGGED = "was never logged"
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
 LINES = "-", "--", "-.", ":"
 MARKERS = "osD^v"
@@ -141,6 +142,8 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
             raise runs.UsageError(f"--mutate {word}: low and high must be numbers") from None
         check(-math.inf < low < high < math.inf, f"--mutate {word}: low must be less than high")
         check(low > 0 or not log, f"--mutate {word}: low must be above 0 for a logarithm")
+        fits = kinds.get(name) is not int or (low.is_integer() and high.is_integer())
+        check(fits, f"--mutate {word}: {runs.flag_of(name)} is a whole number, give whole ends")
         check(name in kinds, f"--mutate {word}: {args.program} has no flag {runs.flag_of(name)}")
         check(name not in ranges, f"--mutate {word}: {name} has a range already, give one")
         ranges[name] = Range(low, high, log, kinds[name] is int)
@@ -235,7 +238,7 @@ def member(config: dict) -> None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{0.9 * study['gpus']:.3f}"
     while generation < study["generations"]:
         generation += 1
-        began = time.time()
+        began, before = time.time(), len(trials.read_metrics(trials.find_run(folder)))
         why = ""
         # The seed is a part of the configuration since it goes with the run: a clone has its donor's.
         own = {"seed": config["seed"], "total_timesteps": generation * study["interval"]}
@@ -249,9 +252,14 @@ def member(config: dict) -> None:
             why = str(error)
         run = trials.find_run(folder)
         steps = [line["global_step"] for line in trials.read_metrics(run)]
-        score = (trials.values_of(run, study["metric"]) or [math.nan])[-1]
-        if not (why or math.isfinite(score)):
-            why = f"{study['metric']} is {score}, or was never logged"
+        values = trials.values_of(run, study["metric"])
+        score = values[-1] if values else math.nan
+        if not why and len(steps) == before:
+            why = f"no update ended in --interval {study['interval']}, give more environment steps"
+        elif not (why or values):
+            why = f"{study['metric']} {NEVER_LOGGED}, give one of {' '.join(trials.logged_names(run))}"
+        elif not (why or math.isfinite(score)):
+            why = f"{study['metric']} is {score}"
         if why:  # the worst there is, so that a better member takes its place
             score = -math.inf if study["goal"] == "maximize" else math.inf
         for other in folder.glob("*/args.json"):  # a run that failed before its first checkpoint
@@ -329,10 +337,14 @@ class Results(tune.Callback, tune.Stopper):
         return result["generation"] >= self.args.generations
 
     def stop_all(self) -> bool:
-        """Whether the newest whole generation is one of failures: flags that fail in all fail in the next one too."""
+        """Whether the newest whole generation is one of failures: flags that fail in all fail in the next one too.
+
+        The first members tell whether the metric is one that the script logs.
+        """
         newest = max((generation for _, generation in self.rows), default=0)
         whys = [row["why"] for (_, generation), row in self.rows.items() if generation == newest]
-        return len(whys) == self.args.population and all(whys)
+        misnamed = newest == 1 and all(NEVER_LOGGED in why for why in whys)
+        return misnamed or (len(whys) == self.args.population and all(whys))
 
 
 # RESULTS
@@ -436,7 +448,7 @@ def main(args: Args) -> None:
 
 def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]) -> None:
     """Begins the study in a folder that we hold, or goes on with it."""
-    where = ("jobs", "cpus", "gpus", "address", "out")  # may differ when a study goes on
+    where = ("jobs", "cpus", "address", "out")  # may differ when a study goes on
     asked = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args).items() if k not in where}
     saved = {}
     if (out / "args.json").exists():
@@ -463,6 +475,9 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     except (OSError, ValueError, RuntimeError) as error:
         why = files.first_line(error)
         raise runs.UsageError(f"--address {args.address or 'local'}: Ray does not start there ({why})") from None
+    gpus = ray.cluster_resources().get("GPU", 0)
+    # A cluster may get its GPUs only when they are asked for; here, Ray would wait for them for ever.
+    check(args.address or args.gpus <= gpus, f"--gpus {args.gpus:g}: there are {gpus:g} here, give at most that")
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
 
@@ -477,7 +492,7 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     if tune.Tuner.can_restore(out / "members"):
         tuner = tune.Tuner.restore(str(out / "members"), trainable, resume_errored=True)
     else:
-        study |= {"out": str(out), "gpus": args.gpus, "flags": flags, "ranges": list(ranges)}
+        study |= {"out": str(out), "flags": flags, "ranges": list(ranges)}
         seeds = tune.grid_search([args.seed + i for i in range(args.population)])
         scheduler = Generations(
             time_attr="generation", metric="score", mode=args.goal[:3], perturbation_interval=1, synch=True,

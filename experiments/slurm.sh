@@ -27,7 +27,7 @@ python=${PYTHON:-python}
 task=${SLURM_ARRAY_TASK_ID:-0}
 
 case $kind in
-  sweep) command=("$python" -m experiments.sweep "$what" --seed "$task" "$@") ;;
+  sweep) command=("$python" -m experiments.sweep "$what" "$@") ;;
   run)
     folder=${OUT:-runs/slurm}/${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-0}}/$task
     mkdir -p "$folder"

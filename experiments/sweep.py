@@ -13,8 +13,6 @@ import importlib.util
 import io
 import itertools
 import math
-import os
-import platform
 import signal
 import time
 import uuid
@@ -74,6 +72,7 @@ class NeverLoggedError(runs.UsageError):
     """No run of the study has logged the metric, so that none will."""
 
 
+MAX_KILLS = 3  # of one trial's script, then it has failed
 GONE = optuna.exceptions.StorageInternalError, SQLAlchemyError  # what the study's database raises where it is not there
 
 # THE SWEEP FILE
@@ -82,7 +81,7 @@ GONE = optuna.exceptions.StorageInternalError, SQLAlchemyError  # what the study
 def number(value: Any) -> Any:
     """A number that a float holds."""
     if isinstance(value, bool) or not (isinstance(value, (int, float)) and abs(value) <= LARGEST):
-        raise ValueError("give a number")
+        raise ValueError("give a number (to YAML, 1e-4 is text and 1.0e-4 a number)")
     return value
 
 
@@ -115,6 +114,8 @@ def in_order(spec: dict) -> dict:
             raise ValueError("int_uniform takes whole numbers")
         if kind == "log_uniform_values" and low <= 0:
             raise ValueError("min must be above 0 for a logarithm")
+        if "q" in spec and kind != "q_uniform":
+            raise ValueError(f"q is for the distribution q_uniform, this is {kind}")
         if kind == "q_uniform" and not (high - low) / LARGEST < q <= high - low:
             raise ValueError("q must be above 0, at most max - min")
     return spec
@@ -202,6 +203,12 @@ def kind_of(spec: dict) -> str:
     return spec.get("distribution", "int_uniform" if whole else "uniform")
 
 
+def is_whole(spec: dict) -> bool:
+    """Whether a range's values are whole numbers, which a script is to be given without a point."""
+    steps = kind_of(spec) == "q_uniform" and all(isinstance(spec.get(name, 1), int) for name in ("min", "max", "q"))
+    return steps or kind_of(spec) == "int_uniform"
+
+
 def choices(sweep: dict) -> dict[str, list]:
     """The values of each parameter that has several."""
     return {k: spec["values"] for k, spec in sweep["parameters"].items() if "values" in spec and "value" not in spec}
@@ -214,8 +221,11 @@ def grid_of(sweep: dict) -> list[dict]:
 
 
 def values_to_ask(spec: dict) -> list:
-    """The values that a parameter can have, or the ends of its range."""
-    return [spec["value"]] if "value" in spec else spec["values"] if "values" in spec else [spec["min"], spec["max"]]
+    """The values that a parameter can have, or the ends of its range, as they are drawn."""
+    if "value" in spec or "values" in spec:
+        return [spec["value"]] if "value" in spec else spec["values"]
+    ends = [spec["min"], spec["max"]]
+    return ends if is_whole(spec) else [float(end) for end in ends]
 
 
 def ask_script(sweep: dict) -> None:
@@ -241,9 +251,9 @@ def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
         return trial.suggest_categorical(name, spec["values"])
     kind = kind_of(spec)
     low, high = spec["min"], spec["max"]
-    if kind == "int_uniform":
-        return trial.suggest_int(name, low, high)
     step = spec.get("q", 1) if kind == "q_uniform" else None
+    if is_whole(spec):
+        return trial.suggest_int(name, low, high, step=step or 1)
     return trial.suggest_float(name, low, high, step=step, log=kind == "log_uniform_values")
 
 
@@ -280,8 +290,10 @@ def run_trial(
     Raises TrialPruned; Stopped, and the trial stays open; RuntimeError if the script fails or never logs the metric,
     NeverLoggedError if no other trial's has either.
     """
+    if trial.user_attrs.get("ended") == "pruned":  # its process died before the study was told
+        raise optuna.TrialPruned
     metric = sweep["metric"]["name"]
-    reported = len(trial.study.trials[trial.number].intermediate_values)
+    reported = len(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
 
     def look(alive: bool):
         nonlocal reported
@@ -291,13 +303,13 @@ def run_trial(
             trial.report(values[step], step + 1)
             reported = step + 1
             if alive and trial.should_prune():
+                trial.set_user_attr("ended", "pruned")  # asked again, the pruner would compare it at its next rung
                 raise optuna.TrialPruned
 
     trials.run(sweep["program"], flags, folder, lock, stopping=stopping, look=look)
     values = trials.values_of(trials.find_run(folder), metric)
     if not values and not any(other.intermediate_values for other in trial.study.get_trials(deepcopy=False)):
-        lines = trials.read_metrics(trials.find_run(folder))
-        logged = " ".join(sorted({name for line in lines for name in line if "/" in name}))
+        logged = " ".join(trials.logged_names(trials.find_run(folder)))
         raise NeverLoggedError(f"metric {metric}: {folder} ended well and has none; give one that it has: {logged}")
     if not (values and math.isfinite(values[-1])):
         raise RuntimeError(f"{metric} {f'is {values[-1]}' if values else 'was never logged'}, see {folder}")
@@ -342,6 +354,13 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
         value, state = None, TrialState.PRUNED
     except (*GONE, files.FullError, NeverLoggedError):  # the trial is well and open
         raise
+    except trials.Killed as error:  # as for want of memory: it goes on from its checkpoint, though not for ever
+        kills = trial.user_attrs.get("kills", 0) + 1
+        value, state = None, None
+        trial.set_user_attr("kills", kills)
+        if kills == MAX_KILLS:
+            state = TrialState.FAIL
+            trial.set_user_attr("why", str(error))
     except Exception as error:  # whatever it is, the others go on
         value, state = None, TrialState.FAIL
         trial.set_user_attr("why", str(error) or repr(error))
@@ -469,6 +488,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     check(not gone, f"--out {out}: has trials of a study that is gone, give another folder")
     runs.write_json(own, here)
     options = {"study_name": name, "storage": storage, "pruner": make_pruner(sweep)}
+    drawing = {"sampler": args.sampler, "seed": args.seed}
     try:
         study, created = optuna.create_study(**options, direction=sweep["metric"]["goal"]), True
     except optuna.exceptions.DuplicatedStudyError:
@@ -478,12 +498,15 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
             break
         time.sleep(0.5)
     if "id" not in study.user_attrs:
-        for key, value in {"sweep": sweep, "out": str(out), "id": here["id"]}.items():
+        for key, value in {"sweep": sweep, "out": str(out), "id": here["id"], **drawing}.items():
             study.set_user_attr(key, value)
     known = study.user_attrs
     check(
         known["id"] == here["id"], f"--out {out}: the study {name} in {url} has its runs in {known['out']}, give that"
     )
+    for key, value in drawing.items():
+        other = f"--{key} {value}: the study {name} in {url} has {known.get(key)}, give that, or another --out"
+        check(known.get(key, value) == value, other)
     same = known["sweep"] == sweep
     check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
     if "ready" not in known:
@@ -520,7 +543,6 @@ def main(args: Args) -> optuna.Study:
                 trial, flags, folder, lock = begun
                 with lock:
                     trial.set_user_attr("origin", origin)
-                    trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
                     try:
                         end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
                     except NeverLoggedError:

@@ -130,6 +130,11 @@ def values_of(run: Path | None, metric: str) -> list[float]:
     return [line[metric] for line in read_metrics(run) if metric in line]
 
 
+def logged_names(run: Path | None) -> list[str]:
+    """The metrics that a run has logged, in order."""
+    return sorted({name for line in read_metrics(run) for name in line if "/" in name})
+
+
 def part_done(run: Path | None) -> float:
     """How far a run is, from 0 to 1, by the last step that it has logged."""
     steps = values_of(run, "global_step")
@@ -247,5 +252,6 @@ def run(
         raise FullError(said[-1].removeprefix("error: "))
     if process.returncode:
         kind = Killed if process.returncode < 0 or process.returncode > 128 else RuntimeError
-        raise kind(f"exit code {process.returncode}: {said[-1] if said else 'it said nothing'}")
+        boxed = [line.strip("│ ") for line in said if line.startswith("│ Error")]  # tyro's answer to a flag
+        raise kind(f"exit code {process.returncode}: {(boxed or said or ['it said nothing'])[-1]}")
     look(False)

@@ -91,6 +91,8 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
         (["ppo_procgen.py", "--mutate", "gamma=0.9:0.99", "--set", "gamma=0.9"], "--set gamma=0.9", "changes it"),
         (["ppo_procgen.py", "--mutate", "gamma=0.9:0.99", "gamma=0.5:0.6"], "--mutate gamma=0.5:0.6", "give one"),
         (["ppo_procgen.py", "--mutate"], "--mutate", "at least one"),
+        (["ppo_procgen.py", "--mutate", "update_epochs=1.5:3.5"], "--mutate update_epochs=1.5:3.5", "whole ends"),
+        (["ppo_procgen.py", "--set", "l2=0", "--set", "gae_lambda=0.9"], "--set: is given twice", "after one"),
         (["ppo_procgen.py", "--set", "num_envs"], "--set num_envs", "name=value"),
         (["ppo_procgen.py", "--set", "games=3"], "--set", "no flag games"),
         (["ppo_procgen.py", "--set", "seed=3"], "--set seed=3", "each run is given its own"),
