@@ -34,7 +34,7 @@ from common.doors import DECISIONS, SLOTS, Rollout
 from common.files import check
 
 SCRIPT = Path(__file__).stem
-# Of the doors that the matrix is of, to which evaluate.py adds --seed, and of those that parameters are chosen by.
+# Seeds of the doors of evaluations: for the matrix (evaluate.py adds --seed), and for choosing parameters.
 EVAL_SEED, SELECT_SEED = 1000, 2**40
 HYPER = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate", "critic")  # of --method hnppo
 
@@ -49,14 +49,15 @@ class Args(doors.DoorArgs, runs.RunArgs):
         "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None),
         "stop_at_success": (0, 2),
     }  # fmt: skip
-    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # it is in what was learnt
+    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # num_envs: of the return filter
 
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
     """hypernetwork; ordinary networks, anew for each task; or the same ones for all"""
     critic: Literal["hyper", "fresh"] = "hyper"
     """of --method hnppo: generated and remembered, as the policy is; or an ordinary network, anew for each task"""
     keep_std: bool = False
-    """keep the actions' standard deviation from task to task, as the study; else each starts at 1"""
+    """as the study: of hnppo, generate and remember the actions' standard deviation too; of finetune, keep it from task
+    to task; else it starts at 1 in each"""
     beta: float = 1.0
     """weight of the penalty on changing what is generated for earlier tasks"""
     task_embedding_dim: int = 8
@@ -64,13 +65,13 @@ class Args(doors.DoorArgs, runs.RunArgs):
     hyper_width: int = 640
     """units of the hypernetwork's two hidden layers"""
     chunked: bool = False
-    """generate 1000 weights at a time, from embeddings of chunks: a seventh of the hypernetwork's weights"""
+    """generate 1000 weights at a time, from embeddings of chunks: a hypernetwork of about a million weights"""
     hidden: int = 64
     """units of each hidden layer of policy and value network"""
     num_layers: int = 2
     """hidden layers of each"""
     task_timesteps: int = 4_000_000
-    """decisions to learn a task from at most, in whole updates; each lasts 80 ms"""
+    """decisions to learn a task from, rounded up to whole updates, if it is not learnt sooner; each lasts 80 ms"""
     num_envs: int = 64
     """doors side by side; a batch is one episode of each, of 128 decisions"""
     num_minibatches: int = 8
@@ -118,6 +119,9 @@ class Args(doors.DoorArgs, runs.RunArgs):
         ordinary = self.method != "hnppo" or self.critic == "fresh" or not self.keep_std
         runs.check_needs(self, ordinary, "--critic fresh or --no-keep-std", ("learning_rate",))
         runs.check_needs(self, self.eval_every, "--eval-every", ("stop_at_success",))
+        several = len(doors.task_names(self)) > 1
+        runs.check_needs(self, several, "a second one in --tasks", ("beta",))
+        runs.check_needs(self, several or self.method != "finetune", "a second one in --tasks", ("keep_std",))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host")
         batch = DECISIONS * self.num_envs
         check(
@@ -196,10 +200,10 @@ class HyperNetwork(nn.Module):
         out = self.size
         if self.chunked:
             chunks, out = -(-self.size // CHUNK), CHUNK
-            names = self.param("chunks", nn.initializers.normal(1.0), (chunks, CHUNK_EMBEDDING_DIM))
+            chunk_embeddings = self.param("chunks", nn.initializers.normal(1.0), (chunks, CHUNK_EMBEDDING_DIM))
             shape = (*x.shape[:-1], chunks)
             x = jnp.broadcast_to(x[..., None, :], (*shape, x.shape[-1]))
-            x = jnp.concatenate([x, jnp.broadcast_to(names, (*shape, CHUNK_EMBEDDING_DIM))], axis=-1)
+            x = jnp.concatenate([x, jnp.broadcast_to(chunk_embeddings, (*shape, CHUNK_EMBEDDING_DIM))], axis=-1)
         for _ in range(2):
             x = nn.relu(torch_dense(self.width, x.shape[-1])(x))
         x = torch_dense(out, self.width)(x)
@@ -472,8 +476,8 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
     log_ratio = log_probs - batch.log_probs
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    near = batch.values + jnp.clip(values - batch.values, -args.clip_coef, args.clip_coef)
-    value_loss = (near - batch.returns) ** 2
+    values_clipped = batch.values + jnp.clip(values - batch.values, -args.clip_coef, args.clip_coef)
+    value_loss = (values_clipped - batch.returns) ** 2
     if args.method != "hnppo":
         value_loss = jnp.maximum((values - batch.returns) ** 2, value_loss)
     return {
@@ -517,8 +521,8 @@ def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, reme
         # Where Adam would go with this gradient alone: the penalty there says what the step is about to spoil.
         step, _ = make_optimizer(args).update(grads, state.opt_state)
         ahead = devices.compute_once(optax.apply_updates(state.learner, step)["hyper"])
-        parts["penalty"], spoils = jax.value_and_grad(partial(penalty, agent))(ahead, state)
-        grads = grads | {"hyper": jax.tree.map(lambda g, s: g + args.beta * s, grads["hyper"], spoils)}
+        parts["penalty"], penalty_grads = jax.value_and_grad(partial(penalty, agent))(ahead, state)
+        grads = grads | {"hyper": jax.tree.map(lambda g, p: g + args.beta * p, grads["hyper"], penalty_grads)}
         grads = devices.compute_once(grads)
     return grads, parts
 
@@ -534,10 +538,10 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tu
     )
     advantages = jax.vmap(partial(gae, gamma=args.gamma, gae_lambda=args.gae_lambda), 1, 1)(rewards, values)
     returns = advantages + values[:-1]
-    middle, var = shaping.masked_moments(advantages, jnp.ones_like(advantages))
-    _, spread = shaping.masked_moments(returns, jnp.ones_like(returns))
+    mean_advantage, var_advantage = shaping.masked_moments(advantages, jnp.ones_like(advantages))
+    _, var_return = shaping.masked_moments(returns, jnp.ones_like(returns))
     metrics = {
-        "losses/explained_variance": 1 - var / jnp.maximum(spread, 1e-8),
+        "losses/explained_variance": 1 - var_advantage / jnp.maximum(var_return, 1e-8),
         "losses/action_std": jnp.exp(log_std).mean(),
     }
     batch = Batch(
@@ -545,7 +549,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tu
         actions=rollout.actions,
         log_probs=log_prob(mean, log_std, rollout.actions),
         values=values[:-1],
-        advantages=(advantages - middle) / (jnp.sqrt(var) + 1e-5),
+        advantages=(advantages - mean_advantage) / (jnp.sqrt(var_advantage) + 1e-5),
         returns=returns,
     )
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
@@ -682,10 +686,11 @@ def evaluate(
 # MAIN
 
 
-def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict) -> None:
+def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict, *, remember: bool) -> None:
     """Raises DivergedError where too many gradients in a row were not finite."""
     if (many := int(metrics["charts/skipped_in_a_row"])) >= args.max_skipped:
         rate = "--hyper-learning-rate" if args.method == "hnppo" else "--learning-rate"
+        rate += ", --beta" if remember else ""
         raise runs.DivergedError(
             f"{many} gradients in a row were not finite before step {step}: training stopped; {run.kept()}; try a "
             f"smaller {rate}, --clip-coef or --max-grad-norm"
@@ -707,7 +712,7 @@ def learn_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> Tr
                 state, metrics = update(args, agent, remember, *given)
                 metrics = jax.device_get(metrics)
             step, decisions = int(state.global_step), batch * int(state.updates)
-            check_skipped(args, run, step, metrics)
+            check_skipped(args, run, step, metrics, remember=remember)
             run.check_finite(step, metrics)
             metrics |= ends.means("charts/") | {
                 "charts/episodic_return": ends.returns.mean(),
@@ -767,7 +772,7 @@ def main(args: Args) -> runs.Run:
     agent = make_agent(args)
     names = ("num_envs", "hyper_width", "hidden", "num_worlds", "eval_episodes")
     worlds = jax.ShapeDtypeStruct((args.num_worlds + args.eval_episodes, doors.WORLD), np.uint8)
-    runs.check_memory(args, names, jax.eval_shape(partial(initial, args, agent)), worlds)
+    runs.check_memory(args, names, jax.eval_shape(partial(initial, args, agent)), worlds, doors.DOOR)
 
     with runs.Run(args, SCRIPT, partial(load, args, agent)) as run:
         state = (run.saved or devices.run_once(initial, args, agent))["state"]

@@ -28,14 +28,15 @@ def metrics(matrix: np.ndarray) -> dict[str, float]:
 
     ACC: accuracy on the tasks learnt; FWT: on those to come; BWT: what later tasks changed; BWT+: for the better; REM:
     what is remembered. One task has no transfer: 0, and all is remembered. NaN for a task that was not asked for when
-    another one was learnt: FWT is of the others.
+    another one was learnt: FWT is of the others, and is not there where there are none.
     """
     n = len(matrix)
     pairs, ahead = max(n * (n - 1) / 2, 1), matrix[np.triu_indices(n, 1)]
     backward = np.tril(matrix - np.diag(matrix), -1).sum() / pairs
+    ahead = ahead[np.isfinite(ahead)] if n > 1 else np.zeros(1)
     return {
         "ACC": float(np.tril(matrix).sum() / (n * (n + 1) / 2)),
-        "FWT": float(np.nan_to_num(ahead).sum() / max(np.isfinite(ahead).sum(), 1)),
+        **({"FWT": float(ahead.mean())} if len(ahead) else {}),
         "BWT": float(backward),
         "BWT+": float(max(0.0, backward)),
         "REM": float(1 - abs(min(0.0, backward))),

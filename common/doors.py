@@ -10,6 +10,7 @@ import tyro
 
 import doorgym
 from common.files import FailedError, check
+from common.flags import check_needs
 
 # The study's tasks, by number (Schoepf et al. 2022).
 TASKS = (
@@ -23,6 +24,7 @@ TASKS = (
 SLOTS = len(TASKS)  # a series has at most this many
 ACTION_REPEAT, DECISIONS = 4, 128  # of 80 ms in an episode: 10.24 seconds
 WORLD = 220_000  # bytes of a compiled world
+DOOR = 40_000  # bytes of a door in an environment, its steps in one decision, and its rollout
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class DoorArgs:
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
+        turns = any(doorgym.TASKS[task].knob != "pull" for task in task_names(self))
+        check_needs(self, turns, "a lever or a round knob in --tasks", ("hardness",))
         for task in task_names(self):
             able = self.robot == "gripper" or not task.startswith("Round")
             check(able, f"--tasks {self.tasks!r}: a hook cannot turn the round knob of {task}, give --robot gripper")
@@ -62,9 +66,9 @@ def task_names(args: DoorArgs) -> tuple[str, ...]:
     names = []
     for word in args.tasks.split(","):
         word = word.strip()
-        if word.isdecimal() and int(word) < SLOTS:
+        if word.isdecimal() and int(word) < len(TASKS):
             word = TASKS[int(word)]
-        valid = f"give numbers from 0 to {SLOTS - 1}, or names such as {TASKS[2]}, with commas between"
+        valid = f"give numbers from 0 to {len(TASKS) - 1}, or names such as {TASKS[2]}, with commas between"
         check(word in doorgym.TASKS, f"--tasks {args.tasks!r}: {valid}")
         check(word not in names, f"--tasks {args.tasks!r}: {word} is in it twice")
         names.append(word)

@@ -272,17 +272,18 @@ def check_devices(args: Any) -> None:
 GAME_BYTES = 280_000  # of bigfish in EnvPool; coinrun has 790,000, Montezuma's Revenge 950,000
 
 
-def check_memory(args: Any, names: Sequence[str], arrays: Any, on_host: Any = ()) -> None:
+def check_memory(args: Any, names: Sequence[str], arrays: Any, on_host: Any = (), game_bytes: int = GAME_BYTES) -> None:
     """Raises UsageError if a run keeps more than there is memory for. (It needs still more in an update.)
 
     Args:
       names: of the flags that decide about it.
       arrays: what lies on the devices that learn, a tree of anything with a shape and a dtype.
       on_host: what lies in this host's memory besides the games.
+      game_bytes: of one game.
     """
     sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (arrays, on_host)]
     of_host, of_devices = devices.memory(args)
-    games = len(devices.games_of_host(args)) * GAME_BYTES
+    games = len(devices.games_of_host(args)) * game_bytes
     asked = {"this machine": (sizes[1] + games + sizes[0] * devices.on_cpu(), of_host)}
     if not devices.on_cpu():
         asked["the devices that learn"] = sizes[0], of_devices

@@ -19,7 +19,7 @@ MIDDLE = np.array((-0.07084, 0, -0.0053))  # of the hook's inside, from the pivo
 INSIDE = 0.0185  # metres from there to the finger
 MASS = np.array((1.66, 1.66, 1.66, 1.005, 1.005, 1.005))  # kg and kg m^2 of the six joints
 FASTEST = np.array((1.2, 1.2, 1.2, 2, 2, 2))  # m/s^2 and rad/s^2: 2 N and 2 N m
-BEFORE, ABOVE, AROUND, TURN, OPEN = range(5)  # phases
+BEFORE, ABOVE, AROUND, TURN, MOVE = range(5)  # phases
 
 
 class Opener:
@@ -61,8 +61,8 @@ class Opener:
         if lever:
             force[phase >= TURN, 5] = -2 * task.side  # presses the handle down
         force[phase == TURN, 0] = 0.6
-        force[phase == OPEN, 0] = 2 if task.opening == "pull" else -2
-        force[phase == OPEN, 3] = -0.5 * velocities[phase == OPEN, 3]
+        force[phase == MOVE, 0] = 2 if task.opening == "pull" else -2
+        force[phase == MOVE, 3] = -0.5 * velocities[phase == MOVE, 3]
 
         near = np.abs(error) < np.where(phase[:, None] == BEFORE, 0.05, (0.01, 0.012, 0.02, 0.3, 0.3, 0.08))
         there = near.all(axis=1) & ((np.abs(velocities).max(axis=1) < 0.15) | (phase == BEFORE))

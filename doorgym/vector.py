@@ -80,7 +80,6 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         render_mode: str | None = None,
         width: int = 480,
         height: int = 480,
-        camera: str = "side",
         autoreset: bool = True,
         in_turn: bool = False,
     ):
@@ -100,7 +99,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         """
         for name, value, valid in (
             ("task", task, tuple(worlds.TASKS)), ("robot", robot, tuple(ROBOTS)), ("hardness", hardness, HARDNESS),
-            ("render_mode", render_mode, (None, "rgb_array")), ("camera", camera, ("side", "close")),
+            ("render_mode", render_mode, (None, "rgb_array")),
         ):  # fmt: skip
             if value not in valid:
                 raise ValueError(f"{name} {value!r}: give one of {', '.join(map(str, valid))}")
@@ -125,7 +124,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
             )
         self.task, self.robot, self.num_envs, self.render_mode = worlds.TASKS[task], robot, num_envs, render_mode
         self.action_repeat, self.max_episode_steps = action_repeat, max_episode_steps
-        self._picture = {"height": height, "width": width}, camera
+        self._picture = {"height": height, "width": width}
         self.metadata = self.metadata | {
             "render_fps": 50 / action_repeat,
             "autoreset_mode": AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED,
@@ -276,7 +275,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         `close`, and where there is no way to draw."""
         if self.closed:
             raise RuntimeError("frame: these doors are closed")
-        world, (size, camera) = int(self._world[i]), self._picture
+        world, size = int(self._world[i]), self._picture
         if world not in self._renderers:
             if len(self._renderers) == 8:  # each holds a context of the graphics driver
                 self._renderers.pop(next(iter(self._renderers))).close()
@@ -291,7 +290,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         data = self._datas[0]
         data.qpos[:] = self._positions(self._state[i])
         mujoco.mj_forward(self.models[world], data)
-        self._renderers[world].update_scene(data, camera)
+        self._renderers[world].update_scene(data, "side")
         return self._renderers[world].render()
 
     def render(self) -> tuple[np.ndarray, ...] | None:

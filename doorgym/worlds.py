@@ -141,12 +141,8 @@ def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco
     finish = {"shininess": world.colors[5, 0], "specular": world.colors[5, 1]}
     for name, color in zip(("slab", "frame", "wall", "floor", "knob"), world.colors, strict=False):
         spec.add_material(name=name, rgba=(*(0.35 + 0.5 * color), 1), **finish)
-    for name, eye, target in (
-        ("side", (1.9, -0.95, 1.7), (0.2, -0.05, 1.05)),
-        ("close", (0.9, -0.6, 1.45), (0.1, -0.2, 1.05)),
-    ):
-        eye, target = np.multiply((1, task.side, 1), eye), np.multiply((1, task.side, 1), target)
-        spec.worldbody.add_camera(name=name, pos=eye, xyaxes=_look_at(eye, target))
+    eye, target = (1.9, -0.95 * task.side, 1.7), (0.2, -0.05 * task.side, 1.05)
+    spec.worldbody.add_camera(name="side", pos=eye, xyaxes=_look_at(eye, target))
     spec.worldbody.add_geom(
         name="floor", type=mjtGeom.mjGEOM_PLANE, pos=(0, 0, -0.05), size=(5, 5, 0.1), material="floor", **WORLD
     )

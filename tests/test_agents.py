@@ -16,6 +16,7 @@ from test_apex_run import TINY
 
 import apex_procgen as apex
 import evaluate
+import hnppo_doorgym as hn
 import rnd_montezuma as rnd
 from common import agents, files, networks, runs
 
@@ -201,3 +202,13 @@ def test_the_agents_that_come_with_the_scripts_fit_them(folder):
     tree = script.trained(args, script.make_agent(args), run_dir)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(tree))
     assert (folder.parent / agents.FILE).stat().st_size < 2e6
+
+
+def test_one_network_still_opens_six_doors():
+    """As long as neither the physics nor the order of its weights change."""
+    run_dir = str(ROOT / "agents" / "hnppo_six_doors")
+    args = runs.saved_args(hn.Args, run_dir, "RUN_DIR")
+    played = hn.evaluate(args, run_dir, episodes=4, seed=0, levels="", random=False, video=False)
+    rates = [row["success_rate"] for row in played.rows]
+    assert len(rates) == 6
+    assert min(rates) >= 0.75

@@ -449,6 +449,7 @@ def test_what_an_update_learns_from():
     for n in (1, 2):
         moved, batch, metrics = jax.jit(prepare, static_argnums=0)(replace(args, num_devices=n), state, rollout)
         np.testing.assert_allclose(moved.return_filter.var, filters.var, rtol=1e-4)
+        assert not moved.return_filter.discounted.any()  # each door's next episode begins at 0
         explained = 1 - advantages.var() / want["returns"].var()
         np.testing.assert_allclose(metrics["losses/explained_variance"], explained, rtol=1e-3, atol=1e-3)
         for name, x in want.items():
@@ -564,6 +565,7 @@ def test_metrics_of_the_published_matrices(name):
 def test_what_was_not_measured_is_not_zero(tmp_path):
     matrix = np.array([[0.8, np.nan, 0.2], [0.9, 0.6, 0.4], [0.9, 0.6, 0.5]])
     assert continual.metrics(matrix)["FWT"] == pytest.approx(0.3)
+    assert set(continual.metrics(np.array([[0.8, np.nan], [0.9, 0.6]]))) == {"ACC", "BWT", "BWT+", "REM"}
     continual.write_csv(tmp_path / "matrix.csv", matrix, ("a", "b", "c"))
     assert (tmp_path / "matrix.csv").read_text().splitlines()[:2] == ["after,a,b,c", "a,0.8000,,0.2000"]
     assert continual.draw(matrix, ("a", "b", "c")).std() > 20
