@@ -161,6 +161,9 @@ def test_rewards_are_clipped_as_they_are_shaped():
         ({"reward_clip": 0.5, "reward_shaping": True}, shaped.clip(-0.5, 0.5)),
     ):
         np.testing.assert_allclose(shaping.shape_and_clip(Args(**flags), rewards), want)
+        steps = SimpleNamespace(rewards=rewards[:, None])  # and this is what scripts learn from
+        _, prepared = shaping.prepare_rewards(Args(**flags), shaping.new_filter(1), steps, 0.9)
+        np.testing.assert_allclose(prepared[:, 0], want)
 
 
 @pytest.mark.parametrize(("mode", "least"), [("easy", 1), ("hard", 0)])
@@ -173,6 +176,8 @@ def test_what_is_said_of_an_evaluation(mode, least, monkeypatch):
     summary, by_level, _ = envs.evaluate(args, None, "test", episodes=3, seed=1)
     assert summary["normalized"] == pytest.approx((21 - least) / (40 - least))
     assert summary["commonest_action"] == 0.75
+    assert summary["standard_error"] == pytest.approx(np.std(played[0]) / np.sqrt(3))
+    assert (summary["std"], summary["min"], summary["max"]) == (pytest.approx(np.std(played[0])), 10, 30)
     assert (summary["mean_return"], summary["episodes"], by_level) == (21, 3, {"3": [30.0], "5": [10.0, 23.0]})
 
 
@@ -250,10 +255,11 @@ class Scripted:
 
 def test_each_game_plays_its_quota_of_episodes():
     """Three games, five episodes: two a game, whatever their lengths; the film is one whole episode."""
-    seen = []
+    seen, keys = [], []
 
     def policy(frames, age, key, memory):
         seen.append((frames.shape, memory))
+        keys.append(tuple(np.asarray(key).tolist()))
         assert (age == [len(seen) - 1] * 3).all() or len(seen) > 2
         return np.array([1, 2, 1]), len(seen)
 
@@ -262,5 +268,6 @@ def test_each_game_plays_its_quota_of_episodes():
     assert returns.tolist() == [2, 2, 6, 6, 4, 4]
     assert often.tolist() == [0, 12, 6]  # not the step after an episode's end, nor what is played beyond the quota
     assert seen == [((3, 64, 64, 6), i or None) for i in range(len(seen))]
+    assert len(set(keys)) == len(keys)
     assert levels.tolist() == [20, 21, 30, 31, 40, 41]
     assert film[:, 0, 0, :2].tolist() == [[0, 0], [0, 1], [0, 2]]

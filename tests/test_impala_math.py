@@ -15,7 +15,7 @@ from test_ppo_math import random_steps
 
 import impala_procgen as impala
 import ppo_procgen as ppo
-from common import augment, devices, envs, networks, runs
+from common import augment, devices, envs, networks, runs, shaping
 from common.devices import GAMES, SAME
 
 relaxed = settings(deadline=None, max_examples=25)
@@ -139,6 +139,30 @@ def test_loss_equals_the_sums_by_hand(core):
         for name, x in (want | {"loss": want_total}).items():
             got = parts[name][n][~game.done].mean()
             np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+def test_targets_and_advantages_are_constants_in_the_loss():
+    """The policy loss moves no value, and the value loss no policy; Espeholt et al. 2018, section 4.2."""
+    args, rng = make_args(rho_bar=0.9, pg_rho_bar=0.7), np.random.default_rng(0)
+    steps, actions = jax.tree.map(lambda x: x.T, random_steps(rng, 6, 2)), rng.integers(0, 15, (2, 6), np.int32)
+    batch = impala.Batch(actions, normal(rng, 2, 6, 15), steps.rewards, steps.terminated, steps.done)
+    logits, values = normal(rng, 2, 6, 15), normal(rng, 2, 7)
+    targets, advantages, _ = impala.judge(args, jax.nn.log_softmax(logits), values, batch, gamma=0.9)
+
+    def slopes(name):
+        def total(logits, values):
+            return impala.impala_parts(args, jax.nn.log_softmax(logits), values, batch, gamma=0.9)[name].sum()
+
+        return jax.jit(jax.grad(total, (0, 1)))(logits, values)
+
+    of_logits, of_values = slopes("policy_loss")
+    want = np.asarray(advantages)[..., None] * (jax.nn.softmax(logits) - np.eye(15)[actions])
+    np.testing.assert_allclose(of_logits, want, rtol=1e-4, atol=1e-5)
+    assert not of_values.any()
+    of_logits, of_values = slopes("value_loss")
+    assert not of_logits.any()
+    np.testing.assert_allclose(of_values[:, :-1], values[:, :-1] - targets, rtol=1e-4, atol=1e-5)
+    assert not of_values[:, -1].any()
 
 
 def test_clipped_loss_keeps_what_vtrace_said_before_the_update():
@@ -276,6 +300,13 @@ def tiny(request):
     return SimpleNamespace(args=args, agent=impala.make_agent(args), rng=np.random.default_rng(0))
 
 
+@pytest.mark.parametrize("script", [ppo, impala], ids=lambda script: script.SCRIPT)
+def test_gradients_are_clipped_before_adam(script):
+    optimizer, grad = script.make_optimizer(script.Args(max_grad_norm=0.5, adam_eps=0.1)), np.float32([3, -4])
+    direction, _ = optimizer.update(grad, optimizer.init(grad))
+    np.testing.assert_allclose(direction, 0.1 * grad / (0.1 * np.abs(grad) + 0.1), rtol=1e-4)
+
+
 def test_rmsprop_is_the_papers_with_bias_correction():
     args = make_args(optimizer="rmsprop", adam_eps=0.01, max_grad_norm=0.0)
     optimizer, square = impala.make_optimizer(args), 0.0
@@ -357,6 +388,26 @@ def test_replay_holds_the_newest_and_draws_from_them():
     assert len({number % 100 for number in drawn}) == 4
     assert any(number < 100 * (i - 1) for i, number in zip(np.arange(36) // 4, drawn, strict=True))  # two updates old
     assert 6 <= memory.written < 12
+
+
+@pytest.mark.parametrize("more", [{}, {"replay_fraction": 0.5, "replay_size": NUM_ENVS}])
+def test_rewards_are_normalised_over_updates_and_replay_is_drawn_anew(more):
+    args = make_args(num_devices=1, num_actors=1, normalize_rewards=True, reward_clip=0.5, **more)
+    memory, past, rng = impala.initial_memory(args), shaping.new_filter(NUM_ENVS), np.random.default_rng(0)
+    drawn, held = set(), None
+    for i in range(4):
+        carry = impala.initial_carry(args, np.arange(NUM_ENVS))
+        steps = random_steps(rng, STEPS, NUM_ENVS)
+        memory, unrolls = impala.remember(args, memory, [impala.begin_rollout(args, carry, i)], [steps], 0, i)
+        old, (past, want) = np.asarray(past.var), shaping.prepare_rewards(args, past, steps, 0.99)
+        np.testing.assert_allclose(unrolls.batch.rewards[:, :NUM_ENVS], want, rtol=1e-5)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), memory.reward_filter, past)
+        assert old != past.var
+        if more and i:  # the ring has one update's unrolls, in place: which were drawn?
+            replayed = np.asarray(unrolls.batch.rewards[:, NUM_ENVS:]).T
+            drawn.add(tuple(int(np.abs(held - one[:, None]).sum(axis=0).argmin()) for one in replayed))
+        held = np.asarray(want)
+    assert len(drawn) > 1 or not more
 
 
 def test_same_parameters_give_the_actors_probabilities(tiny):

@@ -239,6 +239,11 @@ def test_updates_lower_the_loss(tiny):
     for _ in range(5):
         key = np.asarray(state.key)
         state, metrics = ppo.update(tiny.args, tiny.agent, state, tiny.rollout, tiny.steps)
+        logged = {name.split("/")[1]: float(x) for name, x in metrics.items()}
+        assert (logged["learning_rate"], logged["ent_coef"], logged["gamma"]) == pytest.approx((0.001, 0.01, 0.99))
+        parts = logged["policy_loss"] + logged["value_loss"] - 0.01 * logged["entropy"]
+        total = parts + logged["kl_coef"] * logged["approx_kl"]
+        assert logged["loss"] == pytest.approx(total, rel=1e-4, abs=1e-6)
         losses.append(float(metrics["losses/policy_loss"]))  # advantages are normalised: the same each time
         assert (np.asarray(state.key) != key).any()  # the next one's minibatches are other ones
     assert (np.diff(losses) < 0).all()
@@ -410,6 +415,45 @@ def test_same_parameters_give_the_probabilities_that_acted(core):
         assert metrics["losses/clipfrac"] == 0
     games.close()
     assert ends > 3
+
+
+def test_the_last_value_is_of_the_core_after_the_last_step(monkeypatch):
+    """Of a core and a value that count an episode's steps, with no rewards: each target is one more than its value."""
+
+    def counting(agent, params, frames, first, core):
+        core = jnp.where(first, 0, core[0][:, 0]) + 1
+        return jnp.zeros((len(first), 15)), core, (jnp.tile(core[:, None], (1, 8)),)
+
+    monkeypatch.setattr(ppo, "policy_and_value", counting)
+    args = ppo.Args(
+        num_envs=3, num_steps=5, num_devices=1, core="gru", hidden=8, gae_lambda=0.0, num_minibatches=3, seed=78
+    )
+    rollout, frames = (
+        ppo.begin_rollout(args, ppo.initial_carry(args, np.arange(3)), 0),
+        np.zeros((3, 3, 64, 64), np.uint8),
+    )
+    age = np.arange(6, dtype=np.int32)[:, None] + np.int32([0, 4, 9])
+    for t in range(5):
+        rollout, _ = ppo.act(args, None, None, rollout, frames, age[t])
+    rollout, _ = ppo.end_rollout(args, rollout, frames, age[5])
+    no = np.zeros((5, 3), bool)
+    steps = Steps(np.zeros((5, 3), np.float32), no, no, no, age, no[0])
+    state = SimpleNamespace(reward_filter=shaping.new_filter(3), params={"agent": None}, _replace=lambda **_: state)
+    _, batch, _ = ppo.prepare(args, None, state, rollout, steps, 1.0)
+    np.testing.assert_allclose(batch.returns, rollout.values + 1)
+
+
+def test_the_bonus_is_clipped_or_normalised_until_a_restart(monkeypatch):
+    monkeypatch.setattr(bonus, "novelty", lambda target, predictor, frames: jnp.full(len(frames), 3.0))
+    no, junk, restarts = np.zeros((2, 3), bool), np.array([[0, 0, 1], [0, 0, 0]], bool), np.array([True, False, False])
+    steps = Steps(np.zeros((2, 3), np.float32), no, no, junk, np.ones((3, 3), np.int32), restarts)
+    start, frames = bonus.Bonus({}, shaping.new_filter(3)), SimpleNamespace(stack=lambda t: np.zeros((3, 1)))
+    moved = {}
+    for normalize in (False, True):
+        args = SimpleNamespace(num_steps=2, rnd_normalize=normalize)
+        moved[normalize] = bonus.of_transitions(args, start, {}, frames=frames, steps=steps, gamma=0.9)
+    np.testing.assert_array_equal(moved[False][1], 2 * ~junk)
+    assert (moved[True][0].filter.discounted == 0).tolist() == restarts.tolist()
 
 
 def test_dropout_is_the_learners_alone_and_new_each_time():

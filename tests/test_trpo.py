@@ -273,11 +273,15 @@ def assert_equal(a, b):
 def test_a_rejected_step_leaves_the_policy(monkeypatch):
     """Uphill nothing is better, so nothing is taken; the value network learns on."""
     monkeypatch.setattr(trpo, "conjugate_gradients", lambda _, target, __: jax.tree.map(jnp.negative, target))
-    args = trpo.Args(**TINY | {"max_kl": 1.01e-4, "line_search_steps": 2})  # not another test's, which is compiled
+    flags = {"max_kl": 1.01e-4, "line_search_steps": 2, "learning_rate": "0:1e-4,1000:5e-5"}
+    args = trpo.Args(**TINY | flags)  # not another test's, which is compiled
     states, lines = play(args, updates=4, again=True)
     assert not any(line["losses/step_taken"] for line in lines)
     assert_equal(states[0].params["policy"], states[4].params["policy"])
     assert (np.diff([line["losses/value_loss"] for line in lines]) < 0).all()
+    assert len({np.asarray(state.key).tobytes() for state in states}) == 5  # other minibatches each time
+    for state, line in zip(states, lines, strict=False):  # by steps, not by updates
+        assert line["charts/learning_rate"] == pytest.approx(np.interp(state.global_step, [0, 1000], [1e-4, 5e-5]))
 
 
 def test_advantages_and_targets_by_hand():
