@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_apex_run import TINY
 
 import apex_procgen as apex
-from common import devices, envs, offpolicy, replay, runs
+from common import augment, devices, envs, offpolicy, replay, runs
 from common.devices import SAME
 
 learn = partial(offpolicy.learn, update=apex.update, update_on_batch=apex.update_on_batch)
@@ -141,6 +141,27 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames(alp
         assert np.abs(other - want["loss"]).max() > 1e-3
 
 
+def test_frames_and_next_frames_are_transformed_apart_and_features_dropped_once():
+    args, seen = make_args(num_atoms=1, augment_prob=1.0), []
+    batch = frames_batch(args)
+
+    class Spy:
+        support = (0.0,)
+
+        def apply(self, params, frames, keys=None, taus=None):
+            seen.append((params, frames, keys))
+            return jnp.zeros((len(frames), 15, 1))
+
+    apex.loss(args, Spy(), "online", batch, target="target")
+    keys = [jax.vmap(jax.random.fold_in, (0, None))(batch.keys, i) for i in range(3)]
+    frames, following = augment.augment(args, keys[0], batch.frames), augment.augment(args, keys[1], batch.next_frames)
+    want = ("online", frames, keys[2]), ("target", following, None), ("online", following, None)
+    for got, one in zip(seen, want, strict=True):
+        assert got[0] == one[0]
+        np.testing.assert_array_equal(got[1], one[1])
+        np.testing.assert_array_equal(got[2], one[2])
+
+
 @pytest.mark.parametrize("atoms", [1, 11])
 def test_gradient_by_differences(atoms):
     """Of the loss by hand, in float64, with respect to some of the outputs that are learnt; all others have none."""
@@ -236,6 +257,13 @@ def test_quantiles_are_evenly_spaced_where_none_are_drawn():
     one = agent.apply(params, frames[:1], taus=spaced[:1, 2:3])
     np.testing.assert_allclose(one, outputs[:1, :, 2:3], atol=1e-5)
     assert np.ptp(outputs, axis=2).min() > 1e-6
+    # By hand: cosines of the quantiles (Dabney et al. 2018, equation 4), and a duel (Wang et al. 2016, equation 9).
+    hand = oracle.Hand(params["params"])
+    x = np.float64(agent.encoder.apply({"params": params["params"]["encoder"]}, frames))
+    x = x[:, None] * oracle.relu(hand.dense(np.cos(np.pi * np.arange(64) * spaced[..., None])))
+    advantage, value = (hand.dense(oracle.relu(hand.dense(x))) for _ in range(2))
+    want = value + advantage - advantage.mean(axis=-1, keepdims=True)
+    np.testing.assert_allclose(outputs, want.mT, rtol=1e-3, atol=1e-4)
 
 
 # THE UPDATE
@@ -269,15 +297,23 @@ def make_accelerator_args(**flags):
 
 
 def test_an_update_on_two_devices_equals_the_whole_on_one(monkeypatch):
-    """Also the TD errors, which come back sample by sample."""
+    """Also the TD errors, which come back sample by sample, not weighted; and the step size is by steps."""
+
+    def begin(args):
+        return new_state(args, agent)._replace(global_step=jnp.int32(50))
+
     args = make_args()
     agent, batch = apex.make_agent(args), frames_batch(args)
-    state, td, metrics = apex.update_on_batch(args, agent, new_state(args, agent), batch)
+    state, td, metrics = apex.update_on_batch(args, agent, begin(args), batch)
     assert len(td.sharding.device_set) == args.num_devices == 2
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    whole = make_accelerator_args()
-    want_state, want_td, want = apex.update_on_batch(whole, agent, new_state(whole, agent), batch)
+    whole = make_accelerator_args(learning_rate=f"0:{2 * float(args.learning_rate)},100:0")
+    want_state, want_td, want = apex.update_on_batch(whole, agent, begin(whole), batch)
     np.testing.assert_allclose(td, want_td, rtol=1e-3, atol=1e-4)
+    start = begin(whole)
+    parts = apex.loss(whole, agent, start.params, batch, target=start.target)
+    np.testing.assert_allclose(want_td, parts["td_error"], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(want["losses/td_error"], parts["td_error"].mean(), rtol=1e-3)
     for name, x in want.items():
         np.testing.assert_allclose(metrics[name], x, rtol=1e-3, atol=1e-5, err_msg=name)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), state.opt_state, want_state.opt_state)
@@ -374,6 +410,18 @@ def test_exploration_is_the_papers():
     assert (actions[:2000] == 14).all()
     assert (actions[2000:] != 14).mean() == pytest.approx(0.3 * 14 / 15, abs=0.03)
     assert len(np.unique(actions)) == 15
+    args = make_args(epsilon=0.0)
+    agent, rng = apex.make_agent(args), np.random.default_rng(0)
+    params = devices.run_once(apex.initial_state, args, agent).params
+    rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.arange(4, dtype=np.int32)), 0)
+    obs = rng.integers(0, 256, (4, 3, 64, 64), np.uint8)
+    rollout, _ = apex.act(args, agent, params, rollout, obs, np.zeros(4, np.int32))
+    np.testing.assert_allclose(rollout.action_value[0], rollout.state_value[0])
+    frames = rng.integers(0, 256, (8, 64, 64, 6), np.uint8)
+    best = apex.mean_value(agent.support, agent.apply(params, frames)).argmax(axis=1)
+    chosen, _ = apex.make_policy(args, agent, params)(frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
+    assert len(set(np.asarray(best).tolist())) > 1
+    np.testing.assert_array_equal(chosen, best)
 
 
 def test_a_game_is_played_the_same_beside_any_others():
@@ -394,6 +442,15 @@ def test_a_game_is_played_the_same_beside_any_others():
     assert (everyone[0] != everyone[1]).any()  # some actions stuck
     for numbers, own in zip(([2, 3], [3, 0]), some, strict=True):
         np.testing.assert_array_equal(own, everyone[..., numbers])
+    # Whether an action sticks has a key of its own, and what sticks is what was played.
+    args = replace(args, sticky_actions=0.9)
+    rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.arange(4, dtype=np.int32)), 0)
+    choose, stick = offpolicy.keys_of(rollout)
+    assert (choose != stick).any(axis=1).all()
+    values = {"values": jnp.zeros((4, 15)), "state_value": jnp.zeros(4)}
+    rollout, some = offpolicy.record(args, rollout, np.ones(4, np.int32), jnp.full(4, 7), stick_keys=stick, **values)
+    assert (some == 0).any()
+    np.testing.assert_array_equal(rollout.last_action, some)
 
 
 def test_updates_follow_the_steps_played():

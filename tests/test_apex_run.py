@@ -177,9 +177,27 @@ def test_the_buffer_is_cut_and_its_priorities_are_written(uninterrupted):
     assert not changed.all()
 
 
-def test_updates_follow_the_replay_ratio(uninterrupted):
-    for line in read_metrics(uninterrupted):
+def test_actors_get_the_network_that_learns(uninterrupted, tmp_path):
+    other = False
+    for iterations in (4, 5, 6):
+        saved = checkpoints.load(cut_back(uninterrupted, iterations, tmp_path / str(iterations)))[1]
+        newest = saved["hosts"]["0"]["fleet"]["published"][str(iterations)]
+        networks = (newest, saved["state"]["params"], saved["state"]["target"])
+        for got, online, target in zip(*map(jax.tree.leaves, networks), strict=True):
+            np.testing.assert_array_equal(got, online)
+            other |= np.any(online != target)
+    assert other
+
+
+def test_updates_follow_the_replay_ratio(uninterrupted, tmp_path):
+    """And beta the steps before them; steps that are no transition are none."""
+    lines, beta = read_metrics(uninterrupted), runs.parse_schedule(apex.Args().per_beta)
+    for before, line in zip([0, *(line["global_step"] for line in lines)], lines, strict=False):
         assert line["charts/updates"] == int(0.5 * max(line["global_step"] - 100, 0) / 16)
+        assert line["charts/per_beta"] == pytest.approx(float(beta(before)), abs=1e-9)
+    early = checkpoints.load(cut_back(uninterrupted, 3, tmp_path))[1]
+    played = 4 * 48 - early["replay"]["rows"]["done"][:48].sum()
+    assert early["state"]["global_step"] == played < 4 * 48
 
 
 @pytest.mark.slow

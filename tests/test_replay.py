@@ -132,6 +132,10 @@ def test_drawing_follows_the_priorities():
         np.add.at(counts, (row, env), 1)
         want = ((priorities > 0).sum() * probability[row, env]) ** -0.6
         np.testing.assert_allclose(weight, want / want.max(), rtol=1e-3)
+        # One of each of 32 parts of the sum (Schaul et al. 2016, appendix B.2.1): of rows, which stand in their order.
+        ends, part = np.append(0, np.cumsum(probability.sum(axis=1))), np.arange(32) / 32
+        assert (ends[row] < part + 1 / 32 + 1e-6).all()
+        assert (ends[row + 1] > part - 1e-6).all()
     assert counts[priorities == 0].sum() == 0
     often = probability * counts.sum() > 5
     expected = probability[often] * counts.sum()

@@ -159,6 +159,8 @@ def test_novelty_is_the_mean_square_between_predictor_and_target(tiny):
     given = tiny.args, state.frame_stats, state.target, state.params["predictor"], frames
     for got in (rnd.novelty(*given), rnd.predictor_loss(*given)["loss"]):
         np.testing.assert_allclose(got, ((truth - guess) ** 2).mean(axis=1), rtol=1e-3)
+    for name, layer in state.target["params"].items():  # the predictor begins elsewhere
+        assert (layer["kernel"] != state.params["predictor"]["params"][name]["kernel"]).all()
 
 
 NUMBERS = np.arange(GAMES, dtype=np.int32)
@@ -264,16 +266,21 @@ def test_what_an_update_learns_from(tiny):
     total = np.asarray(2 * both[..., 0] + both[..., 1])
     want = (total - total[mask].mean()) / total[mask].std()
     np.testing.assert_allclose(batch.advantages[mask], want[mask], rtol=1e-3, atol=1e-3)
-    batch = jax.jit(partial(rnd.prepare, tiny.args, tiny.agent))(tiny.state, tiny.rollout, steps)[1]
-    np.testing.assert_allclose(batch.advantages, total, rtol=1e-3, atol=1e-5)
+    halved = replace(tiny.args, int_coef=0.5)
+    batch = jax.jit(partial(rnd.prepare, halved, tiny.agent))(tiny.state, tiny.rollout, steps)[1]
+    np.testing.assert_allclose(batch.advantages, total - 0.5 * both[..., 1], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(metrics["charts/extrinsic_reward"], np.sign(steps.rewards)[mask].mean(), rtol=1e-3)
     for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
         unexplained = np.asarray(both)[..., i][mask].var() / np.asarray(batch.returns)[..., i][mask].var()
         np.testing.assert_allclose(metrics[f"losses/{name}"], 1 - unexplained, rtol=1e-3, atol=1e-3)
+    _, raw, _ = rnd.bonuses(tiny.args, tiny.state, tiny.rollout, mask)
+    for name, x in {"intrinsic_reward": bonus, "prediction_error": raw}.items():
+        np.testing.assert_allclose(metrics[f"charts/{name}"], np.asarray(x)[mask].mean(), rtol=1e-3)
     assert moved.bonus_filter.count == mask.sum()
     after, metrics, given = run_update(tiny, tiny.rollout, steps)
     np.testing.assert_allclose(given, bonus, rtol=1e-4)  # by the statistics from before
+    assert (after.key != np.asarray(tiny.state.key)).any()  # other minibatches the next time
     learner, errors = after, [metrics["charts/prediction_error"]]
     for _ in range(3):
         learner = learner._replace(frame_stats=tiny.state.frame_stats)

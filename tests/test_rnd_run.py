@@ -223,6 +223,23 @@ def test_rooms_are_counted_by_step_and_by_episode():
     assert rooms.visited() == [1, 2, 5, 7]
 
 
+def test_an_episodes_returns_are_of_the_game_and_of_the_bonus():
+    statistics, no, ends = atari.Statistics(1), np.zeros((2, 1), bool), np.array([[False], [True]])
+    steps = envs.Steps(np.ones((2, 1), np.float32), ends, no, no, np.zeros((3, 1), int), np.zeros(1, bool))
+    statistics.add(steps, np.float32([[0.25], [0.5]]), np.ones((2, 1), int), {})
+    told = statistics.metrics()
+    assert (told["charts/episodic_return"], told["charts/episodic_intrinsic_return"]) == (2, 0.75)
+
+
+def test_the_game_is_that_of_the_papers():
+    """Machado et al. 2018: sticky actions, five minutes at 15 decisions a second, all lives, and the score as it is."""
+    env = atari.make_montezuma(rnd.Args(), 1, 3)
+    how = env.spec.config
+    env.close()
+    assert (how.repeat_action_probability, how.max_episode_steps, how.frame_skip) == (0.25, 4500, 4)
+    assert (how.episodic_life, how.reward_clip, how.use_fire_reset, how.noop_max) == (False, False, False, 1)
+
+
 def test_rooms_of_games_that_start_anew_are_of_no_finished_episode():
     rooms, unfinished = atari.Rooms(2), np.zeros((2, 2), bool)
     rooms.add(np.array([[1, 1], [2, 5]]), steps_of(unfinished, restarts=True), {})

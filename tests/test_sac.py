@@ -191,7 +191,9 @@ def test_frames_and_next_frames_are_transformed_apart_and_features_dropped_once(
 
 
 def test_an_update_moves_the_target_the_temperature_and_the_priorities():
-    args, agent, state, batch = different_networks(tau=0.1, target_network_frequency=3, per_alpha=1.0)
+    args, agent, state, batch = different_networks(
+        tau=0.1, target_network_frequency=3, per_alpha=1.0, learning_rate="0:6e-4,100:0"
+    )
     improve = jax.jit(partial(sac.improve, args, agent))
     for updates in (0, 1):  # and the third moves it
         new, _, _ = improve(state._replace(updates=jnp.asarray(updates, state.updates.dtype)), batch)
@@ -204,7 +206,14 @@ def test_an_update_moves_the_target_the_temperature_and_the_priorities():
     np.testing.assert_allclose(metrics["losses/alpha"], np.exp(moved), rtol=1e-5)
     still, _, _ = jax.jit(partial(sac.improve, sac.Args(**vars(args) | {"autotune": False}), agent))(state, batch)
     assert still.params["log_alpha"] == state.params["log_alpha"]
-    assert (td >= 0).all()
+    # Sample by sample, not weighted, at the temperature that is tuned, and with a step size by steps.
+    warm = state._replace(global_step=jnp.int32(50), params=state.params | {"log_alpha": jnp.float32(-1)})
+    want = sac.loss(args, agent, warm.params["agent"], batch, target=warm.target, alpha=np.exp(-1))
+    _, td, metrics = improve(warm, batch)
+    np.testing.assert_allclose(td, want["td_error"], rtol=1e-3, atol=1e-4)
+    for name in ("policy_loss", "entropy"):
+        np.testing.assert_allclose(metrics[f"losses/{name}"], want[name].mean(), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(metrics["charts/learning_rate"], 3e-4, rtol=1e-4)
     learner, losses = state, []
     for _ in range(10):
         learner, _, metrics = improve(learner, batch)
@@ -229,7 +238,7 @@ def test_an_update_moves_the_target_the_temperature_and_the_priorities():
 
 @pytest.mark.parametrize("average_q", [False, True])
 def test_actors_write_down_the_learners_values(average_q):
-    args, agent, state, _ = different_networks(average_q=average_q, sticky_actions=0.0, alpha=0.5)
+    args, agent, state, batch = different_networks(average_q=average_q, sticky_actions=0.0, alpha=0.5)
     carry = offpolicy.initial_carry(args, np.arange(4, dtype=np.int32))
     obs = np.random.default_rng(1).integers(0, 256, (4, 3, 64, 64), np.uint8)
     rollout, played = sac.act(
@@ -246,6 +255,13 @@ def test_actors_write_down_the_learners_values(average_q):
         soft = sum(p * (one[i] - 0.5 * np.log(p)))
         np.testing.assert_allclose(rollout.state_value[0, i], soft, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(rollout.action_value[0, i], values[i, :, played[i]].mean(), rtol=1e-3, atol=1e-4)
+
+    last = state.params["agent"]["params"]["policy"]["layers_2"]
+    last["bias"] = last["bias"] + 50 * (np.arange(15) == 3)
+    _, played = sac.act(args, agent, state.params, offpolicy.begin_rollout(args, carry, 0), obs, np.zeros(4, np.int32))
+    policy = sac.make_policy(args, agent, state.params["agent"])
+    chosen, _ = policy(batch.frames, None, jax.random.PRNGKey(0), None)
+    assert {*np.asarray(played).tolist(), *np.asarray(chosen).tolist()} == {3}
 
 
 def test_the_encoder_learns_from_the_critics_alone():
