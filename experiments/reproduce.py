@@ -5,8 +5,9 @@
     python -m experiments.reproduce coinrun_ppo_grid --collect
 
 What was published is in experiments/reference/tables.csv: a row a cell, with the script, flags and steps that stand for
-it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed. Of each
-cell the file keeps the result of the most training.
+it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed. A seed of
+which the file has a value stays in it where its run is on another machine, or gone; with other steps, what has more
+training stays.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ import matplotlib.pyplot as plt
 
 Digits = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
 Decimal = Annotated[str, Field(pattern=r"^-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?$")]
+VALUES = r"^([0-9]+:-?[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?( |$))*$"
 REFERENCE = Path(__file__).parent / "reference" / "tables.csv"
 
 
@@ -215,18 +217,20 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     progress = {folder: read_progress(folder) for folder in folders}
     done = [folder for folder in folders if progress[folder]["done"]]
     found = [trials.find_run(folder) for folder in done]
-    logged = [trials.values_of(run, row["metric"]) for run in found]
-    values = [series[-1] for series in logged if series]
+    logged = {int(folder.name): trials.values_of(run, row["metric"]) for folder, run in zip(done, found, strict=True)}
+    values = {seed: float(series[-1]) for seed, series in logged.items() if series}
     failed = [p["why"] for folder, p in progress.items() if p["why"] and int(folder.name) in args.seeds]
-    low, high = interval(values)
     notes = [f"{len(failed)} failed: {failed[0]}"] if failed else []
     notes += [f"{len(done) - len(values)} without {row['metric']}"] if len(values) < len(done) else []
     saved = [runs.read_args(str(run), "--runs")["args"] for run in found if run]
     names = dict.fromkeys(name for args in saved for name in args if name not in trials.BESIDE | {"seed"})
     unlike = [runs.flag_of(name) for name in names if any(args.get(name) != saved[0].get(name) for args in saved)]
     notes += [f"runs of versions that differ in {', '.join(unlike)}"] if unlike else []
+    steps = {folder.name: trials.values_of(run, "global_step")[-1:] for folder, run in zip(done, found, strict=True)}
+    short = {seed: last[0] for seed, last in steps.items() if last and last[0] < (steps_of(flags) or 0)}
+    notes += [f"seed {seed} ended after {step / 1e6:.3g}M" for seed, step in short.items()]
     result = {"cell": row["cell"], "metric": row["metric"], "published": row["published"]}
-    result |= {"ours": np.mean(values) if values else float("nan"), "low": low, "high": high, "seeds": len(values)}
+    result |= of_seeds(values)
     result |= {"published steps": row["steps"], "steps": steps_of(flags)}
     result |= {"seconds": round(np.mean([progress[f]["seconds"] for f in done])) if done else ""}
     result |= {"note": row["note"], "of its runs": "; ".join(notes), "script": row["script"], "flags": row["flags"]}
@@ -234,6 +238,37 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
         result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
     asked = args if not values else replace(args, seeds=tuple(int(folder.name) for folder in done))
     return result | {"command": command_of(asked, args.cells if is_asked(args, row) else ())}
+
+
+def of_seeds(values: dict[int, float]) -> dict:
+    """The columns of a result that say what came out, of the value of each seed."""
+    low, high = interval(list(values.values()))
+    each = " ".join(f"{seed}:{value:.6g}" for seed, value in sorted(values.items()))
+    mean = float(np.mean(list(values.values()))) if values else float("nan")
+    return {"ours": mean, "low": low, "high": high, "seeds": len(values), "values": each}
+
+
+def seeds_of(row: dict) -> dict[int, float]:
+    """The value of each seed in a row of a result; none where an older one does not say."""
+    pairs = (pair.split(":") for pair in row.get("values", "").split())
+    return {int(seed): float(value) for seed, value in pairs}
+
+
+def merged(before: dict, row: dict, args: Args) -> dict:
+    """A row of the runs that are here, with the seeds that an earlier row has besides, of as many steps; where these
+    are not known, or of other steps, the row of more training."""
+    new, old = seeds_of(row), seeds_of(before)
+    kept = {seed: value for seed, value in old.items() if seed not in new}
+    if not (new and kept) or len(old) < before["seeds"] or before["steps"] != row["steps"]:
+        known = {name: row[name] for name in ("published", "note")}
+        return before | known if training(before) > training(row) else row
+    parts = (before, len(kept)), (row, len(new))
+    both = {name: joined(before[name], row[name]) for name in ORIGIN}
+    both["seconds"] = round(sum(part["seconds"] * n for part, n in parts) / (len(kept) + len(new)))
+    notes = [note for note in before["of its runs"].split("; ") if note and note not in row["of its runs"]]
+    both["of its runs"] = "; ".join([*notes, *filter(None, [row["of its runs"]])])
+    seeds = replace(args, seeds=tuple(sorted(kept | new)))
+    return row | of_seeds(kept | new) | both | {"command": command_of(seeds, args.cells if is_asked(args, row) else ())}
 
 
 def evaluations(row: dict, flags: dict, folders: list[Path]) -> list[dict]:
@@ -297,8 +332,10 @@ def steps_of(flags: dict) -> int | str:
 
 
 def notes_of(row: dict) -> str:
-    """What is said of a cell, and of its runs."""
-    return "; ".join(filter(None, (row["note"], row.get("of its runs"))))
+    """What is said of a cell, and of its runs: few seeds one by one, as their interval says little."""
+    each = [f"{value:.2f}" for value in seeds_of(row).values()]
+    seeds = f"seeds {', '.join(each)}" if 1 < len(each) < 4 else ""
+    return "; ".join(filter(None, (row["note"], seeds, row.get("of its runs"))))
 
 
 def number(value: float | str, digits: int = 2) -> str:
@@ -368,8 +405,9 @@ Number, Count = Decimal | Literal[""], Digits | Literal[""]
 # A row of a result, as `summarize` makes it; older ones say nothing of their runs.
 Result = TypedDict("Result", {
     "cell": str, "metric": str, "published": str, "ours": Number, "low": Number, "high": Number, "seeds": Digits,
-    "published steps": Count, "steps": Count, "seconds": Count, "note": str, "of its runs": NotRequired[str],
-    "script": str, "flags": str, "machine": str, "jax": str, "commit": str, "date": str, "command": str,
+    "values": NotRequired[Annotated[str, Field(pattern=VALUES)]], "published steps": Count, "steps": Count,
+    "seconds": Count, "note": str, "of its runs": NotRequired[str], "script": str, "flags": str, "machine": str,
+    "jax": str, "commit": str, "date": str, "command": str,
 })  # fmt: skip
 Result.__pydantic_config__ = ConfigDict(extra="forbid")  # a column of the user's own would be lost
 
@@ -422,7 +460,7 @@ def in_words(parts: tuple[float, float]) -> str:
 
 def write(args: Args, cells: list[tuple]) -> list[dict]:
     """OUT/TABLE.csv, .md, .png, TABLE_evaluations.csv and TABLE_training.csv: of each cell the runs that are done, of
-    whatever seeds, or what is there of more training than that."""
+    whatever seeds, and what is there of others, or of more training."""
     cells = [(row, flags, of_all_seeds(folders)) for row, flags, folders in cells]
     out = Path(args.out) / args.table
     with files.take(out.parent, wait=True):
@@ -430,9 +468,8 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
         here = [summarize(row, flags, folders, args) for row, flags, folders in cells]
         results = []
         for row in here:
-            before = old.get((row["cell"], row["metric"]), row)
-            known = {name: row[name] for name in ("published", "note")}
-            results.append(before | known if training(before) > training(row) else row)
+            before = old.get((row["cell"], row["metric"]))
+            results.append(merged(before, row, args) if before else row)
         blank = [{name: "" if x != x else x for name, x in row.items()} for row in results]  # NaN: nothing
         records.write_rows(out.with_suffix(".csv"), blank)
         for ending, key, gather in (("evaluations", EVALUATION, evaluations), ("training", TRAINING, curves)):

@@ -333,6 +333,26 @@ def test_a_row_without_its_runs_here_keeps_what_was_said_of_them(table):
     assert "2 failed: by night" in (table / "out/small.md").read_text()
 
 
+def test_seeds_of_another_machine_stay_beside_those_that_ran_here():
+    """Their mean, notes and origins together; where steps differ, or seeds are not known, the row of more training."""
+    args = reproduce.Args("doorgym_lever", seeds=(2,), cells=("PPO",))
+    row = {"cell": "PPO", "steps": 10, "seconds": 30, "note": "n", "published": "", "of its runs": "seed 2 ended"}
+    row |= {"machine": "one", "jax": "1", "commit": "a", "date": "today"}
+    here = row | reproduce.of_seeds({2: 0.5}) | {"commit": "b"}
+    before = row | reproduce.of_seeds({1: 0.1, 2: 0.9}) | {"seconds": 60, "of its runs": "slow; seed 2 ended"}
+    got = reproduce.merged(before, here, args)
+    assert (got["ours"], got["seeds"], got["values"], got["seconds"]) == (pytest.approx(0.3), 2, "1:0.1 2:0.5", 45)
+    assert (got["commit"], got["machine"], got["of its runs"]) == ("a b", "one", "slow; seed 2 ended")
+    assert "--seeds 1 2 --cells PPO" in got["command"]
+    assert reproduce.notes_of(got) == "n; seeds 0.10, 0.50; slow; seed 2 ended"
+    longer = before | reproduce.of_seeds({1: 0.1}) | {"steps": 30}
+    assert reproduce.merged(longer, here, args)["values"] == "1:0.1"
+    assert reproduce.merged(longer | {"steps": 9}, here, args) == here
+    unknown = before | {"values": ""}
+    assert reproduce.merged(unknown, here, args)["values"] == ""
+    assert reproduce.merged(before, row | reproduce.of_seeds({}), args)["values"] == before["values"]
+
+
 def test_seeds_that_ran_with_other_defaults_are_noted(tmp_path):
     row = {"cell": "c", "metric": "m", "published": "", "steps": "", "note": "", "script": "x.py", "flags": ""}
     for seed, own in ((1, {"old": 1}), (2, {"old": 1, "new_flag": 2}), (3, {"old": 1, "new_flag": 2})):
@@ -345,6 +365,8 @@ def test_seeds_that_ran_with_other_defaults_are_noted(tmp_path):
     folders = [tmp_path / seed for seed in "123"]
     assert "differ in --new-flag" in reproduce.summarize(row, {}, folders, reproduce.Args("small"))["of its runs"]
     assert not reproduce.summarize(row, {}, folders[1:], reproduce.Args("small"))["of its runs"]
+    short = reproduce.summarize(row, {"total_timesteps": 9}, folders[1:2], reproduce.Args("small"))["of its runs"]
+    assert short == "seed 2 ended after 1e-06M"
 
 
 def test_a_run_that_went_on_has_each_commit_once():
