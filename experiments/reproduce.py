@@ -169,7 +169,7 @@ def train(
             if before["done"]:
                 look(False)
             return "done elsewhere" if before["done"] else ELSEWHERE
-        both = {name: joined(before.get(name, ""), x) for name, x in origin.items()}
+        both = joined(before, origin)
         runs.write_json(folder / "progress.json", before | both)  # also of a session that is killed
         done = False
         why = ""
@@ -189,9 +189,14 @@ def train(
         return "done" if done else why or "stopped"
 
 
-def joined(before: str, now: str) -> str:
-    """What was measured at several commits or on several days has all of them, each once."""
-    return before if f" {now} " in f" {before} " else f"{before} {now}".strip()
+def joined(*origins: dict) -> dict[str, str]:
+    """What was measured at several commits, on several days or machines has all of them, each once."""
+    both = {}
+    for name in ORIGIN:
+        between = " and " if name == "machine" else " "
+        parts = (part for origin in origins for part in origin.get(name, "").split(between) if part)
+        both[name] = between.join(dict.fromkeys(parts))
+    return both
 
 
 # WHAT CAME OUT
@@ -234,8 +239,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     result |= {"published steps": row["steps"], "steps": steps_of(flags)}
     result |= {"seconds": round(np.mean([progress[f]["seconds"] for f in done])) if done else ""}
     result |= {"note": row["note"], "of its runs": "; ".join(notes), "script": row["script"], "flags": row["flags"]}
-    for name in ORIGIN:
-        result[name] = " ".join(dict.fromkeys(progress[f].get(name, "") for f in done))
+    result |= joined(*(progress[folder] for folder in done))
     asked = args if not values else replace(args, seeds=tuple(int(folder.name) for folder in done))
     return result | {"command": command_of(asked, args.cells if is_asked(args, row) else ())}
 
@@ -263,7 +267,7 @@ def merged(before: dict, row: dict, args: Args) -> dict:
         known = {name: row[name] for name in ("published", "note")}
         return before | known if training(before) > training(row) else row
     parts = (before, len(kept)), (row, len(new))
-    both = {name: joined(before[name], row[name]) for name in ORIGIN}
+    both = joined(before, row)
     both["seconds"] = round(sum(part["seconds"] * n for part, n in parts) / (len(kept) + len(new)))
     notes = [note for note in before["of its runs"].split("; ") if note and note not in row["of its runs"]]
     both["of its runs"] = "; ".join([*notes, *filter(None, [row["of its runs"]])])
@@ -331,6 +335,13 @@ def steps_of(flags: dict) -> int | str:
     return next((value for name, value in flags.items() if name.endswith("_timesteps")), "")
 
 
+def where_of(results: list[dict]) -> str:
+    """Where, with what and when the rows of a result were run."""
+    told = joined(*(row for row in results if row["commit"]))
+    jax, commits, dates = (", ".join(told[name].split()) for name in ("jax", "commit", "date"))
+    return f"{told['machine']}, JAX {jax}, commit {commits}, {dates}"
+
+
 def notes_of(row: dict) -> str:
     """What is said of a cell, and of its runs: few seeds one by one, as their interval says little."""
     each = [f"{value:.2f}" for value in seeds_of(row).values()]
@@ -344,10 +355,6 @@ def number(value: float | str, digits: int = 2) -> str:
 
 def markdown(args: Args, results: list[dict]) -> str:
     """The table as a page: what was run, where, and each cell."""
-
-    def origin(name: str) -> str:
-        return ", ".join(dict.fromkeys(row[name] for row in results if row["seeds"]))
-
     parts = parts_of(results)
     unlike = [f"{in_words(parts)} of its steps"] if parts != (1, 1) else []
     unlike += [f"with {' '.join(args.set)}"] if args.set else []
@@ -357,16 +364,14 @@ def markdown(args: Args, results: list[dict]) -> str:
     lines = [
         f"# {args.table}",
         "Published beside ours: the mean of what each run logged last, and its 95 % interval over seeds (Student's).",
-        f"{origin('machine')}, JAX {origin('jax')}, commit {origin('commit')}, {origin('date')}:"
-        if any(row["seeds"] for row in results)
-        else "Nothing has run yet:",
+        f"{where_of(results)}:" if any(row["seeds"] for row in results) else "Nothing has run yet:",
         "\n".join(f"    {command}" for command in commands),
         *([scaled] if unlike else []),
     ]
     columns = ("cell", "published", "ours", "95 %", "seeds", "steps", "minutes", "")
     table = [columns, ["---"] * len(columns)]
     for row in results:
-        between = f"{number(row['low'])} to {number(row['high'])}" if number(row["low"]) else ""
+        between = f"{number(row['low'])} to {number(row['high'])}" if row["seeds"] > 2 else ""
         minutes = number(row["seconds"] / 60, 1) if row["seconds"] else ""
         steps = f"{row['steps']:,}" if row["steps"] else ""
         ours = number(row["ours"]), between, row["seeds"], steps, minutes, notes_of(row)
@@ -384,8 +389,11 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
             axis.plot(float(row["published"]), i, "s", color="w", mec="k", ms=8, label="published")
         if row["seeds"]:
             axis.plot(row["ours"], i, "o", color="#0072B2", ms=7, label="ours")
-        if number(row["low"]):
+        values = list(seeds_of(row).values())
+        if row["seeds"] > 2:
             axis.plot([row["low"], row["high"]], [i, i], "-", color="#0072B2", lw=2, label="ours, 95 %")
+        elif len(values) == 2:
+            axis.plot(values, [i, i], "|", color="#0072B2", ms=10, label="ours, each seed")
     axis.set_yticks(range(len(results)), [row["cell"] for row in results])
     axis.set(
         ylim=(len(results) - 0.5, -0.5),

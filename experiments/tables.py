@@ -141,16 +141,15 @@ def tables() -> list[str]:
         done = [row for row in rows if row["commit"]]
         if done:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
-            columns |= {"ours": number("ours", ".2f"), "95 % from": number("low", ".2f"), "to": number("high", ".2f")}
+            columns |= {"ours": number("ours", ".2f")}
+            if any(int(row["seeds"]) > 2 for row in done):  # of two an interval says little: notes have the values
+                columns |= {"95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
             if any(reproduce.notes_of(row) for row in rows):
                 columns["note"] = reproduce.notes_of
-            machine, jax, commit, date, command = (
-                ", ".join(dict.fromkeys(row[column] for row in done))
-                for column in ("machine", "jax", "commit", "date", "command")
-            )
-            where = f"{machine}, JAX {jax}, commit {commit}, {date}"
-            lines += [f"**{name}** ([all columns](../experiments/results/{name}.csv); {where}), `{command}`:", ""]
+            command = ", ".join(dict.fromkeys(row["command"] for row in done))
+            where = f"[all columns](../experiments/results/{name}.csv); {reproduce.where_of(done)}"
+            lines += [f"**{name}** ({where}), `{command}`:", ""]
             shown = [row for row in rows if row["commit"] or row["published"]]
             lines += [*table(shown, columns), ""]
             if len(shown) < len(rows):

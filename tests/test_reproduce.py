@@ -370,10 +370,14 @@ def test_seeds_that_ran_with_other_defaults_are_noted(tmp_path):
 
 
 def test_a_run_that_went_on_has_each_commit_once():
-    assert reproduce.joined("", "a") == "a"
-    assert reproduce.joined("a b+", "b") == "a b+ b"
-    assert reproduce.joined("a b", "b") == reproduce.joined("a b", "a") == "a b"
-    assert reproduce.joined("AMD EPYC, 2 cores", "AMD EPYC, 2 cores") == "AMD EPYC, 2 cores"
+    def commits(*texts):
+        return reproduce.joined(*({"commit": text} for text in texts))["commit"]
+
+    assert commits("", "a") == "a"
+    assert commits("a b+", "b") == "a b+ b"
+    assert commits("a b", "b") == commits("a b", "a") == commits("a", "a b") == "a b"
+    machines = [{"machine": name} for name in ("AMD EPYC, 2 cores", "Intel", "AMD EPYC, 2 cores and Intel")]
+    assert reproduce.joined(*machines)["machine"] == "AMD EPYC, 2 cores and Intel"
 
 
 def test_failures_are_told(table, monkeypatch, capfd):
