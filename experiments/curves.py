@@ -39,12 +39,12 @@ class Args:
     """where to write: OUT.png"""
 
 
-def longest(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """Rows by cell and seed, of the run of the most steps, in the order of their steps."""
+def by_run(rows: list[dict]) -> dict[tuple[str, str, int], list[dict]]:
+    """Rows by cell, seed and the steps that the run was given, in their order."""
     found = {}
     for row in rows:
-        found.setdefault((row["cell"], row["seed"]), {}).setdefault(int(row["of steps"]), []).append(row)
-    return {key: by_length[max(by_length)] for key, by_length in found.items()}
+        found.setdefault((row["cell"], row["seed"], int(row["of steps"])), []).append(row)
+    return found
 
 
 def in_parts(rows: list[dict]) -> np.ndarray:
@@ -73,19 +73,18 @@ def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:
     reproduce.check_cells(args.cells, table)
     flags = {row["cell"]: trials.read_settings(row["flags"].split()) for row in table}
     files = [Path(args.folder, f"{args.table}_{ending}.csv") for ending in ("training", "evaluations")]
-    training, evaluated = (longest(records.read_rows(path)) for path in files)
+    training, evaluated = (by_run(records.read_rows(path)) for path in files)
     most = {}
-    for (cell, _), rows in training.items():
-        most[cell] = max(most.get(cell, args.least), int(rows[0]["of steps"]))
+    for cell, _, steps in training:
+        most[cell] = max(most.get(cell, args.least), steps)
     games = {}
-    for (cell, seed), rows in training.items():
-        asked = any(part in cell for part in args.cells or [""]) and int(rows[0]["of steps"]) == most[cell]
+    for (cell, seed, steps), rows in training.items():
+        asked = any(part in cell for part in args.cells or [""]) and steps == most[cell]
         if asked and cell in flags:
             game = flags[cell].get("env_id", args.table)  # scripts of one game have no such flag
             of_cell = games.setdefault(game, {}).setdefault(cell.removesuffix(f", {game}"), ([], []))
             of_cell[0].append(rows)
-            there = evaluated.get((cell, seed), [])
-            of_cell[1].extend([there] if there and there[0]["of steps"] == rows[0]["of steps"] else [])
+            of_cell[1].extend(filter(None, [evaluated.get((cell, seed, steps))]))
     runs.check(bool(games), f"TABLE {args.table}: has no such curves in {args.folder}, give one that has")
     return games
 
