@@ -247,7 +247,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
 def of_seeds(values: dict[int, float]) -> dict:
     """The columns of a result that say what came out, of the value of each seed."""
     low, high = interval(list(values.values()))
-    each = " ".join(f"{seed}:{value:.6g}" for seed, value in sorted(values.items()))
+    each = " ".join(f"{seed}:{value:.9g}" for seed, value in sorted(values.items()))
     mean = float(np.mean(list(values.values()))) if values else float("nan")
     return {"ours": mean, "low": low, "high": high, "seeds": len(values), "values": each}
 
@@ -262,10 +262,12 @@ def merged(before: dict, row: dict, args: Args) -> dict:
     """A row of the runs that are here, with the seeds that an earlier row has besides, of as many steps; where these
     are not known, or of other steps, the row of more training."""
     new, old = seeds_of(row), seeds_of(before)
+    known = {name: row[name] for name in ("published", "note")}
     kept = {seed: value for seed, value in old.items() if seed not in new}
     if not (new and kept) or len(old) < before["seeds"] or before["steps"] != row["steps"]:
-        known = {name: row[name] for name in ("published", "note")}
         return before | known if training(before) > training(row) else row
+    if new.items() <= old.items():
+        return before | known
     parts = (before, len(kept)), (row, len(new))
     both = joined(before, row)
     both["seconds"] = round(sum(part["seconds"] * n for part, n in parts) / (len(kept) + len(new)))

@@ -147,7 +147,7 @@ def tables() -> list[str]:
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
             if any(reproduce.notes_of(row) for row in rows):
                 columns["note"] = reproduce.notes_of
-            command = ", ".join(dict.fromkeys(row["command"] for row in done))
+            command = "`, `".join(dict.fromkeys(row["command"] for row in done))
             where = f"[all columns](../experiments/results/{name}.csv); {reproduce.where_of(done)}"
             lines += [f"**{name}** ({where}), `{command}`:", ""]
             shown = [row for row in rows if row["commit"] or row["published"]]

@@ -278,7 +278,7 @@ def test_curves_are_drawn_without_their_runs(table, tmp_path):
     np.testing.assert_allclose(returns, np.arange(4, 181, 9))
     np.testing.assert_allclose([steps, hours * 1000], [10 * returns, 10 * returns])
     half = [one | {"of steps": 900} for one in kept]
-    assert curves.longest([*kept, *half])["runs, maze", 1] == kept
+    assert curves.by_run([*kept, *half])["runs, maze", 1, 1800] == kept
     seeds = [
         [{"step": 9, "mean": 7, "error": 1}, {"step": 10, "mean": mean, "error": error}]
         for mean, error in ((2, 3), (4, 4))
