@@ -1,0 +1,210 @@
+"""What the scripts share, where one wrong line would change every run and no other test would see it."""
+
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import av
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import wandb
+from conftest import TINY
+
+import impala_procgen as impala
+import ppo_procgen as ppo
+from common import actors, augment, checkpoints, devices, files, films, networks, runs, tracking
+from common.networks import EncoderArgs
+
+KEYS = jax.random.split(jax.random.PRNGKey(3), 48)
+
+
+def test_whether_a_transform_is_used_and_which_are_drawn_apart():
+    keys = jax.random.split(jax.random.PRNGKey(0), 1000)
+    x = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8).repeat(1000, axis=0)
+    got = np.asarray(augment.augment(augment.AugmentArgs("flip", 0.5), keys, x))
+    across, down = ((got == want).all(axis=(1, 2, 3)).mean() for want in (x[:, :, ::-1], x[:, ::-1]))
+    assert [across, down] == pytest.approx([0.25, 0.25], abs=0.04)
+
+
+@pytest.mark.parametrize("move", [partial(augment.translate, most=1), partial(augment.pad_crop, pad=1)])
+def test_both_ends_of_a_move_are_drawn(move):
+    dot = jnp.zeros((64, 64, 3), jnp.uint8).at[32, 32].set(1)
+    moved = np.asarray(jax.vmap(move, (0, None))(KEYS, dot))
+    assert {tuple(np.argwhere(x[..., 0])[0] - 32) for x in moved} == {(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+
+
+def test_both_ends_of_a_side_are_drawn():
+    inside = np.asarray(jax.vmap(lambda key: augment._rectangle(key, (64, 64, 3), 3, 4))(KEYS))[..., 0]
+    assert {(int(x.any(1).sum()), int(x.any(0).sum())) for x in inside} == {(3, 3), (3, 4), (4, 3), (4, 4)}
+
+
+def count(spec):
+    shapes = jax.eval_shape(
+        networks.make_encoder(spec).init, jax.random.PRNGKey(0), jnp.zeros((1, 64, 64, 3), jnp.uint8)
+    )
+    return sum(x.size for x in jax.tree.leaves(shapes))
+
+
+def inverted(c, out):
+    return 4 * c * (c + 4 + 9 + out) + 2 * out
+
+
+def test_parameters_of_a_mobilenet_by_hand():
+    pairs = [(8, 8), (8, 8), (8, 12), (12, 12), (12, 16), (16, 16), (16, 32), (32, 32)]
+    assert (
+        count(EncoderArgs("mobilenet", width=1)) == 232 + sum(inverted(*p) for p in pairs) + 32 * 128 + 256 + 129 * 256
+    )
+
+
+def test_parameters_of_squeeze_and_attention_by_hand():
+    want = 9 * (3 * 64 + 64 * 64) + 3 * 64 + (64 * 8 + 8 + 8 * 64 + 64) + (2 * 64 * 8 + 64 * 64 + 1) + 65 * 256
+    assert count(EncoderArgs("xresnet:[64,2],se,sa1")) == want
+
+
+def test_the_depthwise_half_has_no_bias():
+    spec = EncoderArgs(width=1, channels="64", blocks=0, separable=8, hidden=8, init="pytorch")
+    layers = jax.eval_shape(
+        networks.make_encoder(spec).init, jax.random.PRNGKey(0), jnp.zeros((1, 16, 16, 3), jnp.uint8)
+    )["params"]
+    assert "bias" not in layers["Conv_0"]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_core_is_in_float32_on_a_gpu_too(kind):
+    core = networks.initial_core(kind, 8, 2)
+    module, x, first = networks.Recurrent(kind, 8), np.zeros((2, 6, 8), np.float32), np.zeros((2, 6), bool)
+    params = jax.eval_shape(module.init, jax.random.PRNGKey(0), x, first, core)
+    text = str(jax.make_jaxpr(module.apply)(params, x, first, core))
+    assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 0
+
+
+def args_in(tmp_path):
+    return ppo.Args(**TINY | {"run_dir": str(tmp_path)})
+
+
+def test_speed_is_of_the_steps_since_the_start(tmp_path, monkeypatch):
+    run, clock = runs.Run(args_in(tmp_path), "ppo_procgen"), iter([10.0, 12.0])
+    monkeypatch.setattr(runs.time, "perf_counter", lambda: next(clock))
+    assert [run.steps_per_second(1000), run.steps_per_second(1300)] == [0, 150]
+
+
+def test_wandb_is_told_how_a_run_ended(tmp_path):
+    codes = []
+    for error in (None, ZeroDivisionError, SystemExit, KeyboardInterrupt):
+        run = runs.Run(args_in(tmp_path), "ppo_procgen")
+        run._wandb = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+        run.__enter__()
+        run.__exit__(error, None, None)
+    assert codes == [0, 1, 0, 1]
+
+
+def test_signals_are_given_back(tmp_path):
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with runs.Run(args_in(tmp_path), "ppo_procgen") as run:
+            assert [signal.getsignal(number) for number in numbers] == [run._on_signal] * 2
+        assert [signal.getsignal(number) for number in numbers] == before
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+def watch(monkeypatch):
+    done, fsync, rmtree = [], os.fsync, shutil.rmtree
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, *a, **how: done.append(f"gone {Path(path).name}") or rmtree(path, *a, **how)
+    )
+    return done
+
+
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tmp_path, monkeypatch):
+    checkpoints.save(tmp_path, 1, {"x": np.arange(3)}, keep=1)
+    done = watch(monkeypatch)
+    checkpoints.save(tmp_path, 2, {"x": np.arange(3)}, keep=1)
+    folder = tmp_path / "checkpoints" / "2"
+    before = done[: done.index("gone 1.orbax-checkpoint-tmp")]
+    assert {str(path) for path in (*folder.rglob("*"), folder, folder.parent)} <= set(before)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = watch(monkeypatch)
+    files.write_json(tmp_path / "a.json", {})
+    assert [Path(name).name.startswith("a.json.") for name in done] == [True]
+
+
+def test_metrics_are_on_the_disk_before_their_checkpoint(tmp_path, monkeypatch):
+    with runs.Run(args_in(tmp_path), "ppo_procgen") as run:
+        done = watch(monkeypatch)
+        run.save(5, {"x": np.zeros(2)}, {})
+    assert done[0] == str(run.path / "metrics.jsonl")
+
+
+def test_a_film_has_its_colours_and_all_its_frames(tmp_path):
+    film = np.zeros((40, 64, 64, 3), np.uint8)
+    film[..., 0], film[20:, ..., 1] = 200, 100
+    films.write_video(tmp_path / "a.mp4", film, fps=12.5)
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        seen = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    assert len(seen) == 40
+    np.testing.assert_allclose(seen[[0, -1]].mean(axis=(1, 2)), [[200, 0, 0], [200, 100, 0]], atol=8)
+
+
+def test_wandbs_own_variable_counts_where_no_flag_does(monkeypatch):
+    for logged_in in (True, False):
+        monkeypatch.setattr(wandb, "login", lambda logged_in=logged_in, **options: logged_in)
+        auto = "online" if logged_in else "offline"
+        for said, want in {"disabled": "disabled", "offline": "offline", "": auto}.items():
+            monkeypatch.setenv("WANDB_MODE", said)
+            assert tracking.wandb_mode(ppo.Args()) == want
+
+
+def test_a_run_has_as_many_devices_as_divide_its_games():
+    assert [devices.count(ppo.Args(num_envs=n)) for n in (64, 6, 5)] == [4, 3, 1]
+
+
+@pytest.mark.parametrize(("cores", "want"), [(1, 1), (3, 2), (4, 4), (64, 8)])
+def test_devices_are_no_more_than_cores(cores, want, monkeypatch):
+    asked = []
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(
+        devices, "jax", SimpleNamespace(config=SimpleNamespace(update=lambda *given: asked.append(given)))
+    )
+    devices.use_every_core()
+    assert asked == [("jax_num_cpu_devices", want)]
+
+
+def test_each_actor_has_games_of_its_own(monkeypatch):
+    monkeypatch.setattr(
+        actors, "Games", lambda make, numbers, seed, restart: SimpleNamespace(numbers=numbers, mark=lambda: None)
+    )
+    fleet = actors.make_fleet(impala.Args(num_envs=4, num_actors=2), None, lambda numbers: numbers.tolist())
+    assert fleet._carries == [own.numbers.tolist() for own in fleet._games] == [[0, 1], [2, 3]]
+
+
+def test_a_checkpoint_of_more_than_is_needed_is_refused():
+    x = np.zeros(1)
+    with pytest.raises(checkpoints.MisfitError, match="something in it that they do not need"):
+        checkpoints.restore_tree({"a": {}, "b": x}, {"a": {"c": x}, "b": x}, "there")
+
+
+def test_a_containers_memory_counts(tmp_path, monkeypatch):
+    (tmp_path / "max").write_text("1000000\n")
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path / "max")
+    assert devices.memory(ppo.Args())[0] == 10**6
+
+
+def test_half_a_checkpoint_goes_when_the_run_goes_on(tmp_path):
+    run = runs.Run(args_in(tmp_path), "ppo_procgen")
+    run._lock.close()
+    left = run.path / "checkpoints" / "7.orbax-checkpoint-tmp"
+    left.mkdir()
+    runs.Run(ppo.Args(**TINY | {"resume": str(run.path)}), "ppo_procgen")
+    assert not left.exists()
