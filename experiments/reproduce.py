@@ -270,7 +270,7 @@ def merged(before: dict, row: dict, args: Args) -> dict:
         return before | known
     parts = (before, len(kept)), (row, len(new))
     both = joined(before, row)
-    both["seconds"] = round(sum(part["seconds"] * n for part, n in parts) / (len(kept) + len(new)))
+    both["seconds"] = round(sum((part["seconds"] or 0) * n for part, n in parts) / (len(kept) + len(new)))
     notes = [note for note in before["of its runs"].split("; ") if note and note not in row["of its runs"]]
     both["of its runs"] = "; ".join([*notes, *filter(None, [row["of its runs"]])])
     seeds = replace(args, seeds=tuple(sorted(kept | new)))
