@@ -222,8 +222,13 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     progress = {folder: read_progress(folder) for folder in folders}
     done = [folder for folder in folders if progress[folder]["done"]]
     found = [trials.find_run(folder) for folder in done]
-    logged = {int(folder.name): trials.values_of(run, row["metric"]) for folder, run in zip(done, found, strict=True)}
-    values = {seed: float(series[-1]) for seed, series in logged.items() if series}
+    logged = {int(folder.name): trials.read_metrics(run) for folder, run in zip(done, found, strict=True)}
+
+    def last(name: str) -> dict[int, float]:
+        series = {seed: [line[name] for line in lines if name in line] for seed, lines in logged.items()}
+        return {seed: float(some[-1]) for seed, some in series.items() if some}
+
+    values = last(row["metric"])
     failed = [p["why"] for folder, p in progress.items() if p["why"] and int(folder.name) in args.seeds]
     notes = [f"{len(failed)} failed: {failed[0]}"] if failed else []
     notes += [f"{len(done) - len(values)} without {row['metric']}"] if len(values) < len(done) else []
@@ -231,8 +236,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
     names = dict.fromkeys(name for args in saved for name in args if name not in trials.BESIDE | {"seed"})
     unlike = [runs.flag_of(name) for name in names if any(args.get(name) != saved[0].get(name) for args in saved)]
     notes += [f"runs of versions that differ in {', '.join(unlike)}"] if unlike else []
-    steps = {folder.name: trials.values_of(run, "global_step")[-1:] for folder, run in zip(done, found, strict=True)}
-    short = {seed: last[0] for seed, last in steps.items() if last and last[0] < (steps_of(flags) or 0)}
+    short = {seed: step for seed, step in last("global_step").items() if step < (steps_of(flags) or 0)}
     notes += [f"seed {seed} ended after {step / 1e6:.3g}M" for seed, step in short.items()]
     result = {"cell": row["cell"], "metric": row["metric"], "published": row["published"]}
     result |= of_seeds(values)
@@ -344,10 +348,15 @@ def where_of(results: list[dict]) -> str:
     return f"{told['machine']}, JAX {jax}, commit {commits}, {dates}"
 
 
+def has_interval(row: dict) -> bool:
+    """Whether a row is shown with its interval: that of two seeds says little, and their values are shown instead."""
+    return bool(number(row["low"])) and len(seeds_of(row)) != 2
+
+
 def notes_of(row: dict) -> str:
-    """What is said of a cell, and of its runs: few seeds one by one, as their interval says little."""
+    """What is said of a cell, and of its runs."""
     each = [f"{value:.2f}" for value in seeds_of(row).values()]
-    seeds = f"seeds {', '.join(each)}" if 1 < len(each) < 4 else ""
+    seeds = f"seeds {', '.join(each)}" if len(each) == 2 else ""
     return "; ".join(filter(None, (row["note"], seeds, row.get("of its runs"))))
 
 
@@ -373,7 +382,7 @@ def markdown(args: Args, results: list[dict]) -> str:
     columns = ("cell", "published", "ours", "95 %", "seeds", "steps", "minutes", "")
     table = [columns, ["---"] * len(columns)]
     for row in results:
-        between = f"{number(row['low'])} to {number(row['high'])}" if row["seeds"] > 2 else ""
+        between = f"{number(row['low'])} to {number(row['high'])}" if has_interval(row) else ""
         minutes = number(row["seconds"] / 60, 1) if row["seconds"] else ""
         steps = f"{row['steps']:,}" if row["steps"] else ""
         ours = number(row["ours"]), between, row["seeds"], steps, minutes, notes_of(row)
@@ -392,7 +401,7 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
         if row["seeds"]:
             axis.plot(row["ours"], i, "o", color="#0072B2", ms=7, label="ours")
         values = list(seeds_of(row).values())
-        if row["seeds"] > 2:
+        if has_interval(row):
             axis.plot([row["low"], row["high"]], [i, i], "-", color="#0072B2", lw=2, label="ours, 95 %")
         elif len(values) == 2:
             axis.plot(values, [i, i], "|", color="#0072B2", ms=10, label="ours, each seed")

@@ -13,6 +13,8 @@ import importlib.util
 import io
 import itertools
 import math
+import os
+import platform
 import signal
 import time
 import uuid
@@ -543,6 +545,7 @@ def main(args: Args) -> optuna.Study:
                 trial, flags, folder, lock = begun
                 with lock:
                     trial.set_user_attr("origin", origin)
+                    trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
                     try:
                         end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
                     except NeverLoggedError:

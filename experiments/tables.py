@@ -142,7 +142,7 @@ def tables() -> list[str]:
         if done:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
             columns |= {"ours": number("ours", ".2f")}
-            if any(int(row["seeds"]) > 2 for row in done):  # of two an interval says little: notes have the values
+            if any(map(reproduce.has_interval, done)):
                 columns |= {"95 % from": number("low", ".2f"), "to": number("high", ".2f")}
             columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
             if any(reproduce.notes_of(row) for row in rows):

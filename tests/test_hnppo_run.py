@@ -272,6 +272,11 @@ def test_a_row_says_what_it_took(tmp_path, whole, capfd):
         "training_freed_rate": 0.725, "training_max_knob_angle": 0.725, "action_std": 0.05,
     }  # fmt: skip
     assert "best evaluation 0.95" in capfd.readouterr().out
+    write(args, [*lines[:-1], lines[-1] | {"eval/success_rate": 0.6}])  # the best one need not be the last
+    (other,) = remedies.main(remedies.Args((str(run),), out=str(tmp_path / "other")))
+    assert (other["best_evaluation"], other["decisions_to_0.5"]) == (0.7, 150)
+    capfd.readouterr()
+    write(args, lines)
     with (tmp_path / "rows.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()}]
     write({name: value for name, value in args.items() if name != "noise_color"}, lines)

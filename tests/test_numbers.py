@@ -1,21 +1,16 @@
 """What tables, pictures and studies say of runs that are made up: the numbers by hand."""
 
-import csv
-import json
 import types
-from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from test_plots import EVALUATION, draw, evaluated, summary, write_run
 
-import hnppo_doorgym
 import ppo_procgen
 from benchmarks import records
-from common import continual, doors, envs, files
-from experiments import curves, levels, matrices, openai_curves, plot, remedies, reproduce, study_units
+from common import envs, files
+from experiments import curves, levels, plot, reproduce, study_units
 
 
 @pytest.fixture
@@ -27,25 +22,6 @@ def maze(tmp_path, monkeypatch):
     about = {"cell": "runs, maze", "seed": 1, "of steps": 1800}
     points = ({"global_step": 10 * i, "hours": f"{i / 100:.4f}", reproduce.RETURN: i} for i in range(1, 181, 3))
     return [about | point for point in points]
-
-
-def test_ours_is_the_mean_of_what_finished_runs_logged_last(tmp_path):
-    row = {"cell": "c", "metric": "m", "published": "", "steps": "", "note": "", "script": "x.py", "flags": ""}
-    for seed, own in ((1, {"old": 1}), (2, {"old": 1, "new_flag": 2}), (3, {"old": 1, "new_flag": 2})):
-        run = tmp_path / str(seed) / "game__x__1"
-        run.mkdir(parents=True)
-        saved = {"script": "x", "wandb_id": "x", "args": own | {"seed": seed, "run_dir": str(run)}}
-        (run / "args.json").write_text(json.dumps(saved))
-        lines = [{"global_step": i, "time": i, "m": m} for i, m in ((1, 99), (2, seed**2))]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (run.parent / "progress.json").write_text('{"done": true, "seconds": 1, "why": ""}')
-    folders = [tmp_path / seed for seed in "123"]
-    made = reproduce.summarize(row, {}, folders, reproduce.Args("small"))
-    assert (made["ours"], made["seeds"]) == (pytest.approx(14 / 3), 3)
-    assert (made["low"], made["high"]) == reproduce.interval([1, 4, 9])
-    (tmp_path / "3/progress.json").write_text('{"done": false, "seconds": 1, "why": ""}')
-    made = reproduce.summarize(row, {}, folders, reproduce.Args("small"))
-    assert (made["ours"], made["seeds"]) == (2.5, 2)
 
 
 def test_marks_stand_beside_their_cells(tmp_path, monkeypatch):
@@ -152,20 +128,6 @@ def test_runs_of_one_length_differ_by_a_fiftieth_at_most():
         plot.check_lengths([3000, 3090], "a")
 
 
-def test_openais_curves_are_means_of_eleven_updates(tmp_path):
-    for name in openai_curves.WORKERS:
-        for i in range(3):
-            folder = tmp_path / f"{name}-run{i}"
-            for game in openai_curves.GAMES:
-                for part in ("",) if name.endswith("all") else ("-train", "-test"):
-                    rows = [{"misc/total_timesteps": 10_000 * k, "eprewmean": k + i} for k in range(1, 40)]
-                    records.write_rows(folder / f"progress-{game}{part}.csv", rows)
-    openai_curves.main(openai_curves.Args(str(tmp_path), out=str(tmp_path / "curves.csv")))
-    with (tmp_path / "curves.csv").open() as file:
-        rows = {(row["split"], row["game"], row["env_steps"]): row for row in csv.DictReader(file)}
-    assert float(rows["hard-all", "maze", "100000"]["mean_return"]) == 5.5  # of 1 to 8, at the beginning, and of 3 runs
-
-
 def test_curves_have_their_hours_and_errors(maze, tmp_path):
     _, hours, returns = curves.in_parts(maze)
     records.write_rows(tmp_path / "small_training.csv", maze)
@@ -187,39 +149,3 @@ def test_a_longer_run_under_way_hides_no_evaluation(maze, tmp_path):
     records.write_rows(tmp_path / "small_evaluations.csv", [one, longer])
     ((_, evaluated),) = curves.read(curves.Args("small", folder=str(tmp_path)))["maze"].values()
     assert [[row["of steps"] for row in rows] for rows in evaluated] == [["1800"]]
-
-
-def test_matrices_stand_the_right_way_round(tmp_path):
-    paths = [str(tmp_path / name) for name in "ab"]
-    rng = np.random.default_rng(0)
-    for seed, path in enumerate(paths, 1):
-        Path(path).mkdir(exist_ok=True)
-        args = asdict(hnppo_doorgym.Args(critic="hyper", seed=seed))
-        Path(path, "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
-        Path(path, "metrics.jsonl").write_text('{"global_step": 1, "time": 1.0, "eval/ACC": 1.0}\n')
-        continual.write_csv(Path(path, "matrix.csv"), rng.random((6, 6)), doors.TASKS)
-    rows = matrices.main(matrices.Args(tuple(paths), out=str(tmp_path / "out")))
-    tasks, ours = matrices.read_ours(tuple(paths))
-    both = [matrices.read_rates(Path(path, "matrix.csv"), tasks) for path in paths[:2]]
-    theirs = matrices.published(tasks)
-    figure = matrices.draw(tasks, ours, theirs)
-    assert [rows[1][task] for task in tasks] == np.diag(both[0]).round(4).tolist()
-    for axis, matrix in zip(figure.axes[:2], (theirs["HN-PPO"], np.mean(both, axis=0)), strict=True):
-        found = {text.get_position(): text.get_text() for text in axis.texts}
-        assert found == {(j, i): f"{x:.2f}" for (i, j), x in np.ndenumerate(matrix)}
-
-
-def test_the_best_evaluation_need_not_be_the_last(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    args = asdict(hnppo_doorgym.Args(tasks="2", method="ppo", noise_color=0.0, seed=3))
-    lines = [{"global_step": 10 * (i + 1), "time": i, "losses/action_std": 1 / (i + 1)} for i in range(20)]
-    for i, line in enumerate(lines):
-        line |= {f"charts/{name}": i / 20 for name in ("success_rate", "freed_rate", "max_knob_angle")}
-        if i % 5 == 4:
-            line["eval/success_rate"] = i / 20
-    lines[-1]["eval/success_rate"] = 0.6
-    (run / "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (row,) = remedies.main(remedies.Args((str(run),), out=str(tmp_path / "rows")))
-    assert (row["best_evaluation"], row["decisions_to_0.5"]) == (0.7, 150)

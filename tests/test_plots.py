@@ -380,6 +380,7 @@ def test_openais_logs_become_a_curve(tmp_path):
     with pytest.raises(files.UsageError, match=r"RESULTS .*misc/total_timesteps"):
         openai_curves.main(openai_curves.Args(str(tmp_path), out=str(tmp_path / "none.csv")))
     assert float(rows["easy-all", "maze", "200000"]["mean_return"]) == 20 + 1
+    assert float(rows["hard-all", "maze", "100000"]["mean_return"]) == 4.5 + 1  # at the beginning, of updates 1 to 8
     assert float(rows["hard-500-test", "maze", "400000"]["mean_return"]) == 10 + 1
     assert float(rows["hard-all", "maze", "400000"]["std_over_runs"]) == 1.0  # of 9, 10 and 11
 

@@ -360,13 +360,21 @@ def test_seeds_that_ran_with_other_defaults_are_noted(tmp_path):
         run.mkdir(parents=True)
         saved = {"script": "x", "wandb_id": "x", "args": own | {"seed": seed, "run_dir": str(run)}}
         (run / "args.json").write_text(json.dumps(saved))
-        (run / "metrics.jsonl").write_text(json.dumps({"global_step": 1, "time": 1, "m": seed}) + "\n")
+        lines = [{"global_step": 1, "time": 1, "m": m} for m in (99, seed**2)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (run.parent / "progress.json").write_text('{"done": true, "seconds": 1, "why": ""}')
     folders = [tmp_path / seed for seed in "123"]
     assert "differ in --new-flag" in reproduce.summarize(row, {}, folders, reproduce.Args("small"))["of its runs"]
     assert not reproduce.summarize(row, {}, folders[1:], reproduce.Args("small"))["of its runs"]
     short = reproduce.summarize(row, {"total_timesteps": 9}, folders[1:2], reproduce.Args("small"))["of its runs"]
     assert short == "seed 2 ended after 1e-06M"
+    # What counts is the mean, over the runs that are done, of what each logged last.
+    made = reproduce.summarize(row, {}, folders, reproduce.Args("small"))
+    assert (made["ours"], made["seeds"]) == (pytest.approx(14 / 3), 3)
+    assert (made["low"], made["high"]) == reproduce.interval([1, 4, 9])
+    (tmp_path / "3/progress.json").write_text('{"done": false, "seconds": 1, "why": ""}')
+    made = reproduce.summarize(row, {}, folders, reproduce.Args("small"))
+    assert (made["ours"], made["seeds"]) == (2.5, 2)
 
 
 def test_a_run_that_went_on_has_each_commit_once():
@@ -601,9 +609,14 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
     assert (rows[0]["ACC"], rows[0]["REM"]) == pytest.approx((0.81, 0.998), abs=1e-3)  # as the study has them
     assert (rows[3]["ACC"], rows[3]["REM"]) == pytest.approx((0.487, 0.2), abs=1e-3)  # of as many tasks as ours
     tasks, ours = matrices.read_ours(tuple(paths))
-    panel = matrices.draw(tasks, ours, matrices.published(tasks)).axes[1]
+    theirs = matrices.published(tasks)
+    panels = matrices.draw(tasks, ours, theirs).axes[:2]
     both = [matrices.read_rates(Path(path, "matrix.csv"), tasks) for path in paths[:2]]
-    assert panel.texts[0].get_text() == f"{np.mean(both, axis=0)[0, 0]:.2f}"
+    assert panels[1].texts[0].get_text() == f"{np.mean(both, axis=0)[0, 0]:.2f}"
+    assert [rows[1][task] for task in tasks] == np.diag(both[0]).round(4).tolist()
+    for panel, matrix in zip(panels, (theirs["HN-PPO"], np.mean(both, axis=0)), strict=True):
+        found = {text.get_position(): text.get_text() for text in panel.texts}
+        assert found == {(j, i): f"{x:.2f}" for (i, j), x in np.ndenumerate(matrix)}
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 6
     capfd.readouterr()

@@ -266,9 +266,11 @@ def test_what_an_update_learns_from(tiny):
     total = np.asarray(2 * both[..., 0] + both[..., 1])
     want = (total - total[mask].mean()) / total[mask].std()
     np.testing.assert_allclose(batch.advantages[mask], want[mask], rtol=1e-3, atol=1e-3)
-    halved = replace(tiny.args, int_coef=0.5)
-    batch = jax.jit(partial(rnd.prepare, halved, tiny.agent))(tiny.state, tiny.rollout, steps)[1]
-    np.testing.assert_allclose(batch.advantages, total - 0.5 * both[..., 1], rtol=1e-3, atol=1e-5)
+    for share in (0.5, 1.0):
+        args = replace(tiny.args, int_coef=share)
+        batch = jax.jit(partial(rnd.prepare, args, tiny.agent))(tiny.state, tiny.rollout, steps)[1]
+        want = total - (1 - share) * both[..., 1]
+        np.testing.assert_allclose(batch.advantages, want, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(metrics["charts/extrinsic_reward"], np.sign(steps.rewards)[mask].mean(), rtol=1e-3)
     for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):

@@ -206,6 +206,7 @@ def test_an_update_moves_the_target_the_temperature_and_the_priorities():
     np.testing.assert_allclose(metrics["losses/alpha"], np.exp(moved), rtol=1e-5)
     still, _, _ = jax.jit(partial(sac.improve, sac.Args(**vars(args) | {"autotune": False}), agent))(state, batch)
     assert still.params["log_alpha"] == state.params["log_alpha"]
+    assert (td >= 0).all()
     # Sample by sample, not weighted, at the temperature that is tuned, and with a step size by steps.
     warm = state._replace(global_step=jnp.int32(50), params=state.params | {"log_alpha": jnp.float32(-1)})
     want = sac.loss(args, agent, warm.params["agent"], batch, target=warm.target, alpha=np.exp(-1))

@@ -268,6 +268,8 @@ def test_four_processes_share_a_study(quick, tmp_path):
         "0": "exit code 1: error: --x 0: is bad"
     }
     assert all(row["loss"] == f"{float(row['x'])}" for row in rows if row["state"] == "complete")
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}")
+    assert len({trial.user_attrs["worker"] for trial in study.trials}) > 1
     assert (tmp_path / "out/parallel.png").stat().st_size > 10_000
 
 
