@@ -12,6 +12,7 @@ those that end in the same step, one. Started again it makes the runs that are m
 """
 
 import contextlib
+import os
 import re
 import subprocess
 import tempfile
@@ -71,7 +72,8 @@ class Point(NamedTuple):
 
 def play_theirs(args: Args, folder: Path) -> list[Point]:
     """Their curve, a point for each episode that is printed; raises UsageError if the script ends by itself."""
-    command = [args.python, "-u", str(Path(args.script).resolve()), "--env-id", args.env_id]
+    python = os.path.abspath(args.python) if os.sep in args.python else args.python  # it starts in another folder
+    command = [python, "-u", str(Path(args.script).resolve()), "--env-id", args.env_id]
     command += ["--seed", str(args.seed), "--total-timesteps", str(FOREVER)]
     last, points, begun = deque(maxlen=100), [], time.monotonic()
     with (folder / "errors").open("w+") as errors:
@@ -99,7 +101,7 @@ def play_theirs(args: Args, folder: Path) -> list[Point]:
 
 def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
     """Our curve, a point for each update."""
-    given, defaults = vars(records.read_flags(ppo, flags)), vars(ppo.Args())
+    given, defaults = vars(records.parse_flags(ppo, flags)), vars(ppo.Args())
     changed = {name: value for name, value in given.items() if value != defaults[name]}
     own = {"env_id": args.env_id, "seed": args.seed, "eval_episodes": 0, "total_timesteps": FOREVER}
     stopping, begun = threading.Event(), time.time()
@@ -161,7 +163,7 @@ def main(args: Args) -> None:
     envs.check_game(args.env_id)
     runs.check(Path(args.script).is_file(), f"SCRIPT {args.script}: no such file, give CleanRL's ppo_procgen.py")
     plot.check_out(args.out)
-    records.read_flags(ppo, args.flags)
+    runs.check_flags(records.parse_flags(ppo, args.flags))
     table = Path(f"{args.out}.csv")
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}

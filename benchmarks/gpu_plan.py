@@ -46,7 +46,7 @@ import rnd_montezuma as rnd
 import sac_procgen as sac
 import trpo_procgen as trpo
 from benchmarks import hlo, records
-from common import atari, devices, doors, envs, networks, offpolicy, replay, runs
+from common import atari, devices, doors, envs, files, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME, STEPS
 from common.gpu import layouts
 
@@ -157,7 +157,7 @@ class Cycle(NamedTuple):
 
     steps: int  # of all games together
     turns: int  # steps that each game plays, one after another
-    calls: dict[str, int]  # of programs, on the GPU that has the most; "act" is one of them
+    calls: dict[str, float]  # of programs, on the GPU that has the most; "act" is one of them
     overlap: bool  # whether games go on while the GPU does something else
 
 
@@ -312,7 +312,7 @@ def plan_off_policy(script: ModuleType, args: Any, gpus: list[jax.Device]) -> Pl
             calls={
                 "act": acts(args, gpus),
                 "insert": 1,
-                "update": round(args.replay_ratio * played / args.batch_size),
+                "update": args.replay_ratio * played / args.batch_size,
             },
             overlap=args.max_lag > 0,
         ),
@@ -506,13 +506,12 @@ def plan_script(args: Args, gpu: str, count: int, script: str, names: list[str])
             compiled = one.programs[name]().compile()
             text, origin = compiled.as_text(), common | {"program": f"{script}.{name}"}
             if args.dump:
-                Path(args.dump).mkdir(parents=True, exist_ok=True)
                 Path(args.dump, f"{gpu}x{count}.{script}.{name}.hlo").write_text(text)
             launched = hlo.Program(text).kernels()
             numbers = cost(GPUS[gpu], compiled.memory_analysis(), launched, count)
             ms[name] = numbers["modelled ms"]
             rows.append(origin | {column: written(number) for column, number in numbers.items()})
-            launched.sort(key=lambda kernel: -kernel.times * work(GPUS[gpu], kernel, count))
+            launched.sort(key=lambda kernel: -kernel.times * (LAUNCH + work(GPUS[gpu], kernel, count)))
             kernels += [origin | row_of_kernel(GPUS[gpu], kernel, count) for kernel in launched[: args.top]]
     if set(one.cycle.calls) <= set(ms):
         rate = steps_per_second(one.cycle, ms, GAME_MS[script] if args.game_ms is None else args.game_ms)
@@ -550,6 +549,8 @@ def main(args: Args) -> None:
     jax.config.update("jax_platforms", "cpu")  # else the plug-in asks for a driver when JAX starts
     runs.check_limits(args, {"game_ms": (0, None), "top": (0, 1000)})
     records.make_room(args.csv, "--csv")
+    if args.dump:
+        files.make_folder(Path(args.dump), "--dump")
     wanted, rows, kernels = chosen(args.programs), [], []
     counts = (1, 8) if args.gpus == "all" else (int(args.gpus),)
     for script in wanted:

@@ -82,8 +82,8 @@ class Original:
     def __exit__(self, *_) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has died, and nobody reads what is still to be flushed
             self._process.stdin.close()
+        self._process.stdout.close()  # before the wait: it may be writing a frame that nobody reads
         self._process.wait()
-        self._process.stdout.close()
         self._said.close()
 
     def observe(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -30,7 +30,7 @@ def words_of(flags: str) -> list[str]:
 def parse_flags(script: ModuleType, flags: str) -> Any:
     """A script's Args from flags as on its command line, without a look at the devices, which would take the runs' GPU;
     ends as the script would if it has no such flag."""
-    return tyro.cli(script.Args, args=words_of(flags))
+    return tyro.cli(script.Args, args=runs.plain_booleans(script.Args, words_of(flags)))
 
 
 def read_flags(script: ModuleType, flags: str) -> Any:
@@ -94,6 +94,8 @@ def append_rows(path: str, rows: list[dict]) -> None:
             writer = csv.DictWriter(file, rows[0])
             if file.tell() == 0:
                 writer.writeheader()
+            elif not Path(path).read_bytes().endswith(b"\n"):  # the last row was cut short
+                file.write("\n")
             writer.writerows(rows)
 
 

@@ -60,7 +60,7 @@ def variables_of_hosts(number: int) -> list[dict[str, str]]:
 
 
 def steps_per_second(args: Args, way: str) -> float:
-    """Of one run, the median over its updates after the second."""
+    """Of one run, the median over its updates after the third."""
     with tempfile.TemporaryDirectory() as folder:
         if way == "processes":
             more = ["--num-devices", "1", "--distributed"]

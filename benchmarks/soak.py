@@ -261,6 +261,7 @@ def main(args: Args) -> None:
     records.parse_flags(import_module(Path(args.script).stem), args.flags)
     runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")
     files.make_room(Path(f"{args.out}.csv"), "--out")
+    files.make_folder(Path(args.run_dir), "--run-dir")
     rows = read_rows(Path(f"{args.out}.csv"))
     there = [rows[0].get(name, "") for name in ("script", "flags")] if rows else [args.script, args.flags]
     of = " ".join(there).strip() or "another table"
@@ -268,6 +269,9 @@ def main(args: Args) -> None:
     folder = Path(args.run_dir, Path(args.out).name).absolute()
     lock = files.take(folder)
     runs.check(lock is not None, f"--out {args.out}: {files.holder(folder)} is writing in {folder}")
+    run = trials.find_run(folder)
+    started = run is not None and bool(checkpoints.steps_in(run))
+    runs.check(bool(rows) or not started, f"--out {args.out}: has no rows of {run}; move that away, or give another")
     wrong = "" if rows and float(rows[-1]["minutes"]) >= args.minutes else soak(args, folder, rows, lock)
     if rows:
         report(args, rows)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from benchmarks import records
-from common import checkpoints, runs
+from common import checkpoints, files, runs
 from experiments import trials
 
 # Everything that has a state of its own is on. A checkpoint after each update or two, and long enough for a dozen.
@@ -238,6 +238,7 @@ def main(args: Args) -> None:
     root = Path(args.folder or tempfile.mkdtemp(prefix="torture")).absolute()
     empty = not root.exists() or (root.is_dir() and not any(root.iterdir()))
     runs.check(empty, f"--folder {args.folder}: give an empty folder")
+    files.make_folder(root, "--folder")
     rng = random.Random(args.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the process that we have started
     print(f"seed {args.seed}, {args.kills} kills, in {root}", flush=True)

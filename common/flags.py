@@ -55,7 +55,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     With `--resume RUN_DIR` the flags start from that run's own arguments, so that none need be repeated.
     """
     module = sys.modules[main.__module__]
-    argv = _plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
+    argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
         flags = [word.partition("=")[0].replace("_", "-") for word in argv]
@@ -184,7 +184,7 @@ def _check_once(args_class: type, flags: Sequence[str]) -> None:
         check(not lists, f"{flag_of(name)}: is given twice, give all its values after one")
 
 
-def _plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
+def plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
     """--gap_stack=False, as `wandb agent` has it, becomes --no-gap-stack."""
     flags = [flag_of(name)[2:] for name, kind in get_type_hints(args_class).items() if kind is bool]
     words = []
@@ -413,7 +413,7 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
 def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
     """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
     args = read_args(run_dir, source, script)["args"]
-    words = _plain_booleans(args_class, [f"{flag_of(name)}={value}" for name, value in args.items()])
+    words = plain_booleans(args_class, [f"{flag_of(name)}={value}" for name, value in args.items()])
     about = f"{source} {run_dir}: its args.json is not of this version of the script"
     text = io.StringIO()
     try:

@@ -46,6 +46,7 @@ from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     on_this_machine,
     parse_schedule,
     parts_of_batch,
+    plain_booleans,
     read_args,
     saved_args,
     set_up_jax,

@@ -128,8 +128,10 @@ def original_games() -> list[str]:
 
 def beside_cleanrl() -> list[str]:
     """CleanRL's script and ours, after the same minutes and after the same steps."""
-    rows = [row | {"run": f"{row['run']}, seed {row['seed']}"} for row in records.read_rows(SPEED / "cleanrl.csv")]
-    rows = cleanrl.compare(rows)
+    rows = records.read_rows(SPEED / "cleanrl.csv")
+    of = {"game": cleanrl.Args.env_id, "minutes": f"{cleanrl.Args.minutes:g}"}
+    same = [row | {"run": f"{row['run']}, seed {row['seed']}"} for row in rows if of.items() <= row.items()]
+    rows = cleanrl.compare(same)
     return table(rows, {name: itemgetter(name) for name in rows[0]})
 
 

@@ -1,8 +1,11 @@
 """benchmarks/cleanrl.py with a stand-in for CleanRL's script: what is read of its output, and what is compared."""
 
 import csv
+import json
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import assert_refused
@@ -32,6 +35,31 @@ def test_their_curve_is_of_the_last_hundred_episodes(args, tmp_path):
     assert [point.step for point in points] == [64 * (i + 1) for i in range(150)]
     assert points[9].mean_return == 4.5
     assert points[-1].mean_return == sum(range(50, 150)) / 100
+
+
+def test_an_interpreter_is_given_from_here(args, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    python = str(Path("bin", "python"))
+    assert cleanrl.play_theirs(replace(args, minutes=0.04, python=python), tmp_path / "elsewhere")
+
+
+def test_our_curve_is_of_the_given_setting_and_minutes(args, tmp_path, monkeypatch):
+    given = {}
+
+    def run(program, flags, folder, *_):
+        given.update(flags)
+        (folder / "run").mkdir()
+        (folder / "run" / "args.json").write_text("{}")
+        lines = [{"global_step": s, "time": time.time() + s, "charts/episodic_return": 5} for s in (1, 9)]
+        (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(cleanrl.trials, "run", run)
+    points = cleanrl.play_ours(args, cleanrl.SETTINGS, tmp_path / "ours")
+    assert (given["env_id"], given["seed"], given["normalize_rewards"], given["width"]) == ("maze", 3, True, 1)
+    assert [point.step for point in points] == [1]  # the other one is after six seconds
 
 
 def test_runs_are_compared_at_the_steps_of_the_shortest(args, monkeypatch):

@@ -3,6 +3,7 @@ how they are read; what needs no compiler is tested everywhere."""
 
 import csv
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,10 @@ def test_a_kernel_takes_its_launch_and_the_larger_of_bytes_and_flops():
     assert gpu_plan.work(gpu, slow) == pytest.approx(1e-3)
     assert gpu_plan.work(gpu, heavy) == pytest.approx(1e-2)
     assert gpu_plan.work(gpu, heavy._replace(arithmetic="f32")) == pytest.approx(1)
+    sizes = {"argument": 1, "temp": 2, "output": 5, "alias": 1}  # what is donated counts once
+    memory = types.SimpleNamespace(**{f"{name}_size_in_bytes": n * 2**20 for name, n in sizes.items()})
+    numbers = gpu_plan.cost(gpu, memory, [slow._replace(times=10)])
+    assert (numbers["MiB"], numbers["modelled ms"]) == (7, pytest.approx(10 + 1e3 * 10 * gpu_plan.LAUNCH))
 
 
 def test_steps_per_second_of_games_that_wait_and_that_go_on():

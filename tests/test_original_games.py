@@ -1,5 +1,6 @@
 """benchmarks/original_games.py with a stand-in for OpenAI's package: what goes through the pipe, what is counted."""
 
+import contextlib
 import sys
 
 import numpy as np
@@ -60,6 +61,22 @@ def test_another_frame_is_noticed(args):
     assert frames == 2 + 3 + 4
     assert pixels > 0.9
     assert rewards > 4
+
+
+def test_a_player_that_nobody_reads_is_ended(args):
+    saved = original_games.ppo_procgen.Args(env_id="maze", num_levels=50)
+    with original_games.original(args, saved, 64):  # whose first frames do not fit into the pipe
+        pass
+
+
+def test_scores_have_their_sides_and_errors(args, monkeypatch):
+    saved = original_games.ppo_procgen.Args(env_id="maze", num_levels=50)
+    monkeypatch.setattr(original_games, "difference", lambda *_: (10, 0.5, 3))
+    monkeypatch.setattr(original_games, "original", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(envs, "evaluate", lambda *_, **__: ({"mean_return": 1, "std": 3, "episodes": 4},))
+    monkeypatch.setattr(original_games, "play", lambda *_, **__: np.array([2, 6, 2, 6]))
+    row = original_games.compare(args, "a", saved, None)
+    assert (row["EnvPool"], row["error"], row["OpenAI"], row["OpenAI error"]) == ("1.00", "1.50", "4.00", "1.00")
 
 
 def test_bad_input_gets_one_sentence(args, tmp_path, capfd):

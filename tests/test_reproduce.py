@@ -23,7 +23,6 @@ import hnppo_doorgym
 import ppo_procgen
 from benchmarks import records
 from common import continual, doors, files, runs
-from common.flags import _plain_booleans
 from experiments import curves, matrices, reproduce, tables, trials
 
 ROWS = reproduce.published()
@@ -54,7 +53,7 @@ def test_every_cell_can_be_run(name):
         if row["script"]:
             flags = reproduce.flags_of(row, args)
             script = importlib.import_module(Path(row["script"]).stem)
-            words = _plain_booleans(script.Args, trials.words_of(flags))
+            words = runs.plain_booleans(script.Args, trials.words_of(flags))
             runs.check_args(tyro.cli(script.Args, args=words), script.SCRIPT)
             seen.add((reproduce.folder_of(Path(), row, flags, 1), row["metric"]))
     assert len(seen) == sum(bool(row["script"]) for row in reproduce.read_table(name))
@@ -434,6 +433,14 @@ def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
     with pytest.raises(runs.UsageError, match="no page has the mark"):
         tables.main(tables.Args())
+    page = tmp_path / "docs" / "apex.md"
+    page.write_text((ROOT / "docs" / "apex.md").read_text())
+    monkeypatch.setattr(tables, "PARTS", {"apex": tables.apex})
+    with pytest.raises(runs.UsageError, match=r"apex\.md is old"):
+        tables.main(tables.Args(check=True))
+    tables.main(tables.Args())
+    assert "| 98765 |" in page.read_text()
+    tables.main(tables.Args(check=True))
 
 
 def test_a_table_shows_the_cells_that_have_something(tmp_path, monkeypatch):

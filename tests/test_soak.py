@@ -1,11 +1,12 @@
-"""Soaking and torture: what they read, say and refuse; no run is started."""
+"""Benchmarks: what they read, compute, say and refuse; no run is started."""
 
 import json
 import os
+import types
 
 import numpy as np
 import pytest
-from conftest import assert_refused
+from conftest import TINY, assert_refused
 
 from benchmarks import (
     apex,
@@ -15,12 +16,14 @@ from benchmarks import (
     gpu_profile,
     original_games,
     ppo_impala,
+    records,
     rnd,
     scaling,
     soak,
     throughput,
     torture,
 )
+from common import runs
 
 
 def rows(slope, start=1, begin=0, minutes=60):
@@ -62,6 +65,23 @@ def test_steps_a_second_are_of_what_was_logged_since(tmp_path):
     row = sampler.sample()
     assert (row["steps_per_second"], row["start"], row["checkpoints"]) == (5, 3, 5)
     assert 7.5 <= row["minutes"] < 8
+    again = sampler.sample()
+    assert (again["steps_per_second"], again["checkpoints"]) == (None, 5)
+
+
+def test_a_soak_goes_on_with_its_run(tmp_path, monkeypatch):
+    said, output = [], types.SimpleNamespace(fileno=lambda: 0)
+    monkeypatch.setattr(soak.subprocess, "Popen", lambda words, **_: said.append(words))
+    args = soak.Args("ppo_procgen.py", "x", "--env-id maze")
+    soak.start(args, tmp_path, output)
+    assert said[0][-4:] == ["--env-id", "maze", "--run-dir", str(tmp_path)]
+    (tmp_path / "run" / "checkpoints" / "100").mkdir(parents=True)
+    (tmp_path / "run" / "args.json").write_text("{}")
+    monkeypatch.setattr(soak.checkpoints, "steps_in", lambda run: [100])
+    soak.start(args, tmp_path, output)
+    assert said[1][-4:] == ["--env-id", "maze", "--resume", str(tmp_path / "run")]
+    with pytest.raises(runs.UsageError, match="has no rows of"):
+        soak.main(soak.Args("ppo_procgen.py", str(tmp_path / "new" / tmp_path.name), run_dir=str(tmp_path.parent)))
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -78,6 +98,8 @@ REFUSED = {
     "kills": (torture, ["--kills", 0], "--kills 0", "from 1"),
     "scripts": (torture, ["--scripts", "dqn.py"], "--scripts dqn.py", "ppo_procgen.py"),
     "folder": (torture, ["--folder", "."], "--folder .", "an empty folder"),
+    "no run folder": (soak, ["ppo_procgen.py", "--out", "x", "--run-dir", "there.csv/x"], "--run-dir", "cannot write"),
+    "no new folder": (torture, ["--folder", "there.csv/x"], "--folder", "cannot write"),
     "no folder to torture in": (torture, ["--folder", "there.csv"], "--folder there.csv", "an empty folder"),
     "too few updates": (scaling, ["ppo_procgen", "--steps", 40_000], "--steps 40000", "49152 or more"),
 }
@@ -92,7 +114,7 @@ def test_bad_input_gets_one_sentence(case, tmp_path, monkeypatch, capfd):
     assert_refused(tool, words, capfd, *parts)
 
 
-def test_what_differs_is_named(tmp_path):
+def test_what_differs_is_named(tmp_path, monkeypatch):
     for name, loss in (("whole", 1.0), ("run", 1.5)):
         (tmp_path / name).mkdir()
         lines = [{"global_step": 1, "time": loss, "time/update": loss, "losses/loss": 1.0}]
@@ -100,6 +122,60 @@ def test_what_differs_is_named(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = torture.difference(tmp_path / "whole", tmp_path / "run")
     assert said == "line 2 of metrics, step 2: losses/loss is 1.5, 1.0 if left alone (1 differ)"
+    for name in ("whole", "run"):
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    last = lambda run: (2, {"run": {"seconds": 0}, "w": np.array([np.nan, run.name == "run"])})  # noqa: E731
+    monkeypatch.setattr(torture.checkpoints, "load", last)
+    assert torture.difference(tmp_path / "whole", tmp_path / "run") == "['w'] in the last checkpoint"
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("differs", 1), ("", 0)])
+def test_torture_fails_where_a_run_is_not_exact(wrong, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(torture.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torture, "left_alone", lambda *_: (1, 1))
+    monkeypatch.setattr(torture, "trial", lambda *_: (["killed"], wrong))
+    with pytest.raises(SystemExit, match=f"^{code}$"):
+        torture.main(torture.Args(kills=1, folder=str(tmp_path / "new")))
+
+
+def test_ratios_are_to_what_they_are_named_after(tmp_path, monkeypatch):
+    def ratios(file, column):
+        return [row[column] for row in records.read_rows(tmp_path / file)]
+
+    monkeypatch.setattr(ppo_impala, "measure", lambda script, *_: {"steps/s": 100 + 50 * ("impala" in script.SCRIPT)})
+    monkeypatch.setattr(throughput, "procgen_rate", lambda *_: 1)
+    ppo_impala.main(ppo_impala.Args("a", rounds=1, csv=str(tmp_path / "a")))
+    assert ratios("a", "times PPO's steps/s") == ["1", "1.5"]
+    monkeypatch.setattr(rnd, "measure", lambda flags, *_: {"steps/s": 100 + 50 * ("async" in flags)})
+    monkeypatch.setattr(throughput, "game_rate", lambda *_: 200)
+    rnd.main(rnd.Args("a", rounds=1, csv=str(tmp_path / "b")))
+    assert ratios("b", "times synchronous") == ["1", "1.5", "1.5"]
+    assert ratios("b", "of the emulator's rate %") == ["50", "75", "75"]
+    monkeypatch.setattr(scaling, "steps_per_second", lambda args, way: 150 - 50 * (way == "one device"))
+    scaling.main(scaling.Args("ppo_procgen", steps=10**5, rounds=1, csv=str(tmp_path / "c")))
+    assert ratios("c", "ratio") == ["1", "1.5", "1.5"]
+
+
+def test_what_compiles_is_not_timed(tmp_path, monkeypatch):
+    lines = [{"global_step": s, "time": t, "charts/updates": s} for s, t in ((0, 0), (10**6, 100), (10**6 + 800, 102))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = types.SimpleNamespace(stop="", path=tmp_path)
+    monkeypatch.setattr(apex.apex, "main", lambda args: done)
+    assert apex.measure("", 1000)["steps/s"] == 400
+    monkeypatch.setattr(ppo_impala.ppo, "main", lambda args: done)
+    assert ppo_impala.measure(ppo_impala.ppo, "", 1)["steps/s"] == 400
+
+
+def test_flops_of_a_step_are_of_every_pass(monkeypatch):
+    """Each step is looked at once in the rollout and once again in each of the two passes over it."""
+    rates = {"procgen_rate": 1, "matrix_rate": 1, "gradient_speedup": 1, "transfer_seconds": 0}
+    for name, value in (rates | {"flops": (1e6, 3e6)}).items():
+        monkeypatch.setattr(throughput, name, lambda *_, value=value: value)
+    assert throughput.measure(throughput.ppo.Args(**TINY), 1)["MFLOP a step"] == 1 + 2 * 3
+
+
+def test_flags_are_written_as_for_a_script():
+    assert records.parse_flags(throughput.ppo, "--gap-stack=False").gap_stack is False
 
 
 TOOLS = apex, doors, encoders, gpu_plan, gpu_profile, original_games, ppo_impala, rnd, scaling, throughput

@@ -1,5 +1,7 @@
 """The StarPilot study's units: rewards over the running deviation of discounted returns, as Baselines computes it."""
 
+import types
+
 import numpy as np
 import pytest
 from conftest import ROOT, assert_refused
@@ -120,6 +122,22 @@ def test_rows_are_not_added_to_another_table(tmp_path):
         with pytest.raises(runs.UsageError, match="has other columns than"):
             records.add_rows(path, [row], tuple(row)[:1])
     assert path.read_text() == before
+    path.write_text("run,raw\na,1")  # cut short
+    records.append_rows(str(path), [{"run": "b", "raw": 2}])
+    assert path.read_text().split() == ["run,raw", "a,1", "b,2"]
+
+
+def test_a_row_says_that_its_commit_is_not_clean(monkeypatch):
+    said = {"status": " M a\n", "rev-parse": "abc\n"}
+    monkeypatch.setattr(records.subprocess, "run", lambda words, **_: types.SimpleNamespace(stdout=said[words[1]]))
+    assert records.commit() == "abc+"
+    said["status"] = ""
+    assert records.commit() == "abc"
+
+
+def test_half_a_run_is_no_measurement(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        records.lines_of(types.SimpleNamespace(stop="SIGINT", path=tmp_path))
 
 
 def test_constant_actions_are_played_and_the_best_one_anew(tmp_path, monkeypatch, capfd):

@@ -26,7 +26,6 @@ from sqlalchemy.exc import SQLAlchemyError
 import hnppo_doorgym
 import ppo_procgen
 from common import files, runs
-from common.flags import _plain_booleans
 from experiments import sweep, trials
 
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
@@ -137,10 +136,10 @@ def test_booleans_as_wandb_agent_gives_them():
         (["--gap-stack=true", "--normalize-rewards=false"], (True, False)),
         (["--no-gap-stack", "--normalize-rewards"], (False, True)),
     ):
-        args = tyro.cli(ppo_procgen.Args, args=_plain_booleans(ppo_procgen.Args, words))
+        args = tyro.cli(ppo_procgen.Args, args=runs.plain_booleans(ppo_procgen.Args, words))
         assert (args.gap_stack, args.normalize_rewards) == expected
     words = ["--method=finetune", "--chunked=True", "--tasks=0,1"]
-    assert tyro.cli(hnppo_doorgym.Args, args=_plain_booleans(hnppo_doorgym.Args, words)).chunked is True
+    assert tyro.cli(hnppo_doorgym.Args, args=runs.plain_booleans(hnppo_doorgym.Args, words)).chunked is True
 
 
 # RUNNING THEM
