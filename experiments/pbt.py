@@ -477,7 +477,10 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
         raise runs.UsageError(f"--address {args.address or 'local'}: Ray does not start there ({why})") from None
     gpus = ray.cluster_resources().get("GPU", 0)
     # A cluster may get its GPUs only when they are asked for; here, Ray would wait for them for ever.
-    check(args.address or args.gpus <= gpus, f"--gpus {args.gpus:g}: there are {gpus:g} here, give at most that")
+    if not args.address and args.gpus > gpus:
+        if not (out / "members").exists():  # nothing was begun that would have to go on with these
+            (out / "args.json").unlink()
+        raise runs.UsageError(f"--gpus {args.gpus:g}: there are {gpus:g} here, give at most that")
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
 
@@ -536,7 +539,8 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     else:
         best = (max if args.goal == "maximize" else min)(good, key=lambda result: result.metrics["score"])
         print(f"best: member {best.metrics['member']}, {trials.find_run(Path(best.checkpoint.path))}")
-    print(out / "results.csv")
+    if rows:
+        print(out / "results.csv")
 
 
 if __name__ == "__main__":

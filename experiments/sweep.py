@@ -187,6 +187,8 @@ class Sweep(TypedDict):
 def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """A sweep file with flags overridden; raises UsageError if it is not one that can be run here."""
     sweep = files.read(path, Sweep, "SWEEP", "give a sweep file such as those in sweeps/")
+    for name in ("name", "description", "project", "entity", "command"):  # W&B's server's, and of any kind
+        sweep.pop(name, None)
     settings = trials.read_settings(overrides)
     trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
     trials.check_flags("--set", sweep["program"], settings)
@@ -246,7 +248,7 @@ def ask_script(sweep: dict) -> None:
 
 
 def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
-    """A value as W&B would draw it from a parameter's specification."""
+    """A value as W&B would draw it from a parameter's specification, but q_uniform's steps begin at its min."""
     if "value" in spec:
         return spec["value"]
     if "values" in spec:
@@ -527,6 +529,7 @@ def main(args: Args) -> optuna.Study:
     ask_script(sweep)
     drawn = args.sampler == "auto" or sweep["method"] == "bayes"
     check(drawn, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
+    make_sampler(args, sweep, 0)  # or it is refused, before the study keeps it
     count = args.count or sweep.get("run_cap", 0)
     check(count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
     count = count or len(grid_of(sweep))
@@ -581,7 +584,8 @@ def main(args: Args) -> optuna.Study:
     over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]
     failed = [trial for trial in over if end_of(trial) == "fail"]
     whys = {f"trial {trial.number}": trial.user_attrs.get("why", "") for trial in failed}
-    trials.report_failures(whys, len(over), out / "results.csv")
+    if not stopping.is_set():
+        trials.report_failures(whys, len(over), out / "results.csv")
     return study
 
 

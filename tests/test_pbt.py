@@ -1,6 +1,7 @@
 import csv
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -8,6 +9,7 @@ import runpy
 import shutil
 import signal
 import sys
+import types
 
 import pytest
 from conftest import TINY, assert_refused, start, wait_for
@@ -253,6 +255,71 @@ def test_values_stay_in_their_range():
     draws = [gamma.draw() for _ in range(100)]
     assert 0.9 <= min(draws) < max(draws) <= 0.999
     assert {steps.draw() for _ in range(200)} == {1, 2, 3, 4, 5, 6}
+
+
+def test_evaluations_are_played_where_members_are_compared_by_them():
+    kinds = {"eval_episodes": int}
+    assert pbt.read_flags(pbt.Args("ppo_procgen.py"), kinds)["eval_episodes"] == 0
+    by_test = pbt.Args("ppo_procgen.py", metric="eval/test_levels/mean_return")
+    assert "eval_episodes" not in pbt.read_flags(by_test, kinds)
+
+
+def test_a_generation_of_failures_is_the_last(tmp_path):
+    results = pbt.Results(pbt.Args("ppo_procgen.py", population=2), tmp_path, ["gamma"])
+    results.rows = {(0, 2): {"why": "x"}, (1, 2): {"why": ""}}
+    assert not results.stop_all()
+    results.rows[1, 2]["why"] = "y"
+    assert results.stop_all()
+
+
+@pytest.mark.parametrize(("goal", "worst"), [("maximize", -math.inf), ("minimize", math.inf)])
+def test_a_member_that_fails_is_the_worst(goal, worst, tmp_path, monkeypatch):
+    """And without GPUs it takes none."""
+
+    def fail(*given, **how):
+        raise RuntimeError("bad")
+
+    rows, context = [], types.SimpleNamespace(get_trial_id=lambda: "x_00001")
+    monkeypatch.setattr(trials, "run", fail)
+    monkeypatch.setattr(pbt.tune, "get_context", lambda: context)
+    monkeypatch.setattr(pbt.tune, "get_checkpoint", lambda: None)
+    monkeypatch.setattr(pbt.tune, "report", lambda row, checkpoint: rows.append(row))
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    study = {"id": "a", "out": str(tmp_path), "gpus": 0, "generations": 1, "interval": 9, "program": "p"}
+    study |= {"flags": {}, "ranges": [], "metric": "m", "goal": goal}
+    pbt.member({"seed": 0, "study": study})
+    assert (rows[0]["score"], rows[0]["why"], os.environ["JAX_PLATFORMS"]) == (worst, "bad", "cpu")
+
+
+@pytest.fixture
+def no_ray(tmp_path, monkeypatch):
+    """Ray as on a machine without GPUs, of which nothing is started; what the scheduler is given."""
+    seen = {}
+
+    def stop(**given):
+        seen.update(given)
+        raise Reached
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(pbt.ray, "init", lambda *_, **how: None)
+    monkeypatch.setattr(pbt.ray, "cluster_resources", dict)
+    monkeypatch.setattr(pbt.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pbt, "Generations", stop)
+    return seen
+
+
+def test_the_scheduler_has_the_goal(no_ray, tmp_path):
+    words = ["ppo_procgen.py", "--goal", "minimize", "--quantile", "0.4", "--out", str(tmp_path / "new")]
+    with pytest.raises(Reached):
+        runs.cli(pbt.Args, pbt.main, words)
+    assert (no_ray["mode"], no_ray["quantile_fraction"]) == ("min", 0.4)
+
+
+def test_a_study_without_its_gpus_is_not_begun(no_ray, tmp_path, capfd):
+    words = ["ppo_procgen.py", "--out", str(tmp_path / "new")]
+    assert_refused(pbt, [*words, "--gpus", 0.5], capfd, "--gpus 0.5", "there are 0 here")
+    with pytest.raises(Reached):
+        runs.cli(pbt.Args, pbt.main, [*words, "--gpus", "0"])
 
 
 def test_a_clone_has_values_beside_its_donors():

@@ -542,6 +542,10 @@ def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
         "slurm.sh", "run", "ppo_procgen.py", "--resume", "runs/x", **given | {"SLURM_NTASKS": 1, "PYTHON": "echo"}
     )
     assert resumed.communicate()[0] == "ppo_procgen.py --resume runs/x\n"  # whose seed and folder are its own
+    alone, run = {"OUT": tmp_path, "PYTHON": "echo"}, tmp_path / "0/0/run"
+    for name, said in (("9.orbax-checkpoint-tmp", f"--seed 0 --run-dir {tmp_path}/0/0"), ("9", f"--resume {run}")):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        assert shell("slurm.sh", "run", "ppo_procgen.py", **alone).communicate()[0] == f"ppo_procgen.py {said}\n"
     refused = shell("slurm.sh", "sweep", "some.yaml", **given)
     assert "one task a job" in refused.communicate()[0]
     assert refused.returncode == 2
@@ -560,6 +564,12 @@ def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, task, tmp_path)
     process.send_signal(signal.SIGTERM)
     again = "" if state == "COMPLETING" else f"scontrol requeue {'7_3' if task else 7}"
     assert process.communicate()[0].strip() == again
+    slowly = "trap 'sleep 0.5; echo written; exit 0' TERM\necho begun\nwhile :; do sleep 0.1; done\n"
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{slowly}")  # as a script that writes its checkpoint
+    process = shell("slurm.sh", "run", "ppo_procgen.py", **given | {"PYTHON": tmp_path / "python"})
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[0].split("\n") == ["written", *filter(None, [again]), ""]
 
 
 @pytest.mark.slow

@@ -150,6 +150,12 @@ def test_constant_actions_are_played_and_the_best_one_anew(tmp_path, monkeypatch
     assert best["episodes"] == 16
     assert constant_actions.play("coinrun", 8, "right up, played anew", episodes=16, seed=4).items() <= best.items()
     assert len(records.read_rows(tmp_path / "a.csv")) == len(rows) == 11
+    with monkeypatch.context() as patch:
+        patch.setattr(envs, "play_episodes", lambda *_, **how: (np.array([1.0, 2, 3, 6]),))
+        row = constant_actions.play("maze", 0, "left", episodes=4, seed=0)
+        assert list(row.values())[2:6] == ["3.000", "1.080", "1", "6"]
+        constant_actions.main(constant_actions.Args(("maze",), episodes=4, out=str(tmp_path / "a")))
+    assert {row["game"] for row in records.read_rows(tmp_path / "a.csv")} == {"coinrun", "maze"}
     capfd.readouterr()
     assert_refused(constant_actions, ["bigfsh"], capfd, "GAMES bigfsh", "did you mean bigfish?")
     assert_refused(constant_actions, [], capfd, "GAMES", "give at least one")

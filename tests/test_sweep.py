@@ -296,12 +296,16 @@ def test_a_trial_that_was_never_begun_is_run(quick, tmp_path):
 @pytest.mark.parametrize(("checkpoint", "flag"), [("383", "--resume="), ("383.orbax-checkpoint-tmp", "--run_dir=")])
 def test_a_run_goes_on_from_whole_checkpoints_only(tmp_path, checkpoint, flag):
     """One that was being written when its script was killed is none."""
-    (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    shares = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    (tmp_path / "script.py").write_text(f"import os, sys; print(sys.argv, os.environ['{shares}'])")
     (tmp_path / "0/run/checkpoints" / checkpoint).mkdir(parents=True)
     (tmp_path / "0/run/args.json").write_text("{}")
     with files.take(tmp_path / "0") as lock:
         trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
-    assert flag in (tmp_path / "0/output.txt").read_text()
+    said = (tmp_path / "0/output.txt").read_text()
+    assert flag in said
+    assert "'--wandb_mode=disabled', " in said
+    assert said.endswith("] false\n")
 
 
 def test_of_two_runs_the_one_with_a_checkpoint_goes_on(tmp_path):
@@ -410,12 +414,25 @@ def test_gaussian_processes_learn_from_pruned_trials():
     assert sweep.as_told(study, trial, rules, None, TrialState.PRUNED) == (None, TrialState.PRUNED)
 
 
+def test_a_failed_trial_counts_as_the_worst_of_its_goal():
+    for goal, worst in (("maximize", 2.0), ("minimize", 5.0)):
+        study, rules = optuna.create_study(direction=goal), {"method": "bayes", "metric": {"goal": goal}}
+        for value in (5.0, 2.0):
+            study.tell(study.ask(), value)
+        assert sweep.as_told(study, study.ask(), rules, None, TrialState.FAIL) == (worst, TrialState.COMPLETE)
+
+
 def test_a_metric_that_is_never_logged_ends_the_study_at_once(tmp_path, quick, capfd):
     with pytest.raises(SystemExit) as stopped:
         quick({"x": {"values": [1, 2]}, "steps": {"value": 0}})
     assert stopped.value.code == 2
     assert "error: metric loss: " in capfd.readouterr().err
     assert [path.name for path in (tmp_path / "out").glob("0*")] == ["0000"]
+
+
+def test_one_trial_without_a_value_ends_no_study(tmp_path, quick):
+    quick({"x": {"values": [1]}, "steps": {"values": [1, 0]}})
+    assert [row["state"] for row in read_results(tmp_path / "out")] == ["complete", "fail"]
 
 
 def test_values_are_drawn_within_their_ranges():
@@ -551,8 +568,10 @@ def test_what_wandb_takes_is_taken(tmp_path):
     }  # fmt: skip
     for rule in ({"min_iter": 3, "eta": 2, "strict": True}, {"max_iter": 27, "s": 2}):
         given = {"parameters": parameters, "method": "bayes", "early_terminate": {"type": "hyperband"} | rule}
-        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", name="mine", command=["x"], run_cap=9, **given)))
+        mine = {"name": date(2024, 5, 1), "command": ["x"], "run_cap": 9}
+        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **mine, **given)))
         assert read["parameters"] == parameters
+        json.dumps(read)
         assert [type(x) for x in read["parameters"]["gamma"]["values"]] == [float, int]
 
 
@@ -576,7 +595,8 @@ def test_another_study_is_refused(tmp_path, capfd):
     """Rather than mixed with the one that is there."""
     path, out = write_sweep(tmp_path / "s.yaml"), tmp_path / "out"
     out.mkdir()
-    sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
+    study = sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
+    assert study.direction.name == "MAXIMIZE"
     (out / "0000").mkdir()
 
     assert_refused(sweep, [path, "--out", out, "--set", "gamma=0.5"], capfd, "give another --out")
@@ -601,6 +621,33 @@ def test_failures_are_told(quick, tmp_path, capfd):
     assert capfd.readouterr().err == f"error: {told}"
     quick(two)
     assert told.replace("1 of 1", "1 of 2") in capfd.readouterr().out
+
+
+def test_a_stopped_study_has_not_failed(quick, monkeypatch, capfd):
+    """Though the one trial that is over did."""
+    real = trials.run
+
+    def run(program, flags, folder, lock, stopping, **how):
+        if folder.name == "0001":
+            signal.raise_signal(signal.SIGTERM)
+        real(program, flags, folder, lock, stopping=stopping, **how)
+
+    monkeypatch.setattr(trials, "run", run)
+    quick({"x": {"values": [0, 2]}, "steps": {"value": 1}})
+    assert "stopped; the same command goes on" in capfd.readouterr().out
+
+
+def test_runs_are_beside_each_other(quick, monkeypatch, capfd):
+    both = threading.Barrier(2, timeout=60)
+
+    def meet(*given, **how):
+        both.wait()
+        raise RuntimeError("met")
+
+    monkeypatch.setattr(trials, "run", meet)
+    with pytest.raises(SystemExit):
+        quick({"x": {"values": [1, 2]}}, "--jobs", 2)
+    assert ": met\n" in capfd.readouterr().err
 
 
 def test_a_full_disk_is_told_in_one_sentence(quick, monkeypatch, capfd):
@@ -713,6 +760,33 @@ def test_cells_are_queued_once(tmp_path, monkeypatch):
             sweep.open_study(*given)
     queued = [trial.system_attrs["fixed_params"] for trial in sweep.open_study(*given).trials]
     assert queued == sweep.grid_of(given[1])
+
+
+def test_a_study_prunes_as_its_file_says(tmp_path):
+    for name, rule, pruner in (
+        ("a", None, "NopPruner"),
+        ("b", {"type": "hyperband", "min_iter": 3}, "SuccessiveHalvingPruner"),
+    ):
+        path = str(write_sweep(tmp_path / f"{name}.yaml", early_terminate=rule))
+        (tmp_path / name).mkdir()
+        study = sweep.open_study(sweep.Args(path), sweep.read_sweep(path), name, tmp_path / name)
+        assert type(study.pruner).__name__ == pruner
+
+
+def test_a_method_has_its_sampler_and_a_file_its_number_of_trials(tmp_path, monkeypatch):
+    for method, sampler in (("bayes", "TPESampler"), ("random", "RandomSampler")):
+        assert type(sweep.make_sampler(sweep.Args("s"), {"method": method}, 0)).__name__ == sampler
+    counts, path = [], write_sweep(tmp_path / "r.yaml", method="random", run_cap=3)
+    monkeypatch.setattr(sweep, "begin_trial", lambda study, args, content, count, out: counts.append(count))
+    runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path / "r")])
+    assert counts == [3]
+
+
+def test_a_sampler_that_is_not_there_begins_no_study(tmp_path, monkeypatch, capfd):
+    path = write_sweep(tmp_path / "b.yaml", method="bayes", run_cap=1)
+    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
+    assert_refused(sweep, [path, "--out", tmp_path / "b", "--sampler", "gp"], capfd, "--sampler gp: needs PyTorch")
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(
