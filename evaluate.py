@@ -84,7 +84,7 @@ def show(title: str, rows: list[dict], summary: dict) -> None:
                 table.add_column(column.replace("_", " ").replace("-", " "), justify="right", overflow="fold")
             for line in lines:
                 table.add_row(*map(text, line.values()))
-            Console().print(table)
+            Console(emoji=False).print(table)
 
 
 def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
@@ -197,8 +197,9 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
     same_step = old if old.get("global_step") == answer.step else {}
     entry = answer.summary | (answer.details or {}) | {"seed": args.seed}
     before = same_step.get(answer.name)
-    if isinstance(before, dict) and before.get("episodes", 0) > entry["episodes"]:
-        print(f"{path / 'eval.json'} keeps what it says of {before['episodes']} episodes")
+    number = before.get("episodes") if isinstance(before, dict) else None
+    if isinstance(number, int) and number > entry["episodes"]:
+        print(f"{path / 'eval.json'} keeps what it says of {number} episodes")
     else:
         runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: entry})
     show(f"{path.resolve().name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)

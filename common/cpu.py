@@ -221,7 +221,7 @@ def max_pool(x: jax.Array) -> jax.Array:
 def _max_pool_forward(x):
     rows, row_winner = _max(x, 2)
     y, winner = _max(rows, 1)
-    return y, (row_winner, winner)  # bytes: a twelfth of the memory that x, rows and y would take
+    return y, (row_winner, winner)  # bytes: a ninth of the memory that x, rows and y would take
 
 
 def _max_pool_backward(saved, g):

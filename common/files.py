@@ -146,6 +146,8 @@ def full_disk_explained(path: Path) -> Iterator[None]:
     words, into FullError."""
     try:
         yield
+    except FullError:  # of a file that was written inside
+        raise
     except Exception as error:
         chain = [error]
         while cause := chain[-1].__cause__:

@@ -217,15 +217,15 @@ def check_args(args: Any, script: str) -> None:
     named = bool(re.fullmatch(r"\w+_\w+", script))
     form = "give it a name of letters, digits and an underscore, such as my_ppo.py, else its runs cannot be found again"
     check(named, f"{script}.py: {form}")
-    check_flags(args)
-    check_devices(args)
-    if args.resume:
+    if args.resume:  # first: what else is wrong then may be a flag that nobody gave
         saved = saved_args(type(args), args.resume, "--resume", script)
         whole = (Path(args.resume) / "checkpoints").is_dir()
         check(whole, f"--resume {args.resume}: has no checkpoints, as an exported agent; give a run directory")
         for name in fixed(type(args)):
             new, old = getattr(args, name), getattr(saved, name)
             check(new == old, f"{as_given(name, new)}: a resumed run keeps its own, {as_given(name, old)}")
+    check_flags(args)
+    check_devices(args)
 
 
 def check_flags(args: Any) -> None:

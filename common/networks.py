@@ -1,4 +1,4 @@
-"""Image encoders, uint8 frames [B, 64, 64, C] in, float32 features [B, hidden] out, and recurrent cores.
+"""Image encoders, uint8 frames [B, H, W, C] in, float32 features [B, hidden] out, and recurrent cores.
 
 The IMPALA CNN, XResNet, the Nature CNN and a small MobileNetV2, all trained from scratch (loading pretrained weights is
 out of scope), are chosen by the same flags in every script; what a flag leaves at "auto" is the encoder's own. What
@@ -432,23 +432,25 @@ def _parse_channels(args) -> tuple[int, ...]:
 def _parse_xresnet(text: str) -> dict:
     """Reads "xresnet:[channels,stride]xREPEATS,...,stem,se,saK"; raises UsageError."""
     example = '"xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"'
-    blocks, stem, squeeze, attention = [], False, False, 0
+    blocks, options, attention = [], [], 0
     words = re.split(r",(?![^\[]*\])", text.removeprefix("xresnet:"))  # at the commas outside of brackets
     for word in (word.strip() for word in words):
         block = re.fullmatch(r"\[(\d{1,4}),\s*([12])\](?:x([1-9]\d?))?", word)
         last = re.fullmatch(r"sa([1-9]\d?)?", word)
-        if block and int(block[1]):
+        if block and 1 <= int(block[1]) <= 4096:
             blocks += [(int(block[1]), int(block[2]))] * int(block[3] or 1)
-        elif last:
-            attention = int(last[1] or 1)
-        elif word in ("stem", "se"):
-            stem, squeeze = stem or word == "stem", squeeze or word == "se"
+        elif last or word in ("stem", "se"):
+            options.append("sa" if last else word)
+            attention = int(last[1] or 1) if last else attention
         else:
             raise UsageError(
-                f"--encoder {text}: {word!r} is neither [channels,stride] with stride 1 or 2 (and x4 for four of them) "
-                f"nor stem, se or sa2; an example is {example}"
+                f"--encoder {text}: {word!r} is neither [channels,stride] of 1 to 4096 channels and stride 1 or 2 (and "
+                f"x4 for four of them, at most x99) nor stem, se or sa2; an example is {example}"
             )
     check(blocks, f"--encoder {text}: has no blocks; an example is {example}")
+    twice = [option for option in options if options.count(option) > 1]
+    check(not twice, f"--encoder {text}: has {twice[0] if twice else ''!r} twice; an example is {example}")
+    stem, squeeze = "stem" in options, "se" in options
     check(len(blocks) <= 256, f"--encoder {text}: has {len(blocks)} blocks; at most 256 make sense")
     check(attention <= len(blocks), f"--encoder {text}: sa{attention} is more than its {len(blocks)} blocks")
     halved = sum(stride == 2 for _, stride in blocks) + stem

@@ -206,7 +206,7 @@ class Run:
         self._lines, self._evaluated, self._saved, self._begun = 0, 0, 0, False
         self._signal, self._written, self._seconds = None, None, 0.0
         self._old_handlers = {}
-        self._console = Console(stderr=True, quiet=not self.first)
+        self._console = Console(stderr=True, quiet=not self.first, emoji=False)  # a path may have a :x:
         self._console.on_broken_pipe = self._on_broken_pipe  # Rich's own would end the program
         self._progress = Progress(
             "[progress.description]{task.description}",
@@ -495,8 +495,8 @@ class Run:
         self._metrics, self._lines = path.open("a"), len(kept)
 
     def while_replaying(self, what: str, total: int) -> Callable[[int], None]:
-        """Asked with how many of `total` steps have been played again: says so every ten seconds, and ends the program
-        if a signal came, since nothing has been learnt yet."""
+        """Asked with how many of `total` steps have been played again: says so every ten seconds, and on a single
+        host ends the program if a signal came, since nothing has been learnt yet."""
         told = time.monotonic()
 
         def progress(count: int) -> None:

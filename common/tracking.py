@@ -26,11 +26,10 @@ def wandb_mode(args: Any) -> str:
     if mode in (None, "online"):
         try:
             logged_in = wandb.login(prompt=False)
-        except Exception:  # no network, or a key that is refused: without the server, training can go on
+        except Exception:  # no network, or a key that is refused: where nobody asked for the server, training goes on
             logged_in = False
-        check(
-            logged_in or mode is None, f"--wandb-mode {args.wandb_mode}: not logged in; run wandb login or use offline"
-        )
+        why = "not logged in, or no network; run wandb login or use offline"
+        check(logged_in or mode is None, f"--wandb-mode {args.wandb_mode}: {why}")
         mode = "online" if logged_in else "offline"
     return mode
 

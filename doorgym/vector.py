@@ -120,7 +120,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
                 raise ValueError(f"{name} {value}: must be from {low} to {high}")
         if max_episode_steps < 1 or max_episode_steps % action_repeat:
             raise ValueError(
-                f"max_episode_steps {max_episode_steps}: must be a multiple of action_repeat {action_repeat}"
+                f"max_episode_steps {max_episode_steps}: must be 1 or more, and a multiple of action_repeat "
+                f"{action_repeat}"
             )
         self.task, self.robot, self.num_envs, self.render_mode = worlds.TASKS[task], robot, num_envs, render_mode
         self.action_repeat, self.max_episode_steps = action_repeat, max_episode_steps

@@ -25,7 +25,8 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 REFERENCE = Path(__file__).parent / "reference" / "doorgym_matrices.csv"
-FREE = trials.BESIDE | {"seed", "num_devices"}  # flags in which runs of one method may differ
+# Flags in which runs of one method may differ; tasks are compared by their names.
+FREE = trials.BESIDE | {"seed", "num_devices", "tasks"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def read_rates(path: Path, tasks: tuple[str, ...], method: str | None = None) ->
     good = 0 < len(texts) <= len(tasks) and all(
         re.fullmatch(r"(0?\.\d+|[01](\.0*)?)?", x) for row in texts for x in row
     )
-    check(good, f"RUN_DIRS {path}: is no table of success rates on {', '.join(tasks)}, leave it out")
+    check(good, f"RUN_DIRS {path}: is no table of success rates on {', '.join(tasks)} (or not yet), leave it out")
     return np.array([[float(x or "nan") for x in row] for row in texts])
 
 

@@ -29,7 +29,7 @@ class Args:
 
 def rows(text: str, width: int) -> np.ndarray:
     """A strip, or its row N, as uint8 [H, width, 3]."""
-    path, _, number = (text, "", "") if Path(text).is_file() else text.rpartition(":")
+    path, colon, number = (text, "", "") if Path(text).is_file() else text.rpartition(":")
     check(Path(path).is_file(), f"STRIPS {text}: there is no such file")
     try:
         picture = Image.open(path).convert("RGB")
@@ -37,7 +37,7 @@ def rows(text: str, width: int) -> np.ndarray:
         raise runs.UsageError(f"STRIPS {text}: is no picture") from None
     height = picture.width // films.MOMENTS
     check(0 < height <= picture.height, f"STRIPS {text}: is no film strip, {films.MOMENTS} frames wide")
-    if number:
+    if colon:
         count = picture.height // height
         square = picture.height == count * height
         check(square, f"STRIPS {text}: its frames are not square, so rows cannot be told; give all of it")

@@ -153,7 +153,7 @@ class ProgressLine:
 
     def __init__(self, what: str, count: int, done: int, console: Console | None = None):
         """`done` of `count` runs are over already."""
-        console = console or Console(stderr=True)
+        console = console or Console(stderr=True, emoji=False)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(None),

@@ -91,6 +91,7 @@ def few_programs():
 @pytest.fixture(autouse=True, scope="session")
 def small_bonus():
     """The bonus's two networks have a size of their own: an update of TINY takes ten times as long with them."""
+    assert networks.EncoderArgs(width=1) == bonus.ENCODER
     small = networks.EncoderArgs(channels="4", blocks=0, downsample="stride", pool="flatten")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bonus, "ENCODER", small)

@@ -23,7 +23,11 @@ from common import agents, files, networks, runs
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    return apex.main(apex.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("run")), "total_timesteps": 200})).path
+    return apex.main(
+        apex.Args(
+            **TINY | {"run_dir": str(tmp_path_factory.mktemp("run")), "total_timesteps": 200, "wandb_entity": "us"}
+        )
+    ).path
 
 
 def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
@@ -40,7 +44,7 @@ def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
     exported, saved = (json.loads((path / "eval.json").read_text()) for path in (folder, run_dir))
     assert exported == saved
     exported = json.loads((folder / "args.json").read_text())
-    assert exported["args"]["run_dir"] == "runs"
+    assert (exported["args"]["run_dir"], exported["args"]["wandb_entity"]) == ("runs", "")
     assert exported["env_id"] == TINY["env_id"]
     assert (folder / agents.FILE).stat().st_size < 2e6
 
@@ -153,6 +157,10 @@ def test_a_card_names_the_game(tmp_path):
     runs.write_json(tmp_path / "args.json", {"script": rnd.SCRIPT, "env_id": args.env_id, "args": vars(args)})
     runs.write_json(tmp_path / "eval.json", {"global_step": 5, "room": {"mean_return": 0.0, "std": 0.0, "episodes": 2}})
     assert f"# RND on {rnd.Args.env_id}\n" in agents.card(tmp_path, "me/rnd")
+    text = agents.card(ROOT / "agents" / "ppo_bigfish", "me/x")
+    assert "| test levels | mean return | 25.12 | 17.09 | 512 |" in text
+    assert ", on all levels of the easy game" in text
+    assert not agents.results({"random_test_levels": {"mean_return": 1.0, "std": 0.0, "episodes": 2}})
 
 
 @pytest.mark.parametrize(
@@ -180,6 +188,9 @@ def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, tmp_pa
     changed = runs.read_args(str(run_dir), "")
     runs.write_json(tmp_path / "args.json", changed | {"args": changed["args"] | {"num_levels": "ten"}})
     assert_refused(evaluate, [str(tmp_path), "--human"], capfd, f"RUN_DIR {tmp_path}", "args.json")
+    own = runs.read_args(str(bigfish), "")
+    runs.write_json(tmp_path / "args.json", own | {"args": own["args"] | {"seed": 77}})
+    assert_refused(evaluate, [str(bigfish), "--export", str(tmp_path)], capfd, "of another run")
 
 
 def test_who_is_not_logged_in_is_told_before_anything_is_played(bigfish, hub, monkeypatch, capfd):

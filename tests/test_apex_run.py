@@ -230,6 +230,9 @@ HOST = {"max_lag", "replay_ratio", "restart_every"}
 def test_every_flag_is_in_a_test():
     names = {f.name for f in fields(apex.Args)}
     assert names - SHARED_FLAGS <= set(FLAGS) | ELSEWHERE <= names
+    kept = "distribution_mode num_levels start_level use_backgrounds restrict_themes gap_stack restart_every num_steps"
+    kept += " learning_starts per_alpha reward_shaping reward_clip"
+    assert set(kept.split()) <= set(runs.fixed(apex.Args))
 
 
 @pytest.mark.slow

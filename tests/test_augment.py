@@ -65,6 +65,7 @@ def test_translate_equals_numpy_roll():
     assert len(np.unique(found, axis=0)) > 35
     assert found.min(axis=0).max() <= -6
     assert found.max(axis=0).min() >= 6
+    assert (found.min(), found.max()) == (-8, 8)
 
 
 def test_pad_crop_equals_numpy_pad():
@@ -76,6 +77,7 @@ def test_pad_crop_equals_numpy_pad():
     assert len(np.unique(found, axis=0)) > 35
     assert found.min(axis=0).max() <= 2
     assert found.max(axis=0).min() >= 18
+    assert (found.min(), found.max()) == (0, 20)
 
 
 def test_crop_resize_equals_pillow():
@@ -240,6 +242,7 @@ def test_names_are_read():
         with pytest.raises(UsageError) as error:
             augment.parse(text)
         assert all(word in str(error.value) for word in (f"--augment {text}:", *words))
+    assert (augment.AugmentArgs().augment_prob, augment.DracArgs().drac_coef) == (0.5, 0.1)  # as published
 
 
 def test_drac_by_hand():

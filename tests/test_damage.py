@@ -22,7 +22,7 @@ from conftest import ROOT, TINY, assert_refused, assert_same_run, read_metrics
 import evaluate
 import impala_procgen as impala
 import ppo_procgen as ppo
-from common import atari, checkpoints, devices, files, runs
+from common import atari, checkpoints, devices, envs, files, runs
 
 RUN = TINY | {"checkpoint_every": 128, "keep_checkpoints": 10, "total_timesteps": 500}
 
@@ -367,10 +367,27 @@ def test_evaluation_of_what_is_no_run_of_ours(run_dir, tmp_path, capfd):
         assert_refused(evaluate, [run_dir], capfd, f"RUN_DIR {run_dir}", "give a run directory")
 
 
-def test_an_eval_json_that_cannot_be_read_is_kept(tmp_path, capfd):
+def test_an_eval_json_that_cannot_be_read_is_kept(tmp_path, capfd, monkeypatch):
     (tmp_path / "eval.json").write_text("{")
     assert evaluate.read_results(tmp_path / "eval.json") == {}
     assert (tmp_path / "damaged" / "eval.json").read_text() == "{"
+
+    def answer(**how):
+        asked.append((how["levels"], how["seed"]))
+        return envs.Evaluation(7, "test_levels", "", [], {"episodes": 4}, np.zeros((2, 64, 64, 3), np.uint8))
+
+    asked = []
+    monkeypatch.setattr(evaluate, "player", lambda *_: answer)
+    for old in (
+        {"global_step": 6, "test_levels": {"episodes": 9}},
+        {"global_step": 7, "test_levels": {"episodes": None}},
+    ):
+        files.write_json(tmp_path / "eval.json", old)  # of another step, and no number
+        evaluate.play(evaluate.Args((str(tmp_path),), seed=3, human=True), str(tmp_path), ppo, ppo.Args(num_levels=1))
+        new = json.loads((tmp_path / "eval.json").read_text())
+        assert new == {"global_step": 7, "test_levels": {"episodes": 4, "seed": 3}}
+    assert asked[:3] == [("test", 3), ("train", 3), ("test", 3)]
+    assert (tmp_path / "videos" / "side_by_side_7.mp4").exists()
 
 
 def test_the_room_is_one_of_the_pyramids():
@@ -433,7 +450,7 @@ def test_a_closed_pipe_is_as_good_as_a_signal(tmp_path, monkeypatch, capfd):
     assert checkpoints.steps_in(run.path) == [0]
 
 
-def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch):
+def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch, tmp_path):
     """A file that may not be read now is not moved away; one of an earlier version is said to be that."""
 
     python = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -443,9 +460,19 @@ def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch)
             patch.setattr(checkpoints, "_read", mock.Mock(side_effect=error))
             with pytest.raises(runs.UsageError, match=rf"cannot be read here and now.*{why}"):
                 checkpoints.load(run_dir)
+    for error in (MemoryError(), *(OSError(n, "") for n in (errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT))):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_read", mock.Mock(side_effect=error))
+            with pytest.raises(runs.UsageError, match="here and now"):
+                checkpoints.load(run_dir)
     monkeypatch.setattr(checkpoints, "checksum", lambda tree: np.zeros(32, np.uint8))
     with pytest.raises(runs.UsageError, match=r"no whole checkpoint: .*its checksum differs"):
         checkpoints.load(run_dir)
+    old = tmp_path / "checkpoints" / "5"
+    with checkpoints._orbax() as orbax:
+        orbax.save(old, {"state": np.zeros(1)})
+    with pytest.raises(runs.UsageError, match="has no checksum, it is of an earlier version"):
+        checkpoints._read(old)
 
 
 def test_a_full_disk_while_events_are_written(tmp_path):

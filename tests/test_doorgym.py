@@ -57,6 +57,7 @@ def test_latch_blocks_at_82_hundredths_and_frees_at_84(name, sign):
         opened[angle] = abs(data.joint("door").qpos[0])
     assert opened[0.82] < 0.005
     assert opened[0.84] > vector.OPEN
+    assert 0.82 < vector.FREE < 0.84
 
 
 @pytest.mark.parametrize("name", doorgym.TASKS)
@@ -100,6 +101,9 @@ def test_fingertip_and_mass_matrix_of_the_hook():
     assert model.nu == 6
     assert (model.actuator_gear[:, 0] == 2).all()  # N, and N m
     assert (model.actuator_ctrlrange == (-1, 1)).all()
+    for name, x in (("Pull-Right-Pull", (0.011 + 0.0935) / 2), ("Round-Left-Pull", 0.014 + 0.038 / 2)):
+        _, _, data = compiled(name)
+        np.testing.assert_allclose(data.site("knob").xpos - data.body("knob").xpos, (x, 0, 0), atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +174,26 @@ def test_check_says_how_many_and_fails_below_nine_of_ten(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         doorgym_main.main(doorgym_main.Args(check=True))
     assert stopped.value.code == 1
+    asked = []
+
+    def open_first(*given):
+        asked.append(given)
+        return {"success": np.arange(10) < (8 if len(asked) == 1 else 10)}
+
+    monkeypatch.setattr(doorgym_main, "open_doors", open_first)  # the first task is the bad one
+    with pytest.raises(SystemExit) as stopped:
+        doorgym_main.main(doorgym_main.Args(check=True))
+    assert (stopped.value.code, asked[0]) == (1, ("Pull-Right-Pull", 64, 0, "hard"))
 
 
-def test_opener_refuses_what_a_hook_cannot_turn(make):
+def test_opener_refuses_what_a_hook_cannot_turn(make, monkeypatch):
     with pytest.raises(ValueError, match="Round-Left-Push with a hook"):
         opener.Opener(make("Round-Left-Push", 1, 1, 1, num_worlds=1))
+    made = mock.Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(opener, "DoorVectorEnv", made)
+    with pytest.raises(ZeroDivisionError):
+        opener.open_doors("Lever-Left-Pull", 3, 5, "easy")
+    assert (made.call_args.args, made.call_args.kwargs["hardness"]) == (("Lever-Left-Pull", 3, 5), "easy")
 
 
 @pytest.mark.parametrize("hardness", ["hard", "easy"])
@@ -374,7 +393,7 @@ def test_worlds_can_be_taken_in_turn(make):
 
 @pytest.mark.parametrize("knob", ["pull", "lever", "round"])
 def test_what_is_drawn_is_in_the_model(knob):
-    """Each joint's damping, spring and range, and the door's mass and inertia about its hinge."""
+    """Each joint's damping, spring and range, and the door's mass."""
     task = doorgym.TASKS[f"{knob.capitalize()}-Left-Push"]
     world = worlds.draw(knob, "hard", np.random.default_rng(5))
     model = worlds.build(task, "hook", world).compile()
@@ -409,12 +428,19 @@ def test_episodes_are_truncated_and_begin_again_in_the_same_step(make):
             assert set(info["final_info"]) >= {"door_angle", "knob_angle", "max_knob_angle", "freed", "success"}
         else:
             assert "final_obs" not in info
+    doors.reset(seed=1)
+    doors.step(np.ones((3, 6)))
+    doors.reset(options={"reset_mask": np.array([False, False, True])})
+    for _ in range(4):
+        obs, _, _, truncated, _ = doors.step(np.ones((3, 6)))
+    assert truncated.tolist() == [True, True, False]
+    assert (obs[:, 6:12] == 0).all(axis=1).tolist() == [True, True, False]  # the third one's episode goes on
 
 
 def test_success_is_a_door_that_has_been_open_in_this_episode(make):
     doors = make("Pull-Left-Pull", 2, 1, 1, max_episode_steps=40)
     doors.reset(seed=1)
-    doors._state[0, 1 + doors._door] = -0.25
+    doors._state[:, 1 + doors._door] = -0.25, -0.19
     _, _, _, _, info = doors.step(np.zeros((2, 6)))
     assert info["door_angle"][0] > 0.2  # in the door's own direction
     assert info["success"].tolist() == [True, False]
@@ -508,6 +534,9 @@ def test_pictures_show_the_door_move(make):
     assert (shut != other).any()
     doors._state[0, 1 + doors._door] = 1.0
     assert (doors.frame(0) != shut).any(axis=-1).mean() > 0.2
+    before = doors.frame(0)
+    doors._world[0] = (doors._world[0] + 1) % 8  # as the next episode's
+    assert (doors.frame(0) != before).any(axis=-1).mean() > 0.2
     doors.close()
     with pytest.raises(RuntimeError, match="are closed"):
         doors.frame(0)
@@ -524,7 +553,10 @@ def test_pictures_show_the_door_move(make):
         ({"num_worlds": 0}, "num_worlds 0"),
         ({"seed": -1}, "seed -1: must be from 0"),
         ({"width": 1200}, "width 1200: must be from 1 to 1024"),
-        ({"max_episode_steps": 10, "action_repeat": 4}, "max_episode_steps 10: must be a multiple of action_repeat 4"),
+        (
+            {"max_episode_steps": 10, "action_repeat": 4},
+            "max_episode_steps 10: must be 1 or more, and a multiple of action_repeat 4",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, message):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import envs, runs, shaping
+from common import atari, envs, runs, shaping
 from ppo_procgen import Args
 
 
@@ -55,6 +55,10 @@ def test_episode_statistics_leave_out_steps_that_are_no_transition():
     assert stats.metrics() == copy.metrics() == {
         "charts/episodic_return": np.mean([3, 4, 1, 5]), "charts/episodic_length": np.mean([2, 1, 1, 5])
     }  # fmt: skip
+    many, ends = envs.EpisodeStatistics(1), np.ones((150, 1), bool)
+    rewards = np.arange(150, dtype=np.float32)[:, None]
+    many.add(envs.Steps(rewards, ends, ~ends, ~ends, np.zeros((151, 1), int), np.zeros(1, bool)))
+    assert many.metrics() == {"charts/episodic_return": 99.5, "charts/episodic_length": 1}  # of the last hundred
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +67,13 @@ def make():
 
 
 class Quiet:
-    """Stands for a run: nothing is said, nothing stops."""
+    """Stands for a run: nothing stops; what it is told."""
+
+    def __init__(self):
+        self.told = []
 
     def while_replaying(self, what, total):
-        return lambda count: None
+        return self.told.append
 
 
 def play(games, steps, rng):
@@ -83,7 +90,9 @@ def test_games_come_back_where_they_were(make, rollouts):
     copy = envs.Games(make, range(3), seed=6, restart_every=60)
     mark = games.mark()
     went_on = play(games, 20, np.random.default_rng(1))  # a mark stays where it is, also over a restart
-    copy.restore(mark.save(), Quiet())
+    quiet = Quiet()
+    copy.restore(mark.save(), quiet)
+    assert quiet.told == list(range(0, 3 * mark.steps, 3))
     for a, b in zip(play(copy, 20, np.random.default_rng(1)), went_on, strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(games.obs, copy.obs)
@@ -94,7 +103,9 @@ def test_a_rollouts_steps_are_what_the_games_say(make):
     rng, by_hand = np.random.default_rng(0), envs.Games(make, range(3), seed=5, restart_every=10**6)
     actions = rng.integers(0, 15, (400, 3))
     choices = iter(actions)
-    steps = envs.Games(make, range(3), 5, 10**6).play(lambda obs, age: next(choices), 400, runs.Stopwatch())
+    asked, games = [], envs.Games(make, range(3), 5, 10**6)
+    steps = games.play(lambda obs, age: next(choices), 400, runs.Stopwatch(), lambda: asked.append(1))
+    assert len(asked) == 400  # whether to stop, before each step
     said = zip(*(by_hand.step(action) for action in actions), strict=True)
     for mine, theirs in zip((steps.rewards, steps.terminated, steps.truncated), said, strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -179,6 +190,14 @@ def test_what_is_said_of_an_evaluation(mode, least, monkeypatch):
     assert summary["standard_error"] == pytest.approx(np.std(played[0]) / np.sqrt(3))
     assert (summary["std"], summary["min"], summary["max"]) == (pytest.approx(np.std(played[0])), 10, 30)
     assert (summary["mean_return"], summary["episodes"], by_level) == (21, 3, {"3": [30.0], "5": [10.0, 23.0]})
+    asked = []
+    monkeypatch.setattr(envs, "play_episodes", lambda env, policy, *_, **__: asked.append(policy) or played)
+    how = {"episodes": 3, "seed": 1, "levels": "test", "video": False}
+    for random in (False, True):
+        envs.evaluate_checkpoint(args, 5, "policy", random=random, **how)
+    assert asked == ["policy", envs.random_policy]
+    sums = [[sum(ends) for ends in zip(*ranges.values(), strict=True)] for ranges in envs.RETURN_RANGES.values()]
+    np.testing.assert_allclose(sums, [[35.5, 309], [26.5, 284.4]])  # openai/train-procgen's, all games together
 
 
 def test_a_restart_ends_no_episode_in_the_statistics():
@@ -220,6 +239,9 @@ def test_every_game_runs(game, mode):
     assert obs.dtype == np.uint8
     assert env.action_space.n == envs.NUM_ACTIONS
     assert obs.std() > 0
+    assert env.spec.config.distribution_mode == (mode == "hard")
+    how = envs.make_levels(Args(env_id=game, use_backgrounds=False, restrict_themes=True), 1, 0).spec.config
+    assert (how.use_backgrounds, how.restrict_themes) == (False, True)
 
 
 def test_test_levels_lie_above_the_training_levels():
@@ -253,6 +275,12 @@ class Scripted:
         return obs, np.float32(~done * actions), self.age == self.length, np.zeros_like(done), info
 
 
+@pytest.mark.parametrize("game", [envs, atari])
+def test_random_play_has_every_action(game):
+    actions, _ = game.random_policy(np.zeros(999), None, jax.random.PRNGKey(0), None)
+    assert set(np.asarray(actions).tolist()) == set(range(game.NUM_ACTIONS))
+
+
 def test_each_game_plays_its_quota_of_episodes():
     """Three games, five episodes: two a game, whatever their lengths; the film is one whole episode."""
     seen, keys = [], []
@@ -261,6 +289,7 @@ def test_each_game_plays_its_quota_of_episodes():
         seen.append((frames.shape, memory))
         keys.append(tuple(np.asarray(key).tolist()))
         assert (age == [len(seen) - 1] * 3).all() or len(seen) > 2
+        np.testing.assert_array_equal(frames[:, 0, 0, [1, 4]], np.stack([np.maximum(age - 3, 0), age], axis=1))
         return np.array([1, 2, 1]), len(seen)
 
     offsets = envs.stack_offsets(4, True)

@@ -3,6 +3,7 @@
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,8 @@ def test_chunked_hypernetwork_by_hand():
     parts = [forward(hyper, np.concatenate([embedding, name])[None])[2][0] for name in names]
     got = agent.hyper.apply(learner["hyper"], learner["embedding"])
     np.testing.assert_allclose(got, np.concatenate(parts)[: agent.size], rtol=1e-4, atol=1e-4)
+    both = agent.hyper.apply(learner["hyper"], jnp.stack([0 * learner["embedding"], learner["embedding"]]))
+    np.testing.assert_allclose(both[1], got, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("critic", "size", "weights"), [("fresh", 5580, 3_992_780), ("hyper", 10829, 7_357_389)])
@@ -144,6 +147,13 @@ def test_hypernetwork_starts_as_in_pytorch():
         for x in (weights, biases):
             assert 0.95 * bound < np.abs(x).max() <= bound
             assert abs(np.mean(x)) < 0.2 * bound
+    assert make(num_layers=1)[1].size == 15 * 5 + 5 + 5 * 6 + 6
+    kernel = make(method="ppo", hidden=16)[1].init_networks(jax.random.PRNGKey(0))["actor"]["params"]["Dense_1"][
+        "kernel"
+    ]
+    np.testing.assert_allclose(kernel.T @ kernel, 2 * np.eye(16), atol=1e-4)
+    hyper = make(chunked=True, critic="hyper", hidden=30)[1].hyper.init(jax.random.PRNGKey(0), jnp.zeros(3))
+    assert np.std(hyper["params"]["chunks"]) > 0.5
 
 
 # THE PENALTY
@@ -159,16 +169,18 @@ def penalty_gradient(hyper, embeddings, targets):
     return [(embeddings.T @ d1, d1.sum(0)), (one.T @ d2, d2.sum(0)), (two.T @ d3, d3.sum(0))]
 
 
-@pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0])
+@pytest.mark.parametrize("max_grad_norm", [1e-4, 0.0, 1e9])
 def test_penalty_looks_a_step_ahead_and_is_not_clipped(max_grad_norm):
     args, agent = make(max_grad_norm=max_grad_norm, beta=0.3, hyper_learning_rate=0.02)
     state = begun(*make(), tasks=3)
     state = state._replace(embeddings=random_like(state.embeddings, 4), targets=random_like(state.targets, 5))
     gradients = [jax.jit(partial(hn.gradients, args, agent, remember=x)) for x in (False, True)]
     (plain, _), (both, parts) = (gradient(state, batch_of(args, 7)) for gradient in gradients)
-    if max_grad_norm:
+    if max_grad_norm == 1e-4:
         np.testing.assert_allclose(optax.tree.norm(plain), max_grad_norm, rtol=1e-3)
         assert float(parts["grad_norm"]) > max_grad_norm
+    else:
+        np.testing.assert_allclose(optax.tree.norm(plain), parts["grad_norm"], rtol=1e-3)
 
     # Adam's next step with the task's gradient only, from its moments after three steps.
     def ahead(theta, g, mu, nu):
@@ -329,6 +341,8 @@ def test_a_rollout_ends_with_the_episodes_last_observation():
     for name in ("success", "freed", "max_knob_angle"):
         np.testing.assert_array_equal(getattr(ends, name), info["final_info"][name])
     np.testing.assert_array_equal(ends.returns, rollout.rewards.sum(axis=0))
+    means = doors.Ends(np.zeros(4), np.arange(4) < 1, np.arange(4) < 2, np.full(4, 0.9)).means("a/")
+    assert means == pytest.approx({"a/success_rate": 0.25, "a/freed_rate": 0.5, "a/max_knob_angle": 0.9})
 
 
 def test_a_row_of_the_matrix_asks_each_tasks_own_policy(monkeypatch):
@@ -351,7 +365,7 @@ def test_a_row_of_the_matrix_asks_each_tasks_own_policy(monkeypatch):
     assert np.abs(said[0] - said[1]).max() > 1e-3
 
 
-def test_each_update_plays_episodes_of_its_own():
+def test_each_update_plays_episodes_of_its_own(monkeypatch):
     args, agent = make()
     state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
     with closing(doors.make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=1)) as env:
@@ -362,6 +376,19 @@ def test_each_update_plays_episodes_of_its_own():
         assert (first.obs[0] != other.obs[0]).any()
         noise = (x.actions[0] - hn.act(agent, hn.policy_for(agent, state, 0), x.obs[0]) for x in (first, other))
         assert np.abs(np.subtract(*noise)).max() > 0.1
+
+    def stop_at(args, agent, remember, *_):
+        raise KeyError(remember)
+
+    monkeypatch.setattr(hn.doors, "make_doors", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(hn, "collect", lambda *_, **__: (0, 0))
+    monkeypatch.setattr(hn.devices, "put", lambda args, given, lies: given)
+    monkeypatch.setattr(hn, "update", stop_at)
+    later = hn.TrainState(*[1] * len(hn.TrainState._fields))  # in the second task
+    for flags, remember in (({}, True), ({"beta": 0.0}, False), ({"method": "finetune"}, False)):
+        with pytest.raises(KeyError) as said:
+            hn.learn_task(*make(**flags), SimpleNamespace(stop=None), later)
+        assert said.value.args[0] is remember
 
 
 def test_what_is_played_is_what_the_density_is_of():
@@ -384,6 +411,16 @@ def test_an_evaluation_is_before_as_many_doors(monkeypatch):
 
     monkeypatch.setattr(doors, "play", worlds_of)
     assert len(set(doors.evaluate(hn.Args(), None, "Pull-Right-Pull", episodes=20, seed=3))) == 20
+
+    def start_of(env, policy, seed, film):
+        return None, (env.worlds[0].shape, env.reset(seed=seed)[0][:, :6])
+
+    monkeypatch.setattr(doors, "play", start_of)
+    shapes, starts = zip(
+        *(doors.evaluate(hn.Args(), None, "Pull-Right-Pull", episodes=2, seed=seed) for seed in (3, 4)), strict=True
+    )
+    assert shapes[0] != shapes[1]
+    assert (starts[0] != starts[1]).all()
 
 
 @pytest.mark.parametrize("color", [0, 0.5, 1, 2])
@@ -450,6 +487,7 @@ def test_what_an_update_learns_from():
         moved, batch, metrics = jax.jit(prepare, static_argnums=0)(replace(args, num_devices=n), state, rollout)
         np.testing.assert_allclose(moved.return_filter.var, filters.var, rtol=1e-4)
         assert not moved.return_filter.discounted.any()  # each door's next episode begins at 0
+        np.testing.assert_allclose(metrics["losses/action_std"], np.exp(log_std).mean(), rtol=1e-3)
         explained = 1 - advantages.var() / want["returns"].var()
         np.testing.assert_allclose(metrics["losses/explained_variance"], explained, rtol=1e-3, atol=1e-3)
         for name, x in want.items():
@@ -485,6 +523,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     state, metrics = update(state, good)
     assert metrics["charts/skipped_steps"] == 16
     assert metrics["charts/skipped_in_a_row"] == 0
+    early = random_rollout(args)
+    early.actions[:32] = 1e30  # a quarter of the decisions: each minibatch has some of them
+    assert update(begun(args, agent), early)[1]["charts/skipped_steps"] == 8
 
 
 # TASK AFTER TASK
@@ -530,6 +571,9 @@ def test_what_a_new_task_keeps(method, keep_std):
         assert np.std(new.learner["embedding"]) > 0.1
         assert same(hn.policy_for(agent, new, 0)["actor"], networks["actor"])
         assert not same(hn.policy_for(agent, new, 1)["actor"], networks["actor"])
+    if args.method == "hnppo":
+        later = hn.begin_task(args, agent, new._replace(finished=jnp.int32(2)))
+        assert not same(later.learner["embedding"], new.learner["embedding"])
 
 
 def test_best_and_held():
@@ -543,6 +587,8 @@ def test_best_and_held():
     assert float(state.best.success) == np.float32(0.95)
     fifth = random_like(state.learner, 4)  # of two equally good ones the later
     assert all((x == y).all() for x, y in zip(jax.tree.leaves(state.best.learner), jax.tree.leaves(fifth), strict=True))
+    keys = [devices.run_once(hn.initial_state, replace(args, seed=seed), agent).key for seed in (1, 2)]
+    assert (keys[0] != keys[1]).any()
 
 
 # METRICS
@@ -569,6 +615,13 @@ def test_what_was_not_measured_is_not_zero(tmp_path):
     continual.write_csv(tmp_path / "matrix.csv", matrix, ("a", "b", "c"))
     assert (tmp_path / "matrix.csv").read_text().splitlines()[:2] == ["after,a,b,c", "a,0.8000,,0.2000"]
     assert continual.draw(matrix, ("a", "b", "c")).std() > 20
+    assert list(continual.table_of(matrix[:2], ("a", "b", "c")).columns[1].cells) == ["0.80", "0.90"]
+    logged = {}
+    run = SimpleNamespace(
+        log=lambda step, line: logged.update(line), path=tmp_path, save_picture=lambda *_: None, show=lambda *_: None
+    )
+    continual.report(run, 1, matrix[1:], ("a", "b", "c"), title="", note="")  # two of three tasks so far
+    assert logged["eval/ACC"] == pytest.approx(2.4 / 3)
 
 
 def test_metrics_by_hand():
@@ -588,3 +641,9 @@ def test_inside_a_task_evaluate_plays_its_best_parameters(monkeypatch):
         want = jax.jit(agent.networks)(best.learner if old else state.learner)["actor"]
         got = hn.trained(args, agent, "")["actor"]
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x[0], y, rtol=1e-5, atol=1e-6), got, want)
+    args, agent = make(method="ppo")
+    state = begun(args, agent, tasks=2)
+    monkeypatch.setattr(hn.agents, "load", lambda run_dir, initial, part: part(state))
+    got = hn.trained(args, agent, "")["actor"]
+    for i, want in enumerate((agent.unpack(state.targets[0])["actor"], state.learner["actor"])):
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i], y), got, want)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from contextlib import closing
 from dataclasses import asdict, fields
 from functools import partial
 
@@ -233,6 +234,7 @@ def test_evaluation_is_the_same_every_time(whole):
     how = {"episodes": 5, "levels": "test", "random": False, "video": False}
     first, second, other = (hn.evaluate(args, str(whole), seed=seed, **how) for seed in (0, 0, 1))
     assert first == second
+    assert hn.evaluate(args, str(whole), seed=0, **how | {"random": True}).rows != first.rows
     assert first.step == 1536
     assert first.rows != other.rows
     agent = hn.make_agent(args)
@@ -243,6 +245,16 @@ def test_evaluation_is_the_same_every_time(whole):
     for row, actor in zip(first.rows, actors, strict=True):
         ends = doors.evaluate(args, hn.make_policy(agent, actor), row["task"], episodes=5, seed=hn.EVAL_SEED)
         assert row["mean_return"] == pytest.approx(ends.returns.mean(), rel=1e-5)
+
+
+def test_each_seed_has_doors_of_its_own_and_as_many_as_are_asked_for(train, monkeypatch):
+    make, asked = doors.make_doors, []
+    monkeypatch.setattr(doors, "make_doors", lambda *given, **how: asked.append(how) or make(*given, **how))
+    for seed in (1, 2):
+        train(tasks="0", num_worlds=3, task_timesteps=256, eval_every=0, seed=seed)
+    training = [how for how in asked if not how.get("in_turn")]
+    assert [how["num_worlds"] for how in training] == [3, 3]
+    assert training[0]["seed"] != training[1]["seed"]
 
 
 def test_doors_have_no_training_levels(whole, capfd):
@@ -256,7 +268,7 @@ def test_a_row_says_what_it_took(tmp_path, whole, capfd):
     args = asdict(hn.Args(tasks="2", method="ppo", noise_color=0.0, seed=3))
     lines = [{"global_step": 10 * (i + 1), "time": i, "losses/action_std": 1 / (i + 1)} for i in range(20)]
     for i, line in enumerate(lines):
-        line |= {f"charts/{name}": i / 20 for name in ("success_rate", "freed_rate", "max_knob_angle")}
+        line |= {"charts/success_rate": i / 20, "charts/freed_rate": i / 40, "charts/max_knob_angle": i / 10}
         if i % 5 == 4:
             line["eval/success_rate"] = i / 20
 
@@ -269,7 +281,7 @@ def test_a_row_says_what_it_took(tmp_path, whole, capfd):
     assert row == {
         "task": "Lever-Right-Pull", "method": "ppo", "flags": "--noise-color 0.0", "seed": 3, "decisions": 200,
         "best_evaluation": 0.95, "decisions_to_0.5": 150, "training_success_rate": 0.725,
-        "training_freed_rate": 0.725, "training_max_knob_angle": 0.725, "action_std": 0.05,
+        "training_freed_rate": 0.362, "training_max_knob_angle": 1.45, "action_std": 0.05,
     }  # fmt: skip
     assert "best evaluation 0.95" in capfd.readouterr().out
     write(args, [*lines[:-1], lines[-1] | {"eval/success_rate": 0.6}])  # the best one need not be the last
@@ -283,6 +295,8 @@ def test_a_row_says_what_it_took(tmp_path, whole, capfd):
     assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "without --noise-color")
     write(args, lines[:3])
     assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "no evaluation yet")
+    write(args, [{"global_step": 1, "time": 0, "eval/success_rate": 0.5}])
+    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "what became of the latch")
     assert_refused(remedies, [whole], capfd, f"RUN_DIRS {whole}", "of 2 tasks")
     assert_refused(remedies, [], capfd, "RUN_DIRS", "at least one")
 
@@ -314,6 +328,9 @@ def test_hardness_is_that_of_the_knobs():
         env.close()
     assert min(stiffness["hard"]) >= 1
     assert max(stiffness["easy"]) <= 0.14
+    runs.check_flags(hn.Args(hardness="easy"))  # though some of the series have no spring
+    with closing(doors.make_doors(hn.Args(num_threads=3), "Pull-Right-Pull", 1, seed=1, num_worlds=1)) as env:
+        assert len(env._datas) == 3
 
 
 def test_every_flag_is_in_a_test():
@@ -357,6 +374,9 @@ BAD = {
     "other number of doors": (None, "--num-envs 4", "keeps its own, --num-envs 2"),
     "other tasks": (None, "--tasks '0,3'", "Lever-Right-Pull"),
     "other evaluations": (None, "--eval-episodes 50", "keeps its own"),
+    "other worlds": (None, "--num-worlds 8", "keeps its own"),
+    "easier doors": (None, "--hardness easy", "keeps its own"),
+    "other method": (None, "--method ppo", "keeps its own"),
     "shapes": (None, "does not fit", "--hidden 16 here, 8 there"),
 }
 
@@ -366,7 +386,9 @@ def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
     words, names, valid = BAD[case]
     more = {
         "other robot": ["--robot", "gripper"], "other number of doors": ["--num-envs", 4],
-        "other tasks": ["--tasks", "0,3"], "other evaluations": ["--eval-episodes", 50], "shapes": ["--hidden", 16],
+        "other tasks": ["--tasks", "0,3"], "other evaluations": ["--eval-episodes", 50],
+        "other worlds": ["--num-worlds", 8], "easier doors": ["--hardness", "easy"],
+        "other method": ["--method", "ppo"], "shapes": ["--hidden", 16],
     }  # fmt: skip
     if case == "other script":
         (tmp_path / "args.json").write_text('{"script": "ppo_procgen", "args": {}}')

@@ -72,6 +72,8 @@ def test_convolution_equals_xla(size, channels, features, kernel, stride, paddin
     np.testing.assert_allclose(jax.jit(ours)(x, w), theirs(x, w), rtol=1e-4, atol=1e-4)
     for got, want in zip(gradients(ours, x, w), gradients(theirs, x, w), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+    fast = groups in (1, channels) and not kernel == stride == 1
+    assert ("custom_vjp" in str(jax.make_jaxpr(ours)(x, w))) == fast
 
 
 def test_dilated_convolution_is_not_taken_for_a_plain_one():
@@ -103,6 +105,8 @@ def test_max_pool_equals_flax_with_ties(pool, size):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties
     same_pool(pool, x, rng.integers(-9, 9, (3, -(-size // 2), -(-size // 2), 5)).astype(np.float32))
+    if pool is networks.max_pool:
+        assert ("name=max_pool" in str(jax.make_jaxpr(pool)(x))) == (size % 2 == 0)  # the CPU's own form
 
 
 @settings(max_examples=8, deadline=None)
@@ -127,6 +131,9 @@ def test_relu_equals_jax(relu):
     x = np.array([-2, -0.0, 0, 1e-30, 3], np.float32)
     np.testing.assert_array_equal(relu(x), nn.relu(x))
     np.testing.assert_array_equal(gradients(relu, x)[0], gradients(nn.relu, x)[0])
+    np.testing.assert_allclose(networks.ACTIVATIONS["elu"](x), np.where(x > 0, x, np.expm1(x)), rtol=1e-5)
+    if relu is gpu.relu:
+        assert "optimization_barrier" in str(jax.make_jaxpr(jax.grad(lambda x: relu(x).sum()))(x))
 
 
 def test_small_parts_of_an_update_are_the_same_on_a_gpu(monkeypatch):
@@ -393,6 +400,8 @@ def test_spectral_norm_is_the_largest_singular_value(seed, shape):
     assert got <= values[0] * (1 + 1e-5)
     if values[1] < 0.95 * values[0]:
         np.testing.assert_allclose(slope.reshape(-1, shape[3]), np.outer(u[:, 0], v[0]), atol=2e-3)
+    text = str(jax.make_jaxpr(networks.largest_singular_value)(kernel))
+    assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 0
 
 
 def test_l2_is_the_gradient_of_the_convolutions_squares():
@@ -494,6 +503,12 @@ def check_encoder(args):
         ({"width": 1, "channels": "8,8"}, ["--width 1", "--channels"]),
         ({"width": 1, "encoder": "xresnet:[32,2]"}, ["--width 1", "xresnet"]),
         ({"encoder": "xresnet:[32,2],sa0"}, ["'sa0'"]),
+        ({"encoder": "xresnet:[5000,1]"}, ["'[5000,1]'", "1 to 4096"]),
+        ({"encoder": "xresnet:[32,1]x100"}, ["'[32,1]x100'", "at most x99"]),
+        ({"encoder": "xresnet:[32,1],se,se"}, ["'se'", "twice"]),
+        ({"pool": "act_avg", "encoder": "nature"}, ["--pool act_avg", "only impala"]),
+        ({"spectral_norm": True, "separable": 1}, ["--spectral-norm", "--separable"]),
+        ({"spectral_norm": True, "blocks": 0}, ["--spectral-norm", "blocks"]),
         ({"hidden": 0}, ["--hidden 0"]),
     ],
 )

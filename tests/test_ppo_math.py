@@ -171,6 +171,9 @@ def test_reward_normaliser_filters_over_time(seed):
     np.testing.assert_allclose([state.mean, state.var], [mean, var], rtol=1e-3, atol=1e-4)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-4)
+    yes = np.ones((1000, 1), bool)
+    _, clipped = shaping.normalize(shaping.new_filter(1), np.float32([[0]] * 999 + [[-1]]), yes, yes, 0.9)
+    assert clipped.min() == -10
 
 
 def test_the_normaliser_has_a_discount_of_its_own():
@@ -318,7 +321,7 @@ def test_augmentation_is_of_the_learners_frames_or_a_regulariser(tiny):
     np.testing.assert_allclose(drac["policy_loss"], plain["policy_loss"], rtol=1e-4)
 
 
-def test_predictor_learns_the_target_and_nothing_else_does():
+def test_predictor_learns_the_target_and_nothing_else_does(monkeypatch):
     tiny = make_tiny(rnd_coef=1.0)
     inputs, batch, weight = minibatch_of(np.random.default_rng(3), next_frames=True)
     target = tiny.state.bonus.target
@@ -338,6 +341,13 @@ def test_predictor_learns_the_target_and_nothing_else_does():
     ]
     error = ((np.float64(features[1]) - features[0]) ** 2).mean(axis=1)
     np.testing.assert_allclose(parts["rnd_loss"], error[weight[:, 0]].mean(), rtol=1e-3)
+    kernels = [p["params"]["layers_0"]["Conv_0"]["kernel"] for p in (target, tiny.state.params["predictor"])]
+    assert (kernels[0] != kernels[1]).all()
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)  # in full float32 on a GPU too
+    predictor = tiny.state.params["predictor"]
+    text = str(jax.make_jaxpr(bonus.novelty)(target, predictor, inputs.next_frames[:, 0]))
+    assert "bf16" not in text
+    assert text.count("(Precision.HIGHEST, Precision.HIGHEST)") == 2
 
 
 @pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -658,3 +658,11 @@ def test_matrices_stand_beside_the_published(tmp_path, capfd):
     assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "seed 1 is given twice")
     write(paths[1], 2, tasks="0,1")
     assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "is of Pull-Right-Pull, Pull-Left-Pull")
+    write(paths[1], 3, method="ppo", seed=2, tasks=", ".join(doors.TASKS))  # the same tasks, otherwise written
+    write(paths[0], 2, method="ppo", seed=1)
+    rows = matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "lengths")))
+    assert [row["tasks_learnt"] for row in rows] == [2, 2, 3]
+    assert not matrices.published(doors.TASKS[::-1])
+    assert not matrices.published(doors.TASKS[:2])
+    method = hnppo_doorgym.Args(critic="fresh", beta=0.0, hardness="easy")
+    assert matrices.name_of(method) == "HN-PPO, fresh critic, beta 0, easy"

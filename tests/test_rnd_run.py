@@ -22,6 +22,7 @@ from conftest import (
 )
 
 import evaluate
+import ppo_procgen as ppo
 import rnd_montezuma as rnd
 from common import atari, checkpoints, devices, envs, runs
 from common.actors import ActorError
@@ -238,6 +239,9 @@ def test_the_game_is_that_of_the_papers():
     env.close()
     assert (how.repeat_action_probability, how.max_episode_steps, how.frame_skip) == (0.25, 4500, 4)
     assert (how.episodic_life, how.reward_clip, how.use_fire_reset, how.noop_max) == (False, False, False, 1)
+    sticky = atari.make_montezuma(rnd.Args(sticky_actions=0.5), 1, 3)
+    assert sticky.spec.config.repeat_action_probability == 0.5
+    sticky.close()
 
 
 def test_rooms_of_games_that_start_anew_are_of_no_finished_episode():
@@ -405,6 +409,7 @@ HOST = {"sticky_actions", "max_episode_steps", "total_timesteps", "async_", "res
 
 def test_every_flag_is_in_a_test():
     assert {f.name for f in fields(rnd.Args)} == set(FLAGS) | ELSEWHERE
+    assert {"max_episode_steps", "restart_every"} <= set(runs.fixed(rnd.Args))
 
 
 class Still:
@@ -471,8 +476,12 @@ BAD = {
 }
 
 
-def test_how_many_devices_there_are_here_is_no_reason_not_to_play_a_run():
+def test_how_many_devices_there_are_here_is_no_reason_not_to_play_a_run(tmp_path):
     runs.check_flags(rnd.Args(update_proportion=0.0004, num_devices=4))
+    args = vars(ppo.Args(num_devices=64, distributed=True))
+    runs.write_json(tmp_path / "args.json", {"script": "ppo_procgen", "args": args})
+    saved = evaluate.script_of(str(tmp_path))[1]
+    assert (saved.num_devices, saved.distributed) == (0, False)
 
 
 @pytest.mark.parametrize("whole", [SYNC], indirect=True, ids=["sync"])

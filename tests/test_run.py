@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 
+import av
 import numpy as np
 import pytest
 import tyro
@@ -175,6 +176,7 @@ HOST = {"total_timesteps", "restart_every", "eval_every", "eval_episodes"}
 
 def test_every_flag_is_in_a_test():
     assert {f.name for f in fields(ppo.Args)} == set(FLAGS) | ELSEWHERE
+    assert {*ENCODER_FLAGS, "encoder", "width", "pool"} <= set(runs.fixed(ppo.Args))
 
 
 @pytest.mark.slow
@@ -260,6 +262,10 @@ def test_four_thousand_frames(tmp_path):
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
 
     before = json.loads((run_dir / "eval.json").read_text())
+    assert set(before["train_levels"]["returns_by_level"]) <= {"0", "1", "2"}
+    for film in (run_dir / "videos").glob("*.mp4"):
+        with av.open(str(film)) as container:
+            assert sum(1 for _ in container.decode(video=0)) > 1
     runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train", "--video", "--human"])
     after = json.loads((run_dir / "eval.json").read_text())
     assert after["train_levels"]["episodes"] == 4
@@ -273,8 +279,6 @@ def test_four_thousand_frames(tmp_path):
     assert after["test_levels"] == before["test_levels"]
     assert all(int(level) >= 3 for level in before["test_levels"]["returns_by_level"])  # none that it has trained on
     video = run_dir / "videos" / f"train_levels_{after['global_step']}.mp4"
-    import av
-
     with av.open(str(video)) as container:
         pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert pictures[0].shape == (384, 384, 3)
@@ -356,6 +360,10 @@ def test_wandb_gets_project_entity_and_arguments(train, monkeypatch):
     assert (given["project"], given["entity"], given["mode"]) == ("games", "us", "offline")
     assert given["config"]["num_envs"] == TINY["num_envs"]
     assert re.fullmatch(f"{given['name']}-[0-9a-f]{{8}}", given["id"])  # two machines may have a folder of one name
+    monkeypatch.setenv("WANDB_RUN_ID", "of the sweep")
+    with pytest.raises(runs.UsageError):
+        train(wandb_mode="offline", total_timesteps=1)
+    assert (given["id"], given["resume"]) == ("of the sweep", "allow")
 
 
 def test_wandb_has_the_step_as_its_axis_and_a_sweeps_project_is_kept(train, monkeypatch):
@@ -465,6 +473,11 @@ BAD = {
     "unknown game": (["--env-id", "bigfsh"], "--env-id bigfsh", "did you mean bigfish?"),
     "nothing like a game": (["--env-id", "42"], "--env-id 42", "starpilot"),
     "batch": (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
+    "dropout": (["--dropout", 1], "--dropout 1", "from 0 to 0.99"),
+    "penalty": (["--augment", "flip", "--augment-mode", "drac", "--drac-coef", -1], "--drac-coef -1", "0 or more"),
+    "bonus": (["--rnd-coef", -1], "--rnd-coef -1", "0 or more"),
+    "nothing to augment": (["--augment-mode", "drac"], "--augment-mode drac", "without --augment"),
+    "nothing to augment often": (["--augment-prob", 1], "--augment-prob 1", "without --augment"),
     "schedule": (["--learning-rate", "0:1e-4,oops"], "--learning-rate '0:1e-4,oops'", "step:value"),
     "schedule backwards": (["--gamma", "5:0.9,2:0.8"], "--gamma '5:0.9,2:0.8'", "rising"),
     "schedule empty": (["--ent-coef", ""], "--ent-coef ''", "number"),
@@ -620,10 +633,14 @@ def test_a_signal_that_comes_twice_at_once_is_one(tmp_path):
     run._asked -= 3
     with pytest.raises(KeyboardInterrupt):
         run._on_signal(signal.SIGTERM, None)
+    with pytest.raises(SystemExit):
+        run.while_replaying("x", 2)(1)
 
 
 def test_who_is_stopped_before_a_checkpoint_is_not_told_to_resume(tmp_path, capfd):
-    with runs.Run(ppo.Args(**TINY | {"run_dir": str(tmp_path)}), "ppo_procgen") as run:
+    with runs.Run(ppo.Args(**TINY | {"run_dir": str(tmp_path / "a:x:b")}), "ppo_procgen") as run:
+        run.say(str(run.path))
         run._on_signal(signal.SIGTERM, None)
     said = capfd.readouterr()
     assert "stopped by SIGTERM; there was no checkpoint yet, begin again" in said.out + said.err
+    assert "a:x:b" in said.out + said.err  # no emoji

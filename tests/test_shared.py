@@ -6,6 +6,7 @@ import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import av
 import jax
@@ -64,6 +65,12 @@ def test_parameters_of_a_mobilenet_by_hand():
 def test_parameters_of_squeeze_and_attention_by_hand():
     want = 9 * (3 * 64 + 64 * 64) + 3 * 64 + (64 * 8 + 8 + 8 * 64 + 64) + (2 * 64 * 8 + 64 * 64 + 1) + 65 * 256
     assert count(EncoderArgs("xresnet:[64,2],se,sa1")) == want
+    assert count(EncoderArgs("xresnet:[64,2],se,sa")) == want
+    stem = 9 * (3 * 32 + 2 * 32 * 32 + 32 * 64 + 64 * 64) + 32 * 64 + 65 * 256
+    assert count(EncoderArgs("xresnet:stem,[32,2],[64,1]")) == stem
+    encoder = networks.make_encoder(EncoderArgs("xresnet:[8,2],sa1", hidden=8))
+    params = encoder.init(jax.random.PRNGKey(0), jnp.zeros((1, 16, 16, 3), jnp.uint8))["params"]
+    assert params["attention_0"] == 0  # at first it changes nothing
 
 
 def test_the_depthwise_half_has_no_bias():
@@ -101,6 +108,10 @@ def test_wandb_is_told_how_a_run_ended(tmp_path):
         run.__enter__()
         run.__exit__(error, None, None)
     assert codes == [0, 1, 0, 1]
+    rows = []
+    run._wandb = SimpleNamespace(log=rows.append)
+    run.save_video(5, np.zeros((2, 64, 64, 3), np.uint8))
+    assert [set(row) for row in rows] == [{"global_step", "videos/episode"}]
 
 
 def test_signals_are_given_back(tmp_path):
@@ -163,6 +174,10 @@ def test_wandbs_own_variable_counts_where_no_flag_does(monkeypatch):
         for said, want in {"disabled": "disabled", "offline": "offline", "": auto}.items():
             monkeypatch.setenv("WANDB_MODE", said)
             assert tracking.wandb_mode(ppo.Args()) == want
+    monkeypatch.setattr(wandb, "login", mock.Mock(side_effect=OSError("no network")))
+    assert tracking.wandb_mode(ppo.Args()) == "offline"
+    with pytest.raises(files.UsageError, match="or no network"):
+        tracking.wandb_mode(ppo.Args(wandb_mode="online"))
 
 
 def test_a_run_has_as_many_devices_as_divide_its_games():
@@ -179,6 +194,7 @@ def test_devices_are_no_more_than_cores(cores, want, monkeypatch):
     )
     devices.use_every_core()
     assert asked == [("jax_num_cpu_devices", want)]
+    assert "_terminate_timeout_seconds=3600" in os.environ["XLA_FLAGS"]
 
 
 def test_each_actor_has_games_of_its_own(monkeypatch):
@@ -199,6 +215,10 @@ def test_a_containers_memory_counts(tmp_path, monkeypatch):
     (tmp_path / "max").write_text("1000000\n")
     monkeypatch.setattr(devices, "Path", lambda _: tmp_path / "max")
     assert devices.memory(ppo.Args())[0] == 10**6
+    gpus = [SimpleNamespace(memory_stats=lambda n=n: {"bytes_limit": n}) for n in (3, 4)]
+    monkeypatch.setattr(devices, "of_learner", lambda args: gpus)
+    monkeypatch.setattr(devices, "count", lambda args: 2)
+    assert devices.memory(ppo.Args())[1] == 7
 
 
 def test_half_a_checkpoint_goes_when_the_run_goes_on(tmp_path):
