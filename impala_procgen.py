@@ -720,10 +720,10 @@ def main(args: Args) -> runs.Run:
                 metrics = jax.device_get(metrics)
             step, params = int(state.global_step), devices.here(args, state.params)
             fleet.publish(i + 1, params)
-            run.check_finite(step, metrics)
             episodes.add(envs.join_games(steps, axis=-1))
             metrics |= fleet.metrics(i, items) | episodes.metrics() | watch.fractions()
             metrics["charts/return_std"] = np.sqrt(memory.reward_filter.var)
+            run.check_finite(step, metrics)
             metrics["charts/SPS"] = run.steps_per_second(step)
             run.log(step, metrics)
             if run.checkpoint_due(step):

@@ -77,10 +77,11 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         apart = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
         needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
         runs.check_needs(self, apart, needs, ("q_clip", "entropy_penalty"))
-        if not self.resume:  # which has its checkpoint's temperature
-            runs.check(
-                self.min_alpha <= self.alpha, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}"
-            )
+
+    def check_training(self) -> None:
+        """Raises UsageError, one sentence, if a new run's temperature starts below its bound."""
+        above = self.min_alpha <= self.alpha or self.resume  # which has its checkpoint's temperature
+        runs.check(above, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
 
 # NETWORK
@@ -352,6 +353,7 @@ def initial(args: Args, agent: Agent) -> dict:
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
+    args.check_training()
     agent = make_agent(args)
     offpolicy.check_memory(args, partial(initial, args, agent))
 

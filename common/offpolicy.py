@@ -201,7 +201,7 @@ def make_buffer(args: Any, saved: dict | None) -> replay.Replay:
 
 def learn_later(args: Any, run: runs.Run, state: Any, buffer: replay.Replay) -> Any:
     """A resumed run's state, which learns once the buffer is filled again where that was not saved; `run` says so."""
-    if buffer.written or not state.global_step:
+    if buffer.written or not state.global_step or state.global_step >= args.total_timesteps:
         return state
     run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
     return state._replace(learn_from=state.global_step + args.learning_starts)

@@ -419,7 +419,9 @@ def test_exploration_is_the_papers():
     np.testing.assert_allclose(rollout.action_value[0], rollout.state_value[0])
     frames = rng.integers(0, 256, (8, 64, 64, 6), np.uint8)
     best = apex.mean_value(agent.support, agent.apply(params, frames)).argmax(axis=1)
-    chosen, _ = apex.make_policy(args, agent, params)(frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
+    assert apex.EVALUATION_EPSILON == 0.001
+    policy = apex.make_policy(replace(args, epsilon=0.9), agent, params)
+    chosen, _ = policy(frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
     assert len(set(np.asarray(best).tolist())) > 1
     np.testing.assert_array_equal(chosen, best)
 
@@ -470,6 +472,7 @@ def test_the_learner_sees_what_the_actors_saw():
     numbers = np.arange(4, dtype=np.int32).reshape(2, 2)
     games = [envs.Games(partial(envs.make_levels, args), own, 5, restart_every=64) for own in numbers]
     carries, ends, restarts = [offpolicy.initial_carry(args, own) for own in numbers], 0, 0
+    keys = []
     for i in range(18):
         unrolls = []
         for actor in everyone:
@@ -478,11 +481,13 @@ def test_the_learner_sees_what_the_actors_saw():
                 i=i, watch=runs.Stopwatch(), check_stop=lambda: None,
             )  # fmt: skip
             unrolls.append(unroll)
+        keys.append(np.asarray(unrolls[0].rollout.key))
         steps = envs.join_games([unroll.steps for unroll in unrolls], axis=-1)
         ends, restarts = ends + steps.ended.sum(), restarts + steps.restarts.sum()
         buffer = offpolicy.insert(args, buffer, *offpolicy.move(args, *zip(*unrolls, strict=True)))
     assert ends > 2
     assert restarts == 4 * 4
+    assert len(np.unique(np.stack(keys), axis=0)) == 18  # each unroll draws its own
     assert len(buffer.priorities.sharding.device_set) == 2
     buffer = jax.device_put(buffer, jax.devices()[0])
     rows = buffer.rows

@@ -233,6 +233,7 @@ def test_every_flag_is_in_a_test():
     kept = "distribution_mode num_levels start_level use_backgrounds restrict_themes gap_stack restart_every num_steps"
     kept += " learning_starts per_alpha reward_shaping reward_clip"
     assert set(kept.split()) <= set(runs.fixed(apex.Args))
+    assert {"v_min", "v_max", "num_atoms", "num_quantiles", "dueling"} <= set(runs.fixed(apex.Args))
 
 
 @pytest.mark.slow

@@ -189,6 +189,7 @@ def test_clipped_loss_keeps_what_vtrace_said_before_the_update():
     np.testing.assert_allclose(judged.targets[kept], targets[kept], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(judged.advantages[kept], advantages[kept], rtol=1e-3, atol=1e-3)
     inputs, batch = minibatch_of(args, unrolls)
+    assert len(np.unique(np.asarray(inputs.keys).reshape(-1, 2), axis=0)) == NUM_ENVS * STEPS  # of dropout
     without_dropout = inputs._replace(keys=None), batch
     parts = jax.jit(partial(impala.loss, args, agent, gamma=0.9, ent_coef=0.02))(after, without_dropout)
     ratio = np.exp(moved - log_prob)
@@ -339,7 +340,7 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
     assert before[0].global_step == (~junk).sum()
 
 
-def test_an_update_goes_down(tiny):
+def test_an_update_goes_down(tiny, monkeypatch):
     """Its step is against the gradient of the loss, and the next one's minibatches are other ones."""
     unrolls = random_unrolls(tiny.rng, tiny.args)
     before = devices.run_once(impala.initial_state, tiny.args, tiny.agent)
@@ -355,6 +356,14 @@ def test_an_update_goes_down(tiny):
     slopes = jax.tree.map(lambda g, x, y: (g * (y - x)).sum(), gradient(before.params), before.params, after.params)
     assert sum(jax.tree.leaves(slopes)) < 0
     assert (after.key != before.key).any()
+    assert after.opt_state[1].count == 4
+    other, _ = run_update(tiny, unrolls, before._replace(key=jax.random.PRNGKey(1)))
+    ends = (jax.tree.leaves(x.params) for x in (after, other))
+    assert any((a != b).any() for a, b in zip(*ends, strict=True))  # of other minibatches
+    decayed = []
+    monkeypatch.setattr(networks, "add_l2", lambda grads, params, coef: decayed.append(coef) or grads)
+    jax.eval_shape(partial(impala.update, replace(tiny.args, l2=0.1), tiny.agent), before, unrolls)
+    assert 0.1 in decayed
 
 
 def test_replay_holds_the_newest_and_draws_from_them():

@@ -123,6 +123,8 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
                 seed = envs.derive_seed(seed)
             games = own["fleet"]["games"][str(actor)]
             assert (int(games["seed"]), games["actions"].shape) == (seed, (32 if anew else 16, 2))
+            if anew:
+                assert (games["actions"][:16] != games["actions"][16:]).mean() > 0.5  # each unroll draws its own
 
 
 @pytest.mark.slow

@@ -386,6 +386,7 @@ def test_every_flag_changes_the_network(script):
 
     default = program()
     assert [flag for flag, value in flags.items() if program(**{flag: value}) == default] == []
+    assert program(seed=2) != default
 
 
 @relaxed

@@ -250,6 +250,13 @@ def test_updates_lower_the_loss(tiny):
         losses.append(float(metrics["losses/policy_loss"]))  # advantages are normalised: the same each time
         assert (np.asarray(state.key) != key).any()  # the next one's minibatches are other ones
     assert (np.diff(losses) < 0).all()
+    assert state.opt_state[1].count == 20
+    ends = []
+    for seed in (0, 1):
+        start = devices.run_once(ppo.initial_state, tiny.args, tiny.agent)._replace(key=jax.random.PRNGKey(seed))
+        end, _ = ppo.update(tiny.args, tiny.agent, start, tiny.rollout, tiny.steps)
+        ends.append(jax.tree.leaves(end.params))
+    assert any((a != b).any() for a, b in zip(*ends, strict=True))  # of other minibatches
 
 
 def test_the_adapted_kl_coefficient_is_in_the_loss(tiny):
@@ -474,7 +481,10 @@ def test_dropout_is_the_learners_alone_and_new_each_time():
     jax.tree.map(np.testing.assert_array_equal, *seen)
     losses = set()
     for epochs in (1, 2):  # the metrics are the last epoch's
-        args = replace(tiny.args, learning_rate="0", update_epochs=epochs)
+        args = replace(tiny.args, learning_rate="0", update_epochs=epochs, l2=100.0)
         state = devices.run_once(ppo.initial_state, args, tiny.agent)
-        losses.add(float(ppo.update(args, tiny.agent, state, tiny.rollout, tiny.steps)[1]["losses/loss"]))
+        metrics = ppo.update(args, tiny.agent, state, tiny.rollout, tiny.steps)[1]
+        losses.add(float(metrics["losses/loss"]))
     assert len(losses) == 2
+    kernels = [x for x in jax.tree.leaves(params) if x.ndim == 4]
+    assert metrics["losses/grad_norm"] == pytest.approx(200 * float(devices.norm(kernels)), rel=0.1)  # --l2 counts

@@ -299,6 +299,9 @@ def test_what_an_update_learns_from(tiny):
     seen = np.float64(np.concatenate([frames[3], *frames[4:]]))  # the first were in the statistics before
     np.testing.assert_allclose(stats.mean, seen.mean(axis=0), rtol=1e-4)
     np.testing.assert_allclose(stats.var, seen.var(axis=0), rtol=1e-3)
+    late = SimpleNamespace(**vars(tiny) | {"state": tiny.state._replace(global_step=jnp.int32(2500))})
+    rate = run_update(late, tiny.rollout, steps, learning_rate="0:0.001,5000:0.002")[1]["charts/learning_rate"]
+    assert rate == pytest.approx(0.0015, rel=1e-3)  # by steps, not by updates
 
 
 def test_the_predictor_has_a_step_size_of_its_own(tiny):

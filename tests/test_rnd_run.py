@@ -121,7 +121,9 @@ def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
 
 
 def test_running_statistics_are_resumed(whole):
-    saved = checkpoints.load(whole.path)[1]["state"]
+    everything = checkpoints.load(whole.path)[1]
+    saved, newest = everything["state"], everything["hosts"]["0"]["fleet"]["published"]["4"]
+    jax.tree.map(np.testing.assert_array_equal, newest, saved["params"]["agent"])  # what the actor plays
     steps = TINY["obs_norm_init_steps"] + 4 * TINY["num_steps"]
     assert saved["frame_stats"]["count"] == TINY["num_envs"] * steps
     assert saved["bonus_filter"]["count"] == saved["global_step"]
@@ -410,6 +412,7 @@ HOST = {"sticky_actions", "max_episode_steps", "total_timesteps", "async_", "res
 def test_every_flag_is_in_a_test():
     assert {f.name for f in fields(rnd.Args)} == set(FLAGS) | ELSEWHERE
     assert {"max_episode_steps", "restart_every"} <= set(runs.fixed(rnd.Args))
+    assert {"num_envs", "obs_norm_init_steps"} <= set(runs.fixed(rnd.Args))
 
 
 class Still:
@@ -498,11 +501,15 @@ def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("whole", [SYNC], indirect=True, ids=["sync"])
-def test_levels_mean_nothing_here(whole, capfd):
+def test_levels_mean_nothing_here(whole, capfd, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         runs.cli(evaluate.Args, evaluate.main, [str(whole.path), "--levels", "train"])
     assert stopped.value.code == 2
     assert "--levels train: has no effect" in capfd.readouterr().err
+    monkeypatch.setattr(atari, "evaluate", lambda args, policy, **how: (policy, {}, None))
+    how = {"episodes": 1, "seed": 0, "levels": "test", "random": True, "video": False}
+    answer = rnd.evaluate(rnd.Args(**TINY), str(whole.path), **how)
+    assert (answer.rows, answer.name) == (atari.random_policy, "random_episodes")
 
 
 def test_default_networks_are_the_papers():

@@ -63,7 +63,11 @@ def test_same_seed_same_metrics_wherever_checkpoints_fall(train, uninterrupted):
 def test_resume_equals_uninterrupted(train, uninterrupted, updates, tmp_path):
     """From the checkpoint before the update after which the games start anew, at it, and after it."""
     path = cut_back(uninterrupted, updates, tmp_path)
-    assert checkpoints.load(path)[1]["state"]["updates"] == updates
+    saved = checkpoints.load(path)[1]
+    assert saved["state"]["updates"] == updates
+    if updates == 2:
+        first, second = np.split(saved["hosts"]["0"]["games"]["actions"], 2)
+        assert (first != second).mean() > 0.5  # each rollout draws its own
     resumed = train(**STATEFUL | {"resume": str(path)})
     assert resumed.path == path
     assert_same_run(uninterrupted, path)

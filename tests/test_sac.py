@@ -14,6 +14,7 @@ from conftest import (
     SHARED_FLAGS,
     assert_flag_matters,
     assert_one_sentence,
+    assert_refused,
     assert_same_run,
     read_metrics,
 )
@@ -257,6 +258,14 @@ def test_actors_write_down_the_learners_values(average_q):
         np.testing.assert_allclose(rollout.state_value[0, i], soft, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(rollout.action_value[0, i], values[i, :, played[i]].mean(), rtol=1e-3, atol=1e-4)
 
+    sticky = sac.Args(**vars(args) | {"sticky_actions": 0.5})
+    fresh = devices.run_once(sac.initial_state, args, agent).params  # nearly uniform
+    many = offpolicy.begin_rollout(sticky, offpolicy.initial_carry(sticky, np.arange(256, dtype=np.int32)), 0)
+    many = many._replace(last_action=jnp.full(256, 7, jnp.int32))
+    many, sent = sac.act(sticky, agent, fresh, many, np.tile(obs, (64, 1, 1, 1)), np.ones(256, np.int32))
+    picked = np.asarray(many.actions[0])
+    assert (picked[np.asarray(sent) != picked] == 0).any()  # what sticks is drawn apart from what is chosen
+
     last = state.params["agent"]["params"]["policy"]["layers_2"]
     last["bias"] = last["bias"] + 50 * (np.arange(15) == 3)
     _, played = sac.act(args, agent, state.params, offpolicy.begin_rollout(args, carry, 0), obs, np.zeros(4, np.int32))
@@ -344,7 +353,20 @@ def assert_same_run_and_replay(a, b):
 
 def test_same_seed_and_a_resume_give_the_same_run(train, monkeypatch, capfd):
     """With its buffer; stopped by a signal while it learns."""
-    whole, update, calls = train(**CURES).path, sac.update, []
+    update, calls, checked, seen, check = sac.update, [], [], [], runs.Run.check_finite
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.Run, "check_finite", lambda run, step, line: checked.append(step) or check(run, step, line))
+        patch.setattr(sac, "make_policy", lambda args, agent, params: seen.append(params))
+        whole = train(**CURES).path
+    saved, lines = checkpoints.load(whole)[1], read_metrics(whole)
+    assert checked == [line["global_step"] for line in lines]
+    jax.tree.map(np.testing.assert_array_equal, seen[-1], saved["state"]["params"]["agent"])  # what is evaluated
+    newest = saved["hosts"]["0"]["fleet"]["published"][str(int(saved["state"]["iterations"]))]
+    jax.tree.map(np.testing.assert_array_equal, newest, saved["state"]["params"])  # what actors play
+    beta = runs.parse_schedule(sac.Args().per_beta)
+    for before, line in zip([0, *checked], lines, strict=False):
+        assert line["charts/per_beta"] == pytest.approx(float(beta(before)), abs=1e-9)
+    assert any(step % 64 for step in checked)  # steps that are no transition do not count
 
     def interrupted(*given):
         calls.append(given)
@@ -403,6 +425,14 @@ HOST = {"max_lag", "replay_ratio", "restart_every"}
 def test_every_flag_is_in_a_test():
     names = {f.name for f in fields(sac.Args)}
     assert names - SHARED_FLAGS <= set(FLAGS) | ELSEWHERE <= names
+    assert {"autotune", "alpha"} <= set(runs.fixed(sac.Args))
+
+
+def test_a_bound_above_the_first_temperature_is_for_a_resume_alone(capfd):
+    """And no reason not to play its run."""
+    assert_refused(sac, ["--min-alpha", 0.02], capfd, "--min-alpha 0.02", "at most --alpha, 0.01")
+    runs.check_flags(sac.Args(min_alpha=0.02))
+    sac.Args(min_alpha=0.02, resume="runs/x").check_training()
 
 
 @pytest.mark.slow

@@ -282,6 +282,9 @@ def test_a_rejected_step_leaves_the_policy(monkeypatch):
     assert len({np.asarray(state.key).tobytes() for state in states}) == 5  # other minibatches each time
     for state, line in zip(states, lines, strict=False):  # by steps, not by updates
         assert line["charts/learning_rate"] == pytest.approx(np.interp(state.global_step, [0, 1000], [1e-4, 5e-5]))
+    assert [int(state.opt_state.count) for state in states] == [0, 4, 8, 12, 16]
+    orders = [np.asarray(trpo.shuffled(args, 128, jax.random.PRNGKey(seed))) for seed in (0, 1)]
+    assert (orders[0] != orders[1]).any()
 
 
 def test_advantages_and_targets_by_hand():
@@ -293,7 +296,15 @@ def test_advantages_and_targets_by_hand():
     for t in range(8):
         obs = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
         rollout, _ = trpo.act(args, agent, state.params, rollout, obs, steps.age[t])
-    rollout, _ = trpo.end_rollout(args, rollout, obs, steps.age[8])
+    newest = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
+    rollout, carry = trpo.end_rollout(args, rollout, newest, steps.age[8])
+    images = rollout.frames.images
+    np.testing.assert_array_equal(images[-1], newest.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(carry.history, images[-1 - len(carry.history) : -1])
+    for t in (0, 5):
+        for name, got in (("policy", rollout.logits[t]), ("value", rollout.values[t][:, None])):
+            want = getattr(agent, name).apply(state.params[name], rollout.frames.stack(t))
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
     _, batch, metrics = jax.jit(partial(trpo.prepare, args, agent))(state, rollout, steps, 0.9)
     last_value = agent.value.apply(state.params["value"], rollout.frames.stack(8))[:, 0]
     values = np.concatenate([rollout.values, last_value[None]])
@@ -354,6 +365,11 @@ def test_resume_equals_uninterrupted(train, tmp_path):
     flags = STATEFUL | {"penalty": 0.5, "checkpoint_every": 1}
     whole = train(**flags).path
     half = cut_back(whole, 2, tmp_path)
+    saved, later = (checkpoints.load(path)[1] for path in (half, cut_back(whole, 3, tmp_path / "three")))
+    assert later["hosts"]["0"]["episodes"]["length"].any()
+    assert saved["state"]["updates"] == 2
+    first, second = np.split(saved["hosts"]["0"]["games"]["actions"], 2)
+    assert (first != second).mean() > 0.5  # each rollout draws its own
     before, after = (checkpoints.load(path)[1]["state"]["params"] for path in (half, whole))
     for name in ("policy", "value"):
         with pytest.raises(AssertionError):
@@ -383,6 +399,7 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(tmp_path):
     for line in taken:
         assert 1e-4 < line["losses/approx_kl"] <= 0.02
         assert line["losses/policy_loss"] < 0  # it is 0 for the old policy, whose advantages are normalised
+    assert sum("eval/test_levels/mean_return" in line for line in read_metrics(run_dir)) == 2
 
 
 FLAGS = {
@@ -397,6 +414,7 @@ HOST = {"restart_every"}
 def test_every_flag_is_in_a_test():
     names = {f.name for f in fields(trpo.Args)}
     assert names - SHARED_FLAGS <= set(FLAGS) <= names
+    assert "penalty" in runs.fixed(trpo.Args)
 
 
 @pytest.mark.slow
