@@ -470,7 +470,7 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
     """The parts of PPO's loss (Schulman et al. 2017, equations 7 and 9) for each sample, float32 [B].
 
     The value loss is half the squared error of a value kept near the old one. PPO takes the larger of this and the
-    plain error; the study's HN-PPO does not, so a value that has moved far enough moves no further.
+    plain error; the study's HN-PPO does not, so a value that has moved so far has no gradient of its own.
     """
     chex.assert_equal_shape([log_probs, values, batch.log_probs, batch.values, batch.advantages, batch.returns])
     log_ratio = log_probs - batch.log_probs
