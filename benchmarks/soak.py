@@ -191,15 +191,20 @@ def read_rows(path: Path) -> list[dict]:
         return [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
 
 
+def resumable(folder: Path) -> Path | None:
+    """The run in a folder, if it has a checkpoint."""
+    run = trials.find_run(folder)
+    return run if run is not None and checkpoints.steps_in(run) else None
+
+
 def start(args: Args, folder: Path, lock) -> subprocess.Popen:
     """The script, with what it prints added to output.txt; it goes on with the run in the folder if there is one that
     has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
-    run = trials.find_run(folder)
-    resumable = run is not None and bool(checkpoints.steps_in(run))
+    run = resumable(folder)
     words = ["--wandb-mode", "disabled", *records.words_of(args.flags)]
     if "total_timesteps" in [field.name for field in fields(import_module(Path(args.script).stem).Args)]:
         words = ["--total-timesteps", str(ENDLESS), *words]
-    words += ["--resume", str(run)] if resumable else ["--run-dir", str(folder)]
+    words += ["--resume", str(run)] if run else ["--run-dir", str(folder)]
     prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
@@ -269,9 +274,8 @@ def main(args: Args) -> None:
     folder = Path(args.run_dir, Path(args.out).name).absolute()
     lock = files.take(folder)
     runs.check(lock is not None, f"--out {args.out}: {files.holder(folder)} is writing in {folder}")
-    run = trials.find_run(folder)
-    started = run is not None and bool(checkpoints.steps_in(run))
-    runs.check(bool(rows) or not started, f"--out {args.out}: has no rows of {run}; move that away, or give another")
+    run = None if rows else resumable(folder)
+    runs.check(run is None, f"--out {args.out}: has no rows of {run}; move that away, or give another")
     wrong = "" if rows and float(rows[-1]["minutes"]) >= args.minutes else soak(args, folder, rows, lock)
     if rows:
         report(args, rows)

@@ -184,11 +184,15 @@ class Sweep(TypedDict):
     early_terminate: NotRequired[Annotated[EarlyTerminate | None, AfterValidator(in_time)]]
 
 
+def without_server(sweep: dict) -> dict:
+    """A sweep without the keys that W&B's server alone reads, whose values may be of any kind."""
+    return {k: v for k, v in sweep.items() if k not in ("name", "description", "project", "entity", "command")}
+
+
 def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """A sweep file with flags overridden; raises UsageError if it is not one that can be run here."""
     sweep = files.read(path, Sweep, "SWEEP", "give a sweep file such as those in sweeps/")
-    for name in ("name", "description", "project", "entity", "command"):  # W&B's server's, and of any kind
-        sweep.pop(name, None)
+    sweep = without_server(sweep)
     settings = trials.read_settings(overrides)
     trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
     trials.check_flags("--set", sweep["program"], settings)
@@ -511,7 +515,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     for key, value in drawing.items():
         other = f"--{key} {value}: the study {name} in {url} has {known.get(key)}, give that, or another --out"
         check(known.get(key, value) == value, other)
-    same = known["sweep"] == sweep
+    same = without_server(known["sweep"]) == sweep  # a study of an earlier version has these keys too
     check(same, f"SWEEP {args.sweep}: {url} has a study {name} of another file or other --set, give another --out")
     if "ready" not in known:
         queued = {trial.user_attrs.get("cell") for trial in study.get_trials(deepcopy=False)}

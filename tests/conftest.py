@@ -290,7 +290,7 @@ def stop_and_go_on(script, flags, tmp_path):
 
     Returns its directory.
     """
-    log, lines, looked, output = runs.Run.log, [], [], io.StringIO()
+    log, check, lines, looked, output = runs.Run.log, runs.Run.check_finite, [], [], io.StringIO()
 
     def log_and_stop(run, *given):
         log(run, *given)
@@ -300,7 +300,7 @@ def stop_and_go_on(script, flags, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(output):
         patch.setattr(runs.Run, "log", log_and_stop)
-        patch.setattr(runs.Run, "check_finite", lambda *given: looked.append(given))
+        patch.setattr(runs.Run, "check_finite", lambda *given: looked.append(given) or check(*given))
         stopped = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "stopped")}))
     assert (stopped.stop, len(lines), len(looked)) == ("SIGTERM", 3, 3)
     run_dir = stopped.path

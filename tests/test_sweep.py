@@ -597,6 +597,8 @@ def test_another_study_is_refused(tmp_path, capfd):
     out.mkdir()
     study = sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
     assert study.direction.name == "MAXIMIZE"
+    study.set_user_attr("sweep", study.user_attrs["sweep"] | {"name": "mine"})  # as an earlier version kept it
+    sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
     (out / "0000").mkdir()
 
     assert_refused(sweep, [path, "--out", out, "--set", "gamma=0.5"], capfd, "give another --out")
