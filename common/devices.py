@@ -72,7 +72,11 @@ def connect() -> None:
     numbers = (os.environ.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
     processes, process = (int(number) if number else None for number in numbers)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers
-    jax.distributed.initialize(num_processes=processes, process_id=process, heartbeat_timeout_seconds=30)
+    # Under SLURM and Open MPI JAX would give each process one GPU; here a host is one process, with all of its GPUs.
+    own = None if os.environ.get("JAX_LOCAL_DEVICE_IDS") else []
+    jax.distributed.initialize(
+        num_processes=processes, process_id=process, local_device_ids=own, heartbeat_timeout_seconds=30
+    )
 
 
 # THE MESH
@@ -136,12 +140,24 @@ def multiple(args: Any, number: int) -> int:
     return each * max(number // each, 1)
 
 
-def memory(args: Any) -> tuple[int, float]:
-    """Bytes of memory: of this host (or of its container), and of its devices that learn, where they say it."""
-    bytes_of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        bytes_of_host = min(bytes_of_host, int(text))
+def group_limit(system: Path = Path("/")) -> float:
+    """The bytes of memory that a container, or a job of SLURM, leaves this process; inf where nothing limits it."""
+    limits = [math.inf]
+    with contextlib.suppress(OSError):
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            top, name = ("memory", "memory.limit_in_bytes") if kinds else ("", "memory.max")  # versions 1 and 2
+            if kinds in ("", "memory"):
+                own = Path(group.strip("/"))
+                for part in (own, *own.parents):  # each group is within the limits of those around it
+                    with contextlib.suppress(OSError, ValueError):  # it has none, or "max"
+                        limits.append(int((system / "sys/fs/cgroup" / top / part / name).read_text()))
+    return min(limits)
+
+
+def memory(args: Any) -> tuple[float, float]:
+    """Bytes of memory: of this host (or what is left to it there), and of its devices that learn, where they say it."""
+    bytes_of_host = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), group_limit())
     stats = [device.memory_stats() or {} for device in of_learner(args)[: count(args)]]
     return bytes_of_host, sum(of_one.get("bytes_limit", math.inf) for of_one in stats)  # a CPU does not
 

@@ -44,17 +44,22 @@ case $kind in
 esac
 if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
   [ "$kind" = run ] || { echo "error: sweep: takes one task a job, and an array of jobs" >&2; exit 2; }
-  command=(srun --kill-on-bad-exit=1 "${command[@]}" --distributed) # it passes a signal on to every task
+  # By itself srun takes a single core for each task.
+  command=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${command[@]}" --distributed)
 fi
+
+ask_to_stop() { # srun answers TERM by killing its tasks: Slurm signals these, and leaves this shell out
+  if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then scancel --signal=TERM "${SLURM_JOB_ID:-}"; else kill -TERM "$child"; fi || true
+}
 
 # bash hears a signal at once only while it waits for a command in the background.
 child=
 stopped=
 waiting=1
-trap 'stopped=1; waiting=1; [ -z "$child" ] || kill -TERM "$child" || true' TERM INT
+trap 'stopped=1; waiting=1; [ -z "$child" ] || ask_to_stop' TERM INT
 "${command[@]}" &
 child=$!
-[ -z "$stopped" ] || kill -TERM "$child" || true
+[ -z "$stopped" ] || ask_to_stop
 while [ -n "$waiting" ]; do # a signal ends bash's wait early
   waiting=
   code=0

@@ -311,6 +311,15 @@ def test_hosts_need_as_many_devices_each(monkeypatch, capfd):
     )
 
 
+def test_slurm_leaves_a_host_all_of_its_gpus():
+    """JAX's own choice there is one for each process."""
+    connect = "import jax; from common import devices; devices.connect()"
+    code = f"{connect}; print(jax.config.values['jax_cuda_visible_devices'])"
+    slurm = {"JOB_ID": 7, "STEP_NODELIST": "localhost", "NTASKS": 1, "PROCID": 0, "LOCALID": 0, "STEP_NUM_NODES": 1}
+    process = start("-c", code, **{f"SLURM_{name}": str(value) for name, value in slurm.items()})
+    assert process.communicate(timeout=60)[0].strip().endswith("all")
+
+
 def test_a_host_that_has_joined_answers_sigterm():
     """JAX's own service for that would take it, and nothing would end."""
     code = """if True:

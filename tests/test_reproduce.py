@@ -534,9 +534,9 @@ def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
     """A stand-in for srun says what it is given."""
     (tmp_path / "srun").write_text('#!/bin/sh\necho "srun $@"\n')
     (tmp_path / "srun").chmod(0o755)
-    given = {"OUT": tmp_path, "SLURM_NTASKS": 4, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given = {"OUT": tmp_path, "SLURM_NTASKS": 4, "SLURM_CPUS_PER_TASK": 8, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     output = shell("slurm.sh", "run", "ppo_procgen.py", "--num-envs", 256, **given).communicate()[0]
-    assert output.startswith("srun --kill-on-bad-exit=1 ")
+    assert output.startswith("srun --kill-on-bad-exit=1 --cpus-per-task=8 ")
     assert output.endswith(f"ppo_procgen.py --seed 0 --run-dir {tmp_path}/0/0 --num-envs 256 --distributed\n")
     resumed = shell(
         "slurm.sh", "run", "ppo_procgen.py", "--resume", "runs/x", **given | {"SLURM_NTASKS": 1, "PYTHON": "echo"}
@@ -570,6 +570,26 @@ def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, task, tmp_path)
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate()[0].split("\n") == ["written", *filter(None, [again]), ""]
+
+
+def test_slurm_stops_several_tasks_by_scancel(tmp_path):
+    """srun's own answer to SIGTERM is to kill them."""
+    stand_ins = {
+        "srun": f"shift 2; \"$@\" &\necho $! > {tmp_path}/pid\ntrap 'kill -9 $!; exit 137' TERM\nwait $!",
+        "scancel": f"echo scancel $@; kill -TERM $(cat {tmp_path}/pid)",
+        "scontrol": "echo scontrol $@",
+        "squeue": "echo RUNNING",
+        "python": "trap 'echo written; exit 0' TERM\necho begun\nwhile :; do sleep 0.1; done",
+    }
+    for name, does in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"OUT": tmp_path, "SLURM_JOB_ID": 7, "SLURM_NTASKS": 2, "PYTHON": tmp_path / "python"}
+    process = shell("slurm.sh", "run", "ppo_procgen.py", **given, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[0].split("\n") == ["scancel --signal=TERM 7", "written", "scontrol requeue 7", ""]
+    assert process.returncode == 0
 
 
 @pytest.mark.slow

@@ -211,9 +211,22 @@ def test_a_checkpoint_of_more_than_is_needed_is_refused():
         checkpoints.restore_tree({"a": {}, "b": x}, {"a": {"c": x}, "b": x}, "there")
 
 
-def test_a_containers_memory_counts(tmp_path, monkeypatch):
-    (tmp_path / "max").write_text("1000000\n")
-    monkeypatch.setattr(devices, "Path", lambda _: tmp_path / "max")
+@pytest.mark.parametrize(
+    ("groups", "limits", "least"),
+    [
+        ("0::/", {"memory.max": "1000000"}, 10**6),  # a container
+        ("0::/slurm/job_7/step_0", {"slurm/job_7/memory.max": "500000", "slurm/memory.max": "max"}, 500_000),
+        ("5:cpu:/a\n4:memory:/slurm/job_7", {"memory/slurm/job_7/memory.limit_in_bytes": "300000"}, 300_000),
+        ("0::/user.slice", {}, np.inf),
+    ],
+)
+def test_a_containers_memory_counts(groups, limits, least, tmp_path, monkeypatch):
+    files_of_system = {"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{name}": x for name, x in limits.items()}
+    for name, text in files_of_system.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert devices.group_limit(tmp_path) == least
+    monkeypatch.setattr(devices, "group_limit", lambda: 10**6)
     assert devices.memory(ppo.Args())[0] == 10**6
     gpus = [SimpleNamespace(memory_stats=lambda n=n: {"bytes_limit": n}) for n in (3, 4)]
     monkeypatch.setattr(devices, "of_learner", lambda args: gpus)
