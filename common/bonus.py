@@ -47,7 +47,7 @@ def _network(hidden: int) -> nn.Module:
     """Small, as the entry's: the target has no dense layer before its last, the predictor one. In float32, since
     bfloat16's rounding would be a bonus that never falls."""
     encoder = networks.make_encoder(replace(ENCODER, hidden=hidden, dtype="float32"))
-    return nn.Sequential([encoder, nn.Dense(256, precision="highest")])
+    return nn.Sequential([encoder, nn.Dense(256)])
 
 
 def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
@@ -61,8 +61,9 @@ def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
 def novelty(target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
     """How badly the predictor knows the target's features of stacked frames uint8 [B, 64, 64, C]: mean squares [B],
     which are what the predictor minimises."""
-    truth = jax.lax.stop_gradient(_network(0).apply(target, frames))
-    return ((_network(256).apply(predictor, frames) - truth) ** 2).mean(axis=-1)
+    with jax.default_matmul_precision("highest"):  # on a GPU too
+        truth = jax.lax.stop_gradient(_network(0).apply(target, frames))
+        return ((_network(256).apply(predictor, frames) - truth) ** 2).mean(axis=-1)
 
 
 def error(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
