@@ -13,7 +13,7 @@ EXTRA ?= cpu
 # scores there, as one does on coinrun.
 TRAIN ?= --env-id starpilot --frame-stack 1 --channels 8,16,16 --center no --pool flatten --num-steps 64 \
 	--total-timesteps 400000 --learning-rate 5e-4 --gae-lambda 0.95 --kl-coef 0 --vf-coef 0.5 --vf-clip 0.2 \
-	--max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards --eval-every 50000
+	--max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards --eval-every 50000 --checkpoint-every 50000
 ARGS ?=
 
 .PHONY: train test test-all docs torture gpu-plan gpu-plan-test constraints

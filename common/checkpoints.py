@@ -137,6 +137,7 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
             print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)
         return newest, tree
     none = f"{run_dir} has no {'whole' if damaged else 'complete'} checkpoint: nothing to load"
+    none += " (the first comes after --checkpoint-every steps, or at the run's end)"
     raise UsageError("; ".join([none, *damaged.values()]))
 
 

@@ -34,6 +34,14 @@ def wandb_mode(args: Any) -> str:
     return mode
 
 
+def as_number(value: Any) -> Any:
+    """Text that is a number, as schedules may be, as that: W&B compares and sorts numbers only."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str, Any]):
     """W&B's run, or None where it is disabled."""
     if mode == "disabled":
@@ -48,7 +56,8 @@ def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str,
             id=run_id,
             resume="allow",
             dir=path,
-            config=config,
+            config={name: as_number(value) for name, value in config.items()},
+            save_code=True,
             mode=mode,
             # Without an end, a run that is stopped would wait for a network that is gone.
             settings=wandb.Settings(console="off", silent=mode != "online", finish_timeout=60),

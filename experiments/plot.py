@@ -1,7 +1,7 @@
 """Learning curves of runs, and scores over games: CSV tables and pictures. Try:
 
     python -m experiments.plot runs/bigfish* --out experiments/results/bigfish --random 0.9 --reference easy-all
-    python -m experiments.plot runs/* --group-by encoder --aggregate --out encoders
+    python -m experiments.plot runs/*__* --group-by encoder --aggregate --out encoders
 
 Runs of a group (by default: same script, same flags but for the seed) are one line: their mean, with a 95 % bootstrap
 interval of it over the runs. It is drawn where all of them have logged: a run that was stopped early ends the line.
@@ -23,7 +23,7 @@ import tyro
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from common import files, runs
+from common import files, runs, tracking
 from common.envs import RETURN_RANGES
 from experiments import trials
 from experiments.trials import BESIDE
@@ -145,7 +145,8 @@ def read_run(run_dir: str) -> Logged:
         hours += max(0, line[clock] - last[clock]) / 3600  # a computer's time may go back
         line["hours"], last = hours, line
     game = content["args"].get("env_id") or content.get("env_id") or Path(run_dir).resolve().name.split("__")[0]
-    return Logged(run_dir, content["script"], game, content["args"], lines=lines)
+    args = {name: tracking.as_number(value) for name, value in content["args"].items()}  # 5e-4 is 0.0005
+    return Logged(run_dir, content["script"], game, args, lines=lines)
 
 
 def differing(run: Logged, everything: list[Logged]) -> list[str]:

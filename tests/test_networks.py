@@ -257,7 +257,9 @@ def test_parameters_to_act_with_give_the_same_bit_for_bit(flags):
 def test_parameters_to_act_with_are_the_learners_where_the_encoder_is_float32():
     args = ppo.Args(width=1, hidden=8)
     params = {"params": {"encoder": {"Conv_0": {"kernel": jnp.ones((3, 3, 6, 16))}}}}
-    assert networks.for_acting(ppo.make_agent(args), params)[1] is params
+    agent = ppo.make_agent(args)
+    assert networks.for_acting(agent, params)[1] is params
+    assert networks.for_acting(agent.clone(encoder=nn.Dense(8)), params)[1] is params  # a fork's own
 
 
 def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):

@@ -184,6 +184,8 @@ def test_of_one_seed_and_flags_the_longest_run_counts(tmp_path, capsys):
 
 def test_seeds_and_places_tell_no_runs_apart(tmp_path):
     places = [{"seed": s, "wandb_project": f"p{s}", "checkpoint_every": s} for s in (1, 2)]
+    for place, rate in zip(places, ("5e-4", "0.0005"), strict=True):
+        place["learning_rate"] = rate
     paths = [write_run(tmp_path, game, **place) for game in RANGES for place in places]
     assert list(plot.group_runs([plot.read_run(path) for path in paths], ())) == ["ppo_procgen"]
 

@@ -14,6 +14,7 @@ import av
 import numpy as np
 import pytest
 import tyro
+import wandb
 from conftest import (
     ENCODER_FLAGS,
     ROOT,
@@ -240,7 +241,7 @@ def test_kill_9_leaves_the_last_checkpoint_usable(tmp_path, long_run):
     assert_same_run(long_run, run_dir)
 
 
-def test_four_thousand_frames(tmp_path):
+def test_four_thousand_frames(tmp_path, monkeypatch, capfd):
     """The command line as a user types it: W&B, evaluation, video, then evaluate.py."""
     command = flags_of(
         {"env_id": "starpilot", "gap_stack": True, "channels": "4,4,4", "blocks": 1, "num_levels": 3, "num_envs": 16,
@@ -248,8 +249,13 @@ def test_four_thousand_frames(tmp_path):
          "eval_every": 2_500, "eval_episodes": 4, "capture_video": True, "checkpoint_every": 1_200,
          "keep_checkpoints": 2, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test"}
     )  # fmt: skip
+    given, init = {}, wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or init(**options))
     runs.cli(ppo.Args, ppo.main, command)
     (run_dir,) = tmp_path.iterdir()
+    assert f"wandb sync {run_dir}/wandb/offline-run-*" in "".join(capfd.readouterr()).replace("\n", "")
+    assert given["config"]["learning_rate"] == 5e-4  # text would be no axis
+    assert (given["config"]["exp_name"], given["config"]["channels"]) == ("ppo_procgen", "4,4,4")
     assert re.fullmatch(r"starpilot__ppo_procgen__1__\d+", run_dir.name)
     lines = read_metrics(run_dir, clocks=True)
     assert lines[-1]["global_step"] >= 4_000
