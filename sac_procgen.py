@@ -142,7 +142,7 @@ class TrainState(NamedTuple):
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """What `improve` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
-    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam())
+    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-8))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

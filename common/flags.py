@@ -112,6 +112,8 @@ def set_up_jax() -> None:
     devices.use_every_core()
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(files.own_folder())
     jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_default_prng_impl", "threefry2x32")  # JAX's own today: a run is repeated by them
+    jax.config.update("jax_threefry_partitionable", True)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's own is a whole second
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -129,6 +129,7 @@ def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco
     spec.modelname = f"{task.name} {robot}"
     spec.compiler.degree = False
     spec.option.timestep = TIMESTEP
+    spec.option.integrator = mujoco.mjtIntegrator.mjINT_EULER  # MuJoCo's own today, but not for ever
     spec.option.gravity = (0, 0, 0)  # of the floating robots' worlds
     spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND  # ten joints: parting them costs more than it saves
     spec.visual.global_.offwidth = spec.visual.global_.offheight = 1024

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -113,26 +113,33 @@ def find_run(folder: Path) -> Path | None:
     return max(found, key=by_age, default=None)
 
 
-def read_metrics(run: Path | None) -> list[dict]:
-    """The lines of a run's metrics.jsonl so far that are numbers by name: not one that is still being written."""
-    lines = []
-    if run and (run / "metrics.jsonl").is_file():
-        for text in (run / "metrics.jsonl").read_bytes().splitlines():
+def each_line(run: Path | None) -> Iterator[dict]:
+    """The lines of a run's metrics.jsonl so far that are numbers by name: not one that is still being written. One at a
+    time, since a long run of Ape-X has millions."""
+    if not (run and (run / "metrics.jsonl").is_file()):
+        return
+    with (run / "metrics.jsonl").open("rb") as file:
+        for text in file:
+            line = None
             with contextlib.suppress(ValueError, RecursionError):
                 line = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
-                if isinstance(line, dict) and all(isinstance(value, (int, float)) for value in line.values()):
-                    lines.append(line)
-    return lines
+            if isinstance(line, dict) and all(isinstance(value, (int, float)) for value in line.values()):
+                yield line
+
+
+def read_metrics(run: Path | None) -> list[dict]:
+    """All of `each_line`."""
+    return list(each_line(run))
 
 
 def values_of(run: Path | None, metric: str) -> list[float]:
     """What a run has logged of a metric so far."""
-    return [line[metric] for line in read_metrics(run) if metric in line]
+    return [line[metric] for line in each_line(run) if metric in line]
 
 
 def logged_names(run: Path | None) -> list[str]:
     """The metrics that a run has logged, in order."""
-    return sorted({name for line in read_metrics(run) for name in line if "/" in name})
+    return sorted({name for line in each_line(run) for name in line if "/" in name})
 
 
 def part_done(run: Path | None) -> float:
