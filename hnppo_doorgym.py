@@ -469,17 +469,16 @@ def log_prob(mean: jax.Array, log_std: jax.Array, actions: jax.Array) -> jax.Arr
 def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     """The parts of PPO's loss (Schulman et al. 2017, equations 7 and 9) for each sample, float32 [B].
 
-    The value loss is half the squared error of a value kept near the old one. PPO takes the larger of this and the
-    plain error; the study's HN-PPO does not, so a value that has moved so far has no gradient of its own.
+    The value loss is half the squared error of the value, or of one kept near the old one, whichever is larger. The
+    study's HN-PPO takes the latter alone: a value that has moved too far gets no gradient, and a generated critic,
+    which the policy's gradient moves too, forgets.
     """
     chex.assert_equal_shape([log_probs, values, batch.log_probs, batch.values, batch.advantages, batch.returns])
     log_ratio = log_probs - batch.log_probs
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     values_clipped = batch.values + jnp.clip(values - batch.values, -args.clip_coef, args.clip_coef)
-    value_loss = (values_clipped - batch.returns) ** 2
-    if args.method != "hnppo":
-        value_loss = jnp.maximum((values - batch.returns) ** 2, value_loss)
+    value_loss = jnp.maximum((values - batch.returns) ** 2, (values_clipped - batch.returns) ** 2)
     return {
         "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
         "value_loss": 0.5 * value_loss,
