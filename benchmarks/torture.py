@@ -104,9 +104,9 @@ def describe(folder: Path) -> str:
     run = trials.find_run(folder)
     if run is None:
         return "nothing" if not any(folder.glob("*__*")) else "a run directory without args.json"
-    logged = [int(line["global_step"]) for line in trials.read_metrics(run)]
+    logged = trials.values_of(run, "global_step")
     steps = finished(folder)
-    words = f"step {logged[-1]} logged" if logged else "nothing logged"
+    words = f"step {int(logged[-1])} logged" if logged else "nothing logged"
     return f"{words}, {f'checkpoints up to {steps[-1]}' if steps else 'no checkpoint'}"
 
 

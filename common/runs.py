@@ -253,7 +253,6 @@ class Run:
         self._wandb = tracking.start_wandb(
             args, mode, self.path, run_id, config | {"env_id": args.env_id, "exp_name": script}
         )
-        self._offline = mode == "offline"
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)
             if os.environ.get("WANDB_SWEEP_ID"):  # the run is in the sweep's project, where a resume is to find it
@@ -275,7 +274,7 @@ class Run:
         self._progress.start()
         self._since = time.monotonic()
         self.say(f"run directory: {self.path}")
-        if self._offline:
+        if self._wandb and self._wandb.offline:
             self.say(f"W&B is offline; to send it this run afterwards: wandb sync {self.path}/wandb/offline-run-*")
         try:
             if self.saved:

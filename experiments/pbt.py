@@ -251,7 +251,7 @@ def member(config: dict) -> None:
         except RuntimeError as error:
             why = str(error)
         run = trials.find_run(folder)
-        steps = [line["global_step"] for line in trials.read_metrics(run)]
+        steps = trials.values_of(run, "global_step")
         values = trials.values_of(run, study["metric"])
         score = values[-1] if values else math.nan
         if not why and len(steps) == before:

@@ -512,6 +512,14 @@ def shell(script, *words, **variables):
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
 
+def stand_ins(folder, **does):
+    """Commands of these names in a folder, each a line or more of a shell script; the PATH that finds them first."""
+    for name, lines in does.items():
+        (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 @pytest.mark.slow
 def test_slurm_goes_on_after_preemption(tmp_path):
     """The signal before the end of a task's time writes a checkpoint; queued again, the task resumes, exactly."""
@@ -532,9 +540,8 @@ def test_slurm_goes_on_after_preemption(tmp_path):
 
 def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
     """A stand-in for srun says what it is given."""
-    (tmp_path / "srun").write_text('#!/bin/sh\necho "srun $@"\n')
-    (tmp_path / "srun").chmod(0o755)
-    given = {"OUT": tmp_path, "SLURM_NTASKS": 4, "SLURM_CPUS_PER_TASK": 8, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    path = stand_ins(tmp_path, srun='echo "srun $@"')
+    given = {"OUT": tmp_path, "SLURM_NTASKS": 4, "SLURM_CPUS_PER_TASK": 8, "PATH": path}
     output = shell("slurm.sh", "run", "ppo_procgen.py", "--num-envs", 256, **given).communicate()[0]
     assert output.startswith("srun --kill-on-bad-exit=1 --cpus-per-task=8 ")
     assert output.endswith(f"ppo_procgen.py --seed 0 --run-dir {tmp_path}/0/0 --num-envs 256 --distributed\n")
@@ -554,10 +561,8 @@ def test_slurm_starts_a_job_of_several_tasks_on_all_of_them(tmp_path):
 @pytest.mark.parametrize(("state", "task"), [("RUNNING", ""), ("COMPLETING", ""), ("", ""), ("RUNNING", "3")])
 def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, task, tmp_path):
     """Both end by the same signal; stand-ins for squeue, which may fail, and scontrol. Of an array it is the task."""
-    for name, says in (("squeue", state), ("scontrol", "scontrol $@"), ("python", "begun; exec sleep 60")):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
-        (tmp_path / name).chmod(0o755)
-    given = {"OUT": tmp_path, "SLURM_JOB_ID": 7, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    path = stand_ins(tmp_path, squeue=f"echo {state}", scontrol="echo scontrol $@", python="echo begun; exec sleep 60")
+    given = {"OUT": tmp_path, "SLURM_JOB_ID": 7, "PATH": path}
     given |= {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": task} if task else {}
     process = shell("slurm.sh", "run", "ppo_procgen.py", **given | {"PYTHON": tmp_path / "python"})
     assert process.stdout.readline() == "begun\n"
@@ -565,7 +570,7 @@ def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, task, tmp_path)
     again = "" if state == "COMPLETING" else f"scontrol requeue {'7_3' if task else 7}"
     assert process.communicate()[0].strip() == again
     slowly = "trap 'sleep 0.5; echo written; exit 0' TERM\necho begun\nwhile :; do sleep 0.1; done\n"
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{slowly}")  # as a script that writes its checkpoint
+    stand_ins(tmp_path, python=slowly)  # as a script that writes its checkpoint
     process = shell("slurm.sh", "run", "ppo_procgen.py", **given | {"PYTHON": tmp_path / "python"})
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
@@ -574,18 +579,16 @@ def test_slurm_queues_a_job_again_unless_it_was_cancelled(state, task, tmp_path)
 
 def test_slurm_stops_several_tasks_by_scancel(tmp_path):
     """srun's own answer to SIGTERM is to kill them."""
-    stand_ins = {
-        "srun": f"shift 2; \"$@\" &\necho $! > {tmp_path}/pid\ntrap 'kill -9 $!; exit 137' TERM\nwait $!",
-        "scancel": f"echo scancel $@; kill -TERM $(cat {tmp_path}/pid)",
-        "scontrol": "echo scontrol $@",
-        "squeue": "echo RUNNING",
-        "python": "trap 'echo written; exit 0' TERM\necho begun\nwhile :; do sleep 0.1; done",
-    }
-    for name, does in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+    path = stand_ins(
+        tmp_path,
+        srun=f"shift 2; \"$@\" &\necho $! > {tmp_path}/pid\ntrap 'kill -9 $!; exit 137' TERM\nwait $!",
+        scancel=f"echo scancel $@; kill -TERM $(cat {tmp_path}/pid)",
+        scontrol="echo scontrol $@",
+        squeue="echo RUNNING",
+        python="trap 'echo written; exit 0' TERM\necho begun\nwhile :; do sleep 0.1; done",
+    )
     given = {"OUT": tmp_path, "SLURM_JOB_ID": 7, "SLURM_NTASKS": 2, "PYTHON": tmp_path / "python"}
-    process = shell("slurm.sh", "run", "ppo_procgen.py", **given, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    process = shell("slurm.sh", "run", "ppo_procgen.py", **given, PATH=path)
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate()[0].split("\n") == ["scancel --signal=TERM 7", "written", "scontrol requeue 7", ""]
