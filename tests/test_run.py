@@ -383,7 +383,7 @@ def test_wandb_has_the_step_as_its_axis_and_a_sweeps_project_is_kept(train, monk
     rows, axes = [], []
 
     class Fake:
-        project, entity = "of the sweep", "us"
+        project, entity, offline = "of the sweep", "us", True
 
         def log(self, row):
             rows.append(row)
@@ -407,6 +407,8 @@ def test_a_run_survives_the_end_of_wandbs_process(train, monkeypatch, capfd):
     import wandb
 
     class Dead:
+        offline = True
+
         def log(self, *given, **options):
             raise ConnectionResetError("Connection lost")
 

@@ -104,7 +104,7 @@ def test_wandb_is_told_how_a_run_ended(tmp_path):
     codes = []
     for error in (None, ZeroDivisionError, SystemExit, KeyboardInterrupt):
         run = runs.Run(args_in(tmp_path), "ppo_procgen")
-        run._wandb = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+        run._wandb = SimpleNamespace(offline=False, finish=lambda exit_code: codes.append(exit_code))
         run.__enter__()
         run.__exit__(error, None, None)
     assert codes == [0, 1, 0, 1]
