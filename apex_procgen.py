@@ -230,7 +230,7 @@ def act(
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
     frames = rollout.frames.put(rollout.t, obs, age)
     values = mean_value(agent.support, devices.in_chunks(partial(agent.apply, params), frames.stack(rollout.t)))
-    choose_keys, stick_keys = offpolicy.keys_of(rollout)
+    choose_keys, stick_keys = envs.step_keys(rollout)
     epsilon = jnp.array(epsilons(args))[rollout.numbers]
     actions = explore(choose_keys, values, epsilon)
     worth = state_value(args, values)

@@ -601,11 +601,7 @@ def update(args: Args, agent: Agent, remember: bool, state: TrainState, rollout:
 
 def make_policy(agent: Agent, params: dict) -> Callable:
     """A policy as `doors.play` calls it: mean actions."""
-
-    def policy(obs, t):
-        return act(agent, params, obs)
-
-    return policy
+    return lambda obs, t: act(agent, params, obs)
 
 
 @partial(jax.jit, static_argnums=0)

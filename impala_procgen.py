@@ -326,10 +326,8 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     t = rollout.t
     frames = rollout.frames.put(t, obs, age)
     logits, core = policy(agent, params, frames.stack(t), age == 0, rollout.core)
-    choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
-    # Drawn by game, so that it plays the same whichever actor it has.
-    actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits)
-    stick_keys = devices.keys_of(stick_key, rollout.numbers)
+    choose_keys, stick_keys = envs.step_keys(rollout)
+    actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
     played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,
@@ -563,11 +561,9 @@ def judge_all(args: Args, agent: Agent, params: dict, unrolls: Unrolls, *, gamma
     return unrolls._replace(batch=unrolls.batch._replace(judged=judged))
 
 
-def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, rates, key):
-    """Epochs of minibatches; returns parameters, the optimiser's state and the last epoch's mean metrics. Rates:
-    learning rate, entropy coefficient and discount, float32 []."""
+def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, learning_rate, ent_coef, gamma, key):
+    """Epochs of minibatches; returns parameters, the optimiser's state and the last epoch's mean metrics."""
     tx = make_optimizer(args)
-    learning_rate, ent_coef, gamma = rates
     if args.clip_coef:
         unrolls = judge_all(args, agent, state.params, unrolls, gamma=gamma)
     objective = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
@@ -608,7 +604,7 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
     key, shuffle_key = jax.random.split(state.key)
     new = args.num_envs // devices.size()  # of this device's unrolls, those that were not replayed
     params, opt_state, parts = optimize(
-        args, agent, state, unrolls, rates=(learning_rate, ent_coef, gamma), key=shuffle_key
+        args, agent, state, unrolls, learning_rate=learning_rate, ent_coef=ent_coef, gamma=gamma, key=shuffle_key
     )
     variance = parts.pop("target_square") - parts.pop("target") ** 2
     unexplained = 2 * parts["value_loss"] - parts.pop("value_error") ** 2

@@ -424,12 +424,8 @@ def novelty(args: Args, stats: FrameStatistics, target: dict, predictor: dict, f
 def bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
     """The bonus of each transition, for the frame that it leads to, divided by the running standard deviation of its
     return: the filter, and raw and divided bonus float32 [T, N], 0 where not `mask`."""
-
-    def of_frames(both, frames):
-        return novelty(args, state.frame_stats, *both, frames)
-
-    both = state.target, state.params["predictor"]
-    raw = mask * jax.lax.map(partial(devices.in_chunks, partial(of_frames, both)), rollout.reached)
+    of_frames = partial(novelty, args, state.frame_stats, state.target, state.params["predictor"])
+    raw = mask * jax.lax.map(partial(devices.in_chunks, of_frames), rollout.reached)
     # The return runs on through an episode's end, and is not clipped.
     ended = jnp.zeros_like(mask)
     bonus_filter, bonus = shaping.normalize(state.bonus_filter, raw, ended, mask, args.int_gamma, clip=jnp.inf)

@@ -183,7 +183,7 @@ def act(
     """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
     frames = rollout.frames.put(rollout.t, obs, age)
     logits, values = devices.in_chunks(partial(agent.apply, params["agent"]), frames.stack(rollout.t))
-    choose_keys, stick_keys = offpolicy.keys_of(rollout)
+    choose_keys, stick_keys = envs.step_keys(rollout)
     actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
     soft = soft_value(args, logits, values, jnp.exp(params["log_alpha"]))
     mean = values.mean(axis=1)  # as the learner's TD error has it

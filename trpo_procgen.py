@@ -217,10 +217,8 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     frames = rollout.frames.put(t, obs, age)
     stacked = frames.stack(t)
     logits = look(agent.policy, params["policy"], stacked)
-    choose_key, stick_key = jax.random.split(jax.random.fold_in(rollout.key, t))
-    # Drawn by game, so that it plays the same on whichever device it is.
-    actions = jax.vmap(jax.random.categorical)(devices.keys_of(choose_key, rollout.numbers), logits)
-    stick_keys = devices.keys_of(stick_key, rollout.numbers)
+    choose_keys, stick_keys = envs.step_keys(rollout)
+    actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
     played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
     rollout = rollout._replace(
         frames=frames,

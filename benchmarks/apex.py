@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 import apex_procgen as apex
 from benchmarks import records
@@ -69,10 +67,7 @@ def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
     row = {"setting": args.name} | {k: "" if x != x else f"{x:.4g}" for k, x in measure(args.flags, args.steps).items()}
     row |= {"flags": args.flags} | records.origin()
-    table = Table("", args.name)
-    for key, value in row.items():
-        table.add_row(key, str(value))
-    Console().print(table)
+    records.show([row], [args.name])
     records.append_rows(args.csv, [row])
 
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 import tyro
 
@@ -32,9 +31,7 @@ import ppo_procgen as ppo
 from benchmarks import records
 from common import envs, files, runs
 from experiments import plot, trials
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+from experiments.plot import plt
 
 # Its settings, OpenAI's but for the reward normaliser's discount and the initial weights, in our flags.
 SETTINGS = (

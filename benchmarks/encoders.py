@@ -54,8 +54,9 @@ NAMED = {
 def plain_flax() -> Iterator[None]:
     """Within it, networks have neither the CPU's nor the GPU's own forms."""
     with (
-        unittest.mock.patch.multiple(
-            gpu, relu=nn.relu, max_pool=partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
+        unittest.mock.patch.dict(networks.ACTIVATIONS, relu=nn.relu),
+        unittest.mock.patch.object(
+            gpu, "max_pool", partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
         ),
         unittest.mock.patch.object(devices, "on_cpu", return_value=False),
     ):

@@ -115,10 +115,7 @@ def main(args: Args) -> None:
     parts, rows = measure(ppo_args)
     named = {"setting": args.name}
     row = named | {name: f"{ms:.4g}" for name, ms in parts.items()} | {"flags": args.flags} | records.origin()
-    table = Table(show_header=False)
-    for name, value in row.items():
-        table.add_row(name, value)
-    Console().print(table)
+    records.show([row], [args.name])
     longest = Table("program", "kernel", "ms", "launches")
     for kernel in sorted(rows, key=lambda x: -float(x["ms"]))[:30]:
         longest.add_row(*kernel.values())

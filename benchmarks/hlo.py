@@ -8,7 +8,6 @@ products (a multiply-add is two), and bytes that must come from memory or go the
 
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 BYTES = {
@@ -150,11 +149,6 @@ class Program:
             elif current is not None and " = " in line:
                 one = _instruction(line)
                 current[one.name] = one
-
-    def instructions(self) -> Iterator[Instruction]:
-        """All of them, within kernels too."""
-        for computation in self.computations.values():
-            yield from computation.values()
 
     def kernels(self) -> list[Kernel]:
         """All that is launched, once for each place in the text: see `Kernel.times`."""

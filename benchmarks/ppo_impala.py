@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 import impala_procgen as impala
 import ppo_procgen as ppo
@@ -77,7 +75,6 @@ def main(args: Args) -> None:
             results[name].append(measure(*settings[name], args.updates))
     ratio = np.median([i["steps/s"] / p["steps/s"] for p, i in zip(results["ppo"], results["impala"], strict=True)])
     alone = throughput.procgen_rate(records.read_flags(ppo, args.flags))
-    table = Table()
     rows = []
     for name, (_, flags) in settings.items():
         row = {"setting": args.name, "script": name}
@@ -85,12 +82,7 @@ def main(args: Args) -> None:
         row["game alone steps/s"] = f"{alone:.4g}"
         row |= {"times PPO's steps/s": f"{ratio if name == 'impala' else 1:.3g}", "rounds": args.rounds, "flags": flags}
         rows.append(row | records.origin())
-    table.add_column("")
-    for name in settings:
-        table.add_column(name)
-    for key in rows[0]:
-        table.add_row(key, *(str(row[key]) for row in rows))
-    Console().print(table)
+    records.show(rows, settings)
     records.append_rows(args.csv, rows)
 
 

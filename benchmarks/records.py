@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import subprocess
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,8 @@ from typing import Any
 
 import jax
 import tyro
+from rich.console import Console
+from rich.table import Table
 
 from common import devices, files, runs
 
@@ -74,6 +77,14 @@ def commit() -> str:
 def origin() -> dict[str, str]:
     """Where and when a row was measured."""
     return {"machine": machine(), "jax": jax.__version__, "commit": commit(), "date": date.today().isoformat()}
+
+
+def show(rows: list[dict], names: Iterable[str]) -> None:
+    """Prints rows as columns under these names, with a line for each key."""
+    table = Table("", *names)
+    for key in rows[0]:
+        table.add_row(key, *(str(row[key]) for row in rows))
+    Console().print(table)
 
 
 def make_room(path: str, flag: str) -> None:

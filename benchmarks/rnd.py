@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 import rnd_montezuma as rnd
 from benchmarks import records, throughput
@@ -83,13 +81,7 @@ def main(args: Args) -> None:
         row |= {key: f"{np.median([x[key] for x in results[name]]):.4g}" for key in results[name][0]}
         row |= {"emulator alone steps/s": f"{np.median(alone):.4g}", "rounds": args.rounds, "flags": args.flags}
         rows.append(row | records.origin())
-    table = Table()
-    table.add_column("")
-    for name in MODES:
-        table.add_column(name)
-    for key in rows[0]:
-        table.add_row(key, *(str(row[key]) for row in rows))
-    Console().print(table)
+    records.show(rows, MODES)
     records.append_rows(args.csv, rows)
 
 

@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 import ppo_procgen as ppo
 from benchmarks import encoders, records
@@ -177,10 +175,7 @@ def main(args: Args) -> None:
     ppo_args = records.read_flags(ppo, args.flags)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
     row |= {"flags": args.flags} | records.origin()
-    table = Table(show_header=False)
-    for name, value in row.items():
-        table.add_row(name, value)
-    Console().print(table)
+    records.show([row], [args.name])
     records.append_rows(args.csv, [row])
 
 

@@ -145,8 +145,8 @@ class Fleet:
             thread = threading.Thread(
                 target=self._run, args=(actor, version, carry), name=f"actor {actor}", daemon=True
             )
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def stop(self) -> None:
         """Ends and joins every thread, within a step of its games; unrolls that were not taken are dropped."""
@@ -154,8 +154,7 @@ class Fleet:
             self._stopping = True
             self._changed.notify_all()
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
         self._threads = []
         for queue in self._ready:
             queue.clear()

@@ -165,24 +165,6 @@ def _conv_backward(pad, saved, g):
 _conv.defvjp(_conv_forward, _conv_backward)
 
 
-@custom_vjp
-def relu(x: jax.Array) -> jax.Array:
-    """max(x, 0), whose gradient needs no more than what the next layer keeps anyway."""
-    return jax.nn.relu(x)  # whose derivative forward is 0 at 0, as the gradient below
-
-
-def _relu_forward(x):
-    y = jnp.maximum(x, 0)
-    return y, y
-
-
-def _relu_backward(y, g):
-    return (jnp.where(y > 0, g, 0),)
-
-
-relu.defvjp(_relu_forward, _relu_backward)
-
-
 def avg_pool(x: jax.Array) -> jax.Array:
     """2 x 2 averages with stride 2: [B, H, W, C] -> [B, H/2, W/2, C], H and W even."""
     batch, height, width, channels = x.shape

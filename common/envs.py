@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -342,6 +342,13 @@ class Games:
 
     def close(self) -> None:
         self._env.close()
+
+
+def step_keys(rollout: Any) -> tuple[jax.Array, jax.Array]:
+    """Keys uint32 [N, 2] for the choices and for the sticky actions of a rollout's next step: by game, so that it plays
+    the same on whichever device, and whichever actor it has."""
+    key = jax.random.fold_in(rollout.key, rollout.t)
+    return tuple(devices.keys_of(key, rollout.numbers) for key in jax.random.split(key))
 
 
 def stick(keys: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, age: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""What makes networks fast on a GPU: ReLU and max-pooling in forms that XLA compiles well, and layouts of kernels.
+"""What makes networks fast on a GPU: max-pooling in a form that XLA compiles well, and layouts of kernels.
 
-The forms are about what a gradient keeps and reads, since memory bounds it. `networks.py` takes those of cpu.py on a
+The form is about what a gradient keeps and reads, since memory bounds it. `networks.py` takes that of cpu.py on a
 CPU. benchmarks/gpu_plan.py shows what XLA makes of them.
 """
 
@@ -14,25 +14,6 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 
 from common.derivatives import custom_vjp
-
-
-@custom_vjp
-def relu(x: jax.Array) -> jax.Array:
-    """max(x, 0), whose gradient looks at its output, which the next layer keeps anyway."""
-    return jax.nn.relu(x)  # whose derivative forward is 0 at 0, as the gradient below
-
-
-def _relu_forward(x):
-    # The barrier is why it pays: without it XLA sees that this is max(x, 0) of an x which it then keeps instead.
-    y = lax.optimization_barrier(jnp.maximum(x, 0))
-    return y, y
-
-
-def _relu_backward(y, g):
-    return (jnp.where(y > 0, g, 0),)
-
-
-relu.defvjp(_relu_forward, _relu_backward)
 
 
 def max_pool(x: jax.Array) -> jax.Array:

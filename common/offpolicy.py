@@ -127,13 +127,6 @@ def begin_rollout(args: Any, carry: Carry, i: int) -> Rollout:
     )
 
 
-def keys_of(rollout: Rollout) -> tuple[jax.Array, jax.Array]:
-    """Keys uint32 [n, 2] for a step's choices and for its sticky actions: by game, so that it plays the same whichever
-    actor it has."""
-    key = jax.random.fold_in(rollout.key, rollout.t)
-    return tuple(devices.keys_of(key, rollout.numbers) for key in jax.random.split(key))
-
-
 def record(args: Any, rollout: Rollout, age: jax.Array, actions: jax.Array, *, values, state_value, stick_keys):
     """Writes down a step's actions int32 [n], chosen by values float32 [n, 15] in a state worth float32 [n]; returns
     the rollout and what the games play, sticky actions included."""
@@ -178,14 +171,10 @@ def make_fleet(args: Any, agent: nn.Module, act: Callable) -> actors.Fleet:
 # THE BUFFER
 
 
-def buffer_rows(args: Any) -> int:
-    """Steps of each game in the replay buffer: whole unrolls."""
-    return -(-args.buffer_size // (args.num_envs * args.num_steps)) * args.num_steps
-
-
 def initial_replay(args: Any) -> replay.Replay:
-    """An empty buffer of --buffer-size transitions, or a few more."""
-    return replay.empty(buffer_rows(args), args.num_envs, args.offsets)
+    """An empty buffer of --buffer-size transitions, or a few more: of each game whole unrolls."""
+    rows = -(-args.buffer_size // (args.num_envs * args.num_steps)) * args.num_steps
+    return replay.empty(rows, args.num_envs, args.offsets)
 
 
 def make_buffer(args: Any, saved: dict | None) -> replay.Replay:

@@ -160,10 +160,6 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._rngs, self._turn = [None] * num_envs, np.zeros(num_envs, int)
         self.reset(seed=seed)
 
-    def _seed(self, seed: int, mask: np.ndarray) -> None:
-        for i in np.flatnonzero(mask):
-            self._rngs[i], self._turn[i] = np.random.default_rng([seed, 1, i]), i
-
     # The state's parts, of self._state or of others like it.
 
     def _positions(self, state: np.ndarray) -> np.ndarray:
@@ -229,7 +225,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         if seed is not None:
             if np.ndim(seed):
                 raise ValueError(f"seed {seed}: give one for all, of which each environment makes its own")
-            self._seed(seed, mask)
+            for i in np.flatnonzero(mask):
+                self._rngs[i], self._turn[i] = np.random.default_rng([seed, 1, i]), i
         for i in np.flatnonzero(mask):
             self._begin(i)
         return self._observe(), self._info()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 import tyro
 
@@ -20,9 +19,7 @@ from common import continual, doors, files, runs
 from common.files import check
 from common.flags import flag_of
 from experiments import plot, trials
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+from experiments.plot import plt
 
 REFERENCE = Path(__file__).parent / "reference" / "doorgym_matrices.csv"
 # Flags in which runs of one method may differ; tasks are compared by their names.

@@ -229,11 +229,6 @@ def not_looking() -> list[str]:
     return table(sorted(rows, key=itemgetter("game")), columns)
 
 
-def all_for_0(levels: str) -> str:
-    """A number of training levels; --num-levels 0 is all of them."""
-    return "all" if levels == "0" else levels
-
-
 def starpilot_study() -> list[str]:
     """The StarPilot study's returns beside ours, in its units and raw ones."""
     setting = ("method", "encoder", "hidden", "training levels")
@@ -252,7 +247,9 @@ def starpilot_study() -> list[str]:
             row[name] = " / ".join(f"{each[name]} ({each[f'{name} error']})" for each in (on_train, on_test))
         rows.append(row)
     rows.sort(key=lambda row: (row["method"], int(row["training levels"]) or np.inf))
-    columns = {"method": itemgetter("method"), "training levels": lambda row: all_for_0(row["training levels"])}
+    levels = {"0": "all"}  # as --num-levels has it
+    columns = {"method": itemgetter("method")}
+    columns |= {"training levels": lambda row: levels.get(row["training levels"], row["training levels"])}
     columns |= {"steps": number("step"), "published, training / test levels": lambda row: row["published"]}
     columns |= {"ours, in the same units": lambda row: row["normalized"], "ours, raw": lambda row: row["raw"]}
     return table(rows, columns)
@@ -344,7 +341,7 @@ def sweeps() -> list[str]:
         rows.append({"sweep": link, "trials": str(len(trials)), "pruned": str(pruned)})
         rows[-1] |= {"metric": metric, "best": short(best[metric]), "commit": best["commit"]}
         rows[-1]["at"] = ", ".join(f"{name} {short(best[name])}" for name in names)
-    return table(rows, {name: lambda row, name=name: row[name] for name in rows[0]}) if rows else []
+    return table(rows, {name: itemgetter(name) for name in rows[0]}) if rows else []
 
 
 def short(text: str) -> str:

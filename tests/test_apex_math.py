@@ -447,7 +447,7 @@ def test_a_game_is_played_the_same_beside_any_others():
     # Whether an action sticks has a key of its own, and what sticks is what was played.
     args = replace(args, sticky_actions=0.9)
     rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.arange(4, dtype=np.int32)), 0)
-    choose, stick = offpolicy.keys_of(rollout)
+    choose, stick = envs.step_keys(rollout)
     assert (choose != stick).any(axis=1).all()
     values = {"values": jnp.zeros((4, 15)), "state_value": jnp.zeros(4)}
     rollout, some = offpolicy.record(args, rollout, np.ones(4, np.int32), jnp.full(4, 7), stick_keys=stick, **values)
