@@ -360,7 +360,7 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
     # Not batch.weight, by whose sum it would divide: importance weights are to make the loss smaller.
     grads, means, parts = devices.gradient(objective, state.params, batch, jnp.ones_like(batch.returns))
     grads = networks.add_l2(grads, state.params, args.l2)
-    direction, opt_state = make_optimizer(args).update(grads, state.opt_state)
+    direction, opt_state = make_optimizer(args).update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction))
     updates = state.updates + 1
     copy = updates % args.target_network_frequency == 0

@@ -560,7 +560,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remem
     tx = make_optimizer(args)
 
     def take(grads, learner, opt_state):
-        step, opt_state = tx.update(grads, opt_state)
+        step, opt_state = tx.update(grads, opt_state, learner)
         return optax.apply_updates(learner, step), opt_state
 
     def minibatch(state, index):

@@ -460,6 +460,7 @@ def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Bat
         "rho": jnp.minimum(args.rho_bar, ratio),
         "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
         "value_error": values[:, :-1] - targets,
+        "value_error_square": (values[:, :-1] - targets) ** 2,
         "target": targets,
         "target_square": targets**2,
     }
@@ -573,7 +574,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, l
         inputs, batch = minibatch_of(args, unrolls, games, key)
         grads, parts, _ = devices.gradient(objective, params, (inputs, batch), ~batch.done)
         grads = networks.add_l2(grads, params, args.l2)
-        direction, opt_state = tx.update(grads, opt_state)
+        direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), parts | {"grad_norm": devices.norm(grads)}
 
@@ -607,7 +608,7 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
         args, agent, state, unrolls, learning_rate=learning_rate, ent_coef=ent_coef, gamma=gamma, key=shuffle_key
     )
     variance = parts.pop("target_square") - parts.pop("target") ** 2
-    unexplained = 2 * parts["value_loss"] - parts.pop("value_error") ** 2
+    unexplained = parts.pop("value_error_square") - parts.pop("value_error") ** 2
     metrics = {f"losses/{name}": value for name, value in parts.items()} | {
         "losses/explained_variance": 1 - unexplained / jnp.maximum(variance, 1e-8),
         "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong

@@ -458,7 +458,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
         part = jax.tree.map(lambda x: x[time, env], batch)
         grads, parts, _ = devices.gradient(objective, params, (inputs, part), weight[time, env])
         grads = grads | {"agent": networks.add_l2(grads["agent"], params["agent"], args.l2)}
-        direction, opt_state = tx.update(grads, opt_state)
+        direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), parts | {"grad_norm": devices.norm(grads)}
 

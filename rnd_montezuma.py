@@ -642,7 +642,7 @@ def optimize(
             of_predictor, params["predictor"], rollout.reached[time, env], weight[time, env]
         )
         grads = {"agent": policy_grads, "predictor": predictor_grads}
-        direction, opt_state = tx.update(grads, opt_state)
+        direction, opt_state = tx.update(grads, opt_state, params)
         direction["predictor"] = jax.tree.map(lambda d: args.predictor_lr_ratio * d, direction["predictor"])
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), parts | {"rnd_loss": error["loss"], "grad_norm": devices.norm(grads)}

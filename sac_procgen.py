@@ -289,7 +289,7 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
     objective = partial(loss, args, agent, target=state.target, alpha=jnp.exp(log_alpha))
     # Not batch.weight, by whose sum it would divide: importance weights are to make the loss smaller.
     grads, means, parts = devices.gradient(objective, params, batch, jnp.ones_like(batch.returns))
-    direction, opt_state = make_optimizer(args).update(grads, state.opt_state)
+    direction, opt_state = make_optimizer(args).update(grads, state.opt_state, params)
     params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
     if args.autotune:
         log_alpha = tune(args, log_alpha, means["entropy"])

@@ -167,11 +167,11 @@ def compare(args: Args, name: str, saved, policy: Callable) -> dict:
     num_envs = devices.multiple(saved, min(args.episodes, 64))
     with original(args, saved, num_envs) as games:
         theirs = play(games, policy, saved.offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
-    errors = ours["std"] / ours["episodes"] ** 0.5, theirs.std() / len(theirs) ** 0.5
+    theirs = envs.summarize(theirs)
     return {
-        "policy": name, "game": saved.env_id, "episodes": len(theirs),
-        "EnvPool": f"{ours['mean_return']:.2f}", "error": f"{errors[0]:.2f}",
-        "OpenAI": f"{theirs.mean():.2f}", "OpenAI error": f"{errors[1]:.2f}",
+        "policy": name, "game": saved.env_id, "episodes": theirs["episodes"],
+        "EnvPool": f"{ours['mean_return']:.2f}", "error": f"{ours['standard_error']:.2f}",
+        "OpenAI": f"{theirs['mean_return']:.2f}", "OpenAI error": f"{theirs['standard_error']:.2f}",
         "frames compared": frames, "pixels that differ %": f"{100 * pixels:.4f}", "rewards that differ": rewards,
     }  # fmt: skip
 

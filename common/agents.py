@@ -3,6 +3,7 @@
 They can be uploaded to Hugging Face's hub (`pip install huggingface_hub`), with a card.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,15 @@ def read(path: Path) -> dict:
 
 def write(folder: Path, content: dict, tree: dict) -> None:
     """Writes an agent and its args.json (`content`) to a folder. Over 1 MB, its larger arrays become float16."""
+    from flax import serialization
     from safetensors.numpy import save
 
-    leaves = jax.tree.leaves_with_path(jax.tree.map(np.asarray, tree))
+    leaves = jax.tree.leaves_with_path(jax.tree.map(np.asarray, serialization.to_state_dict(tree)))
     large = sum(x.nbytes for _, x in leaves) > 1e6
 
     def small(x):
-        return x.astype(np.float16) if large and x.dtype == np.float32 and x.size > 1000 else x
+        fits = x.dtype == np.float32 and x.size > 1000 and np.abs(x).max() <= np.finfo(np.float16).max
+        return x.astype(np.float16) if large and fits else x
 
     arrays = {"/".join(key.key for key in path): np.array(small(x), order="C") for path, x in leaves}
     files.make_folder(folder, "--export")
@@ -127,6 +130,7 @@ def card(folder: Path, name: str) -> str:
             {"name": script, "results": [{"task": task, "dataset": {"name": game, "type": game}, "metrics": metrics}]}
         ],
     }
+    title = re.sub("_(procgen|doorgym|montezuma)$", "", script).replace("_", " ").upper()
     lines = []
     for row in rows:
         deviation = f"{row['std']:.2f}" if "std" in row else ""
@@ -140,7 +144,7 @@ def card(folder: Path, name: str) -> str:
         levels = f", on {count} of the {args['distribution_mode']} game"
     return f"""---
 {yaml.safe_dump(head, sort_keys=False)}---
-# {script.split("_")[0].upper()} on {game}
+# {title} on {game}
 
 A policy that `{script}.py` trained for {evaluation["global_step"]:,} environment steps{levels}; `args.json` has its
 arguments.

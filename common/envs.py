@@ -541,7 +541,7 @@ def evaluate(
 
 def summarize(returns: np.ndarray) -> dict[str, float]:
     """What an evaluation says of its episodes' returns [episodes]."""
-    error = returns.std() / len(returns) ** 0.5
+    error = returns.std() / max(len(returns) - 1, 1) ** 0.5  # of the unbiased variance; 0 for a single episode
     statistics = {"mean_return": returns.mean(), "standard_error": error, "std": returns.std()}
     statistics |= {"min": returns.min(), "max": returns.max()}
     return {name: float(value) for name, value in statistics.items()} | {"episodes": len(returns)}

@@ -415,7 +415,10 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
 def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
     """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
     args = read_args(run_dir, source, script)["args"]
-    words = plain_booleans(args_class, [f"{flag_of(name)}={value}" for name, value in args.items()])
+    given = []
+    for name, value in args.items():  # a fork may have tuples, which JSON has as lists
+        given += [flag_of(name), *map(str, value)] if isinstance(value, list) else [f"{flag_of(name)}={value}"]
+    words = plain_booleans(args_class, given)
     about = f"{source} {run_dir}: its args.json is not of this version of the script"
     text = io.StringIO()
     try:

@@ -482,8 +482,9 @@ def for_acting(agent: nn.Module, params: dict) -> tuple[nn.Module, dict]:
 
     The encoder's are in its own dtype, where the learner keeps float32, and kernels are divided by their spectral norm.
     """
-    layers = getattr(agent.encoder, "layers", None)  # a fork's own encoder may have none
-    if layers is None or (layers.dtype == jnp.float32 and layers.residual_norm == "none"):
+    layers = getattr(getattr(agent, "encoder", None), "layers", None)
+    ours = isinstance(layers, Layers)  # a fork's own encoder may have none, or call something else so
+    if not ours or (layers.dtype == jnp.float32 and layers.residual_norm == "none"):
         return agent, params
     agent, params = acting(agent), prepare(layers, params)
     return agent, params if devices.on_cpu() else jax.device_put(params, gpu.layouts(params))

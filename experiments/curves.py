@@ -58,7 +58,7 @@ def in_parts(rows: list[dict]) -> np.ndarray:
 
 
 def last_evaluation(seeds: list[list[dict]]) -> tuple[float, float, float]:
-    """Step, mean over seeds and the standard error of all their episodes, of each seed's last evaluation."""
+    """Step, mean over seeds and its standard error (`reproduce.pooled`), of each seed's last evaluation."""
     last = [max(rows, key=lambda row: int(row["step"])) for rows in seeds]
     return np.mean([float(row["step"]) for row in last]), *reproduce.pooled(last)
 

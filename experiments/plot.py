@@ -277,8 +277,9 @@ def check_lengths(steps: Sequence[float], which: str) -> None:
 def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
     """Mean over runs of values [runs, ...] and its 95 % bootstrap interval, by percentiles: float64 [3, ...].
 
-    Runs are drawn whole, so that a curve's points stay together. Of two or three runs the interval is from the least to
-    the greatest, which holds the true mean less often. One run has none: low and high are NaN.
+    Runs are drawn whole, so that a curve's points stay together. With few runs it is too narrow: of 2, 3, 4, 5 and 10
+    normal runs it holds the true mean in 50, 74, 79, 83 and 90 % of cases (of two or three it is from the least to the
+    greatest). One run has none: low and high are NaN.
     """
     count = len(values)
     mean = np.mean(values, axis=0)
@@ -377,7 +378,7 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     figure, axes = plt.subplots(height, width, figsize=size, squeeze=False, layout="constrained")
     last = max(run.lines[-1]["global_step"] for group in groups.values() for run in group)
     scripts = dict.fromkeys(run.script for group in groups.values() for run in group)
-    steps = "decisions" if list(scripts) == ["hnppo_doorgym"] else "environment steps"
+    steps = "decisions" if games == ["DoorGym"] else "environment steps"
     returns = first_return(args.metrics)
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
@@ -432,7 +433,8 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
 
 
 def aggregate(scores: dict[str, np.ndarray], taus: np.ndarray) -> tuple[dict, dict]:
-    """Estimates with 95 % stratified bootstrap intervals of each group's scores [runs, games].
+    """Estimates with 95 % stratified bootstrap intervals of each group's scores [runs, games]. With few runs these are
+    too narrow, however many games there are, by sqrt(1 - 1 / runs): two runs hold the true value in 83 % of cases.
 
     Returns by group: float64 [3 (value, low, high), 3 (STATISTICS)], and the performance profile float64 [3, taus], the
     share of runs that score above each tau. With one run a game low and high are NaN.

@@ -203,11 +203,10 @@ def joined(*origins: dict) -> dict[str, str]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean; NaN for less than two values."""
-    if len(values) < 2:
+    """Student's 95 % interval of the mean; NaN for less than two values, and for values that are all the same, which
+    say nothing of how far others would lie."""
+    if len(set(values)) < 2:
         return float("nan"), float("nan")
-    if len(set(values)) == 1:
-        return values[0], values[0]
     return tuple(float(x) for x in stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values)))
 
 
@@ -315,9 +314,11 @@ def curves(row: dict, flags: dict, folders: list[Path]) -> list[dict]:
 
 
 def pooled(rows: list[dict]) -> tuple[float, float]:
-    """Of one evaluation of each seed, as `evaluations` has them: the mean, and the standard error of all episodes."""
-    error = sum(float(row["error"]) ** 2 for row in rows) ** 0.5 / len(rows)
-    return float(np.mean([float(row["mean"]) for row in rows])), error
+    """Of one evaluation of each seed, as `evaluations` has them: the mean, and its standard error over all episodes or
+    over seeds, whichever is larger, since of two seeds either may be far too small."""
+    means = [float(row["mean"]) for row in rows]
+    of_episodes = sum(float(row["error"]) ** 2 for row in rows) ** 0.5 / len(rows)
+    return float(np.mean(means)), max(of_episodes, float(stats.sem(means)) if len(means) > 1 else 0.0)
 
 
 def speed(lines: list[dict]) -> str:

@@ -93,7 +93,7 @@ def play(saved, policy, levels: str, *, batches: int, seed: int) -> tuple[np.nda
 def method_of(script: str, saved) -> str:
     """An algorithm's name, as in experiments/reference/starpilot_study.csv."""
     penalty = getattr(saved, "penalty", 0)
-    return f"penalty {penalty:g}" if penalty else script.split("_")[0].upper()
+    return f"penalty {penalty:g}" if penalty else script.removesuffix("_procgen").upper()
 
 
 def setting_of(row: dict) -> tuple[str, ...]:
@@ -157,7 +157,8 @@ def main(args: Args) -> list[dict]:
             row = {"run": Path(run_dir).name, "on": levels}
             both = play(saved, policy, levels, batches=args.batches, seed=args.seed)
             for name, returns in zip(("normalized", "raw"), both, strict=True):
-                row |= {name: f"{returns.mean():.2f}", f"{name} error": f"{returns.std() / len(returns) ** 0.5:.2f}"}
+                error = returns.std(ddof=1) / len(returns) ** 0.5
+                row |= {name: f"{returns.mean():.2f}", f"{name} error": f"{error:.2f}"}
             shown.append(row)
             rows.append(row | about)
         if args.csv:

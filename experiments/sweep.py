@@ -459,7 +459,7 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
         if axis.get_yscale() == "log":  # whose numbers would be formulas
             axis.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter(minor_thresholds=(1, 0.4)))
     figure.axes[0].set_title("", loc="left")
-    figure.axes[0].set_title(study.study_name)
+    figure.axes[0].set_title(f"{study.study_name}, {len(study.trials)} trials")
     figure.set_size_inches(9, 5)
     with files.whole(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")

@@ -18,7 +18,7 @@ import apex_procgen as apex
 import evaluate
 import hnppo_doorgym as hn
 import rnd_montezuma as rnd
-from common import agents, files, networks, runs
+from common import agents, files, networks, runs, shaping
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,9 @@ def test_large_agents_are_stored_as_float16(tmp_path):
     np.testing.assert_allclose(tree["a"]["large"], large, rtol=1e-3, atol=1e-6)
     np.testing.assert_array_equal(tree["a"]["few"], few)
     assert tree["n"].shape == ()
+    wide = np.full(300_000, 1e5, np.float32)  # beyond float16; and a fork's tree may have more than dicts
+    agents.write(tmp_path, {}, {"filter": shaping.ReturnFilter(wide, few, few, few)})
+    np.testing.assert_array_equal(agents.read(tmp_path / agents.FILE)["filter"]["discounted"], wide)
     agents.write(tmp_path, {}, {"a": {"large": large[:50, :50]}})
     np.testing.assert_array_equal(agents.read(tmp_path / agents.FILE)["a"]["large"], large[:50, :50])
 
@@ -157,6 +160,8 @@ def test_a_card_names_the_game(tmp_path):
     runs.write_json(tmp_path / "args.json", {"script": rnd.SCRIPT, "env_id": args.env_id, "args": vars(args)})
     runs.write_json(tmp_path / "eval.json", {"global_step": 5, "room": {"mean_return": 0.0, "std": 0.0, "episodes": 2}})
     assert f"# RND on {rnd.Args.env_id}\n" in agents.card(tmp_path, "me/rnd")
+    runs.write_json(tmp_path / "args.json", {"script": "my_spo", "env_id": "maze", "args": {}})
+    assert "# MY SPO on maze\n" in agents.card(tmp_path, "me/spo")
     text = agents.card(ROOT / "agents" / "ppo_bigfish", "me/x")
     assert "| test levels | mean return | 25.12 | 17.09 | 512 |" in text
     assert ", on all levels of the easy game" in text

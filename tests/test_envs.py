@@ -187,7 +187,7 @@ def test_what_is_said_of_an_evaluation(mode, least, monkeypatch):
     summary, by_level, _ = envs.evaluate(args, None, "test", episodes=3, seed=1)
     assert summary["normalized"] == pytest.approx((21 - least) / (40 - least))
     assert summary["commonest_action"] == 0.75
-    assert summary["standard_error"] == pytest.approx(np.std(played[0]) / np.sqrt(3))
+    assert summary["standard_error"] == pytest.approx(np.std(played[0], ddof=1) / np.sqrt(3))
     assert (summary["std"], summary["min"], summary["max"]) == (pytest.approx(np.std(played[0])), 10, 30)
     assert (summary["mean_return"], summary["episodes"], by_level) == (21, 3, {"3": [30.0], "5": [10.0, 23.0]})
     asked = []

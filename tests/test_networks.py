@@ -260,7 +260,8 @@ def test_parameters_to_act_with_are_the_learners_where_the_encoder_is_float32():
     params = {"params": {"encoder": {"Conv_0": {"kernel": jnp.ones((3, 3, 6, 16))}}}}
     agent = ppo.make_agent(args)
     assert networks.for_acting(agent, params)[1] is params
-    assert networks.for_acting(agent.clone(encoder=nn.Dense(8)), params)[1] is params  # a fork's own
+    for own in (nn.Dense(8), nn.Sequential([agent.encoder, nn.Dense(8)])):  # a fork's; this one's .layers is a list
+        assert networks.for_acting(agent.clone(encoder=own), params)[1] is params
 
 
 def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):

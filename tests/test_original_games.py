@@ -73,10 +73,10 @@ def test_scores_have_their_sides_and_errors(args, monkeypatch):
     saved = original_games.ppo_procgen.Args(env_id="maze", num_levels=50)
     monkeypatch.setattr(original_games, "difference", lambda *_: (10, 0.5, 3))
     monkeypatch.setattr(original_games, "original", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(envs, "evaluate", lambda *_, **__: ({"mean_return": 1, "std": 3, "episodes": 4},))
+    monkeypatch.setattr(envs, "evaluate", lambda *_, **__: ({"mean_return": 1, "standard_error": 1.5},))
     monkeypatch.setattr(original_games, "play", lambda *_, **__: np.array([2, 6, 2, 6]))
     row = original_games.compare(args, "a", saved, None)
-    assert (row["EnvPool"], row["error"], row["OpenAI"], row["OpenAI error"]) == ("1.00", "1.50", "4.00", "1.00")
+    assert (row["EnvPool"], row["error"], row["OpenAI"], row["OpenAI error"]) == ("1.00", "1.50", "4.00", "1.15")
 
 
 def test_bad_input_gets_one_sentence(args, tmp_path, capfd):

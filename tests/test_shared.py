@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,17 @@ def test_a_core_is_in_float32_on_a_gpu_too(kind):
     params = jax.eval_shape(module.init, jax.random.PRNGKey(0), x, first, core)
     text = str(jax.make_jaxpr(module.apply)(params, x, first, core))
     assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 0
+
+
+def test_a_forks_tuples_come_back_from_its_args_json(tmp_path):
+    @dataclass(frozen=True)
+    class Args:
+        betas: tuple[float, float] = (0.9, 0.999)
+        parts: tuple[str, ...] = ()
+
+    for args in (Args(), Args((0.8, -0.5), ("a", "b=c"))):
+        files.write_json(tmp_path / "args.json", {"script": "my_fork", "args": asdict(args)})
+        assert runs.saved_args(Args, str(tmp_path), "RUN_DIR") == args
 
 
 def args_in(tmp_path):
