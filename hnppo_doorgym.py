@@ -518,7 +518,7 @@ def gradients(args: Args, agent: Agent, state: TrainState, batch: Batch, *, reme
         grads = jax.tree.map(lambda g: scale * g, grads)
     if remember:
         # Where Adam would go with this gradient alone: the penalty there says what the step is about to spoil.
-        step, _ = make_optimizer(args).update(grads, state.opt_state)
+        step, _ = make_optimizer(args).update(grads, state.opt_state, state.learner)
         ahead = devices.compute_once(optax.apply_updates(state.learner, step)["hyper"])
         parts["penalty"], penalty_grads = jax.value_and_grad(partial(penalty, agent))(ahead, state)
         grads = grads | {"hyper": jax.tree.map(lambda g, p: g + args.beta * p, grads["hyper"], penalty_grads)}

@@ -214,7 +214,7 @@ class Memory(NamedTuple):
 
     reward_filter: shaping.ReturnFilter
     replay: Unrolls | None  # N = replay_size
-    written: jax.Array  # int32 []: unrolls that each device has ever put into its part of the replay buffer
+    written: jax.Array  # int32 []: unrolls that each device has put into its part of the buffer, modulo that once full
 
 
 MEMORY = devices.layout(Memory, reward_filter=shaping.FILTER, replay=STEPS)

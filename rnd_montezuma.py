@@ -1,7 +1,7 @@
 """PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
 
-Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults; the bonus is its intrinsic reward. With --async
-the games go on while the learner learns, one update behind. Try:
+Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults but for a third of its length; the bonus is its
+intrinsic reward. With --async the games go on while the learner learns, one update behind. Try:
 
     python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
@@ -448,7 +448,7 @@ def gae(rewards, values, *, discount, decay, ratio) -> jax.Array:
       rewards: [T, ...], of the transition from step t to t + 1.
       values: [T + 1, ...].
       discount: [T, ...], of the value that follows: 0 where the episode terminates.
-      decay: [T, ...], discount x lambda, and 0 wherever the episode ends.
+      decay: [T, ...], discount x lambda; 0 where nothing may come through, 1 to pass over a step.
       ratio: [T, ...], learner's over actor's probability of the action; 1 on-policy.
 
     Returns advantages float32 [T, ...], which are also V-trace's targets less the values (with its lambda, as in rlax).

@@ -484,7 +484,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learnin
     def minibatch(learner, index):
         params, opt_state = learner
         grads, parts, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
-        direction, opt_state = adam.update(grads, opt_state)
+        direction, opt_state = adam.update(grads, opt_state, params)
         params = along(params, -learning_rate, direction)
         return (params, opt_state), parts | {"grad_norm" if args.penalty else "value_grad_norm": devices.norm(grads)}
 

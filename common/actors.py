@@ -170,8 +170,8 @@ class Fleet:
             self._changed.notify_all()
 
     def take(self, run: runs.Run, save: Callable[[], None]) -> list[Item] | None:
-        """Waits for every actor's next unroll; None if `run.stop` says so before. If an actor has failed, calls `save`
-        and raises ActorError."""
+        """Waits for every actor's next unroll; None if `run.stop` says so before. If an actor has failed, calls `save`,
+        on a single host, and raises ActorError."""
         with self._changed:
             self._waiting = sum(map(len, self._ready)) / len(self._ready)
             while not (self._error or run.stop or all(self._ready)):
@@ -189,7 +189,8 @@ class Fleet:
 
     def metrics(self, version: int, items: Sequence[Item]) -> dict[str, float]:
         """Charts of the unrolls that were taken: how many waited when the learner came (a mean over the actors; 0: it
-        is starved), by how many updates their parameters were older than its `version`, and the actors' time."""
+        is starved), by how many of the learner's iterations their parameters were older than its `version`, and the
+        actors' time."""
 
         def mean(numbers):
             return sum(numbers) / len(items)

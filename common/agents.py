@@ -59,7 +59,8 @@ def read(path: Path) -> dict:
 
 
 def write(folder: Path, content: dict, tree: dict) -> None:
-    """Writes an agent and its args.json (`content`) to a folder. Over 1 MB, its larger arrays become float16."""
+    """Writes an agent and its args.json (`content`) to a folder. Over 1 MB, its larger arrays become float16,
+    if that holds their numbers. Raises UsageError if the folder cannot be made, FullError if the disk is full."""
     from flax import serialization
     from safetensors.numpy import save
 
@@ -162,7 +163,7 @@ Play it, in a copy of the repository that has {script}.py:
 
 def push(folder: Path, name: str) -> str:
     """Uploads an agent and a card of it by the user's login; returns where to. The folder stays as it is. Raises
-    UsageError."""
+    UsageError if its args.json or eval.json cannot be read, FailedError if the upload fails."""
     from huggingface_hub import HfApi
 
     text = card(folder, name)

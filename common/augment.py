@@ -5,7 +5,7 @@ several, one key a sample, within the learner's jitted update; nothing stores an
 
 Sources: after the competition entry (facts of its transforms: flip, rotate, crop_resize, translate, pad_crop;
 docs/networks.md has what differs); RAD (Laskin et al. 2020, arXiv 2004.14990, section 4); random convolutions are Lee
-et al. 2020 (arXiv 1910.05396), squashed as in DMControl-GB (Hansen et al. 2021, arXiv 2011.13389), which Lee's and
+et al. 2020 (arXiv 1910.05396), squashed as in DMControl-GB (Hansen and Wang 2021, arXiv 2011.13389), which Lee's and
 RAD's are not; DrAC is Raileanu et al. 2020 (arXiv 2006.12862).
 """
 
@@ -141,7 +141,7 @@ class AugmentArgs:
     LIMITS: ClassVar = {"augment_prob": (0, 1), "dropout": (0, 0.99)}
 
     augment: str = ""
-    """random transforms of the learner's frames, such as translate,flip (a wrong name lists them)"""
+    """random transforms of the learner's frames, such as translate,flip (--augment help lists them)"""
     augment_prob: float = 0.5
     """probability of each of these transforms, for each sample"""
     dropout: float = 0.0

@@ -353,7 +353,7 @@ def step_keys(rollout: Any) -> tuple[jax.Array, jax.Array]:
 
 def stick(keys: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, age: jax.Array) -> jax.Array:
     """What sticky actions make the games play: with this probability, but on an episode's first frame, the action
-    before. Keys uint32 [N, 2], all else int32 [N]."""
+    before. Keys uint32 [N, 2], probability float32 [], all else int32 [N]."""
     again = jax.vmap(jax.random.bernoulli, (0, None))(keys, probability) & (age > 0)
     return jnp.where(again, last_action, actions)
 
@@ -521,7 +521,7 @@ def evaluate(
 ):
     """`play_episodes` on a script's "train" or "test" levels, up to 64 games side by side, and a summary of it.
 
-    Returns mean, std, min and max of the raw returns, the mean normalised by RETURN_RANGES and the share of steps with
+    Returns what `summarize` says of the raw returns, their mean normalised by RETURN_RANGES and the share of steps with
     the commonest action, near 1 if it is the same whatever is seen; the returns by level; and the frames. Or None if
     `stop` said yes.
     """

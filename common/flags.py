@@ -36,9 +36,9 @@ OTHER_NAMES = {
     "--target-kl": ("the adaptive KL penalty, --kl-coef and --kl-target, does its work here", "is --max-kl here"),
     "--rnd-episodic": ("is gone; rnd_montezuma.py has the non-episodic bonus",),
     "--lr": ("is --learning-rate here",),
-    "--policy-lr": ("is --learning-rate here, of both networks",),
-    "--q-lr": ("is --learning-rate here, of both networks",),
-    "--anneal-lr": ("is a schedule here, such as --learning-rate 0:5e-4,8000000:0",),
+    "--policy-lr": ("is --learning-rate here, whose help says of what",),
+    "--q-lr": ("is --learning-rate here, whose help says of what",),
+    "--anneal-lr": ("is --learning-rate here, 0:5e-4,8000000:0 if its help calls it a schedule",),
     "--clip-vloss": ("is --vf-clip here, in reward; 0 for none",),
     "--train-frequency": ("is --replay-ratio here, uses of each step",),
     "--update-frequency": ("is --replay-ratio here, uses of each step",),
@@ -50,7 +50,8 @@ OTHER_NAMES = {
 
 
 def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
-    """Runs a script's `main(args)` on the command line's flags; answers bad input in one line with exit code 2.
+    """Runs a script's `main(args)` on the command line's flags; answers a UsageError in one line with exit code 2,
+    and a FailedError with 1. What tyro cannot parse, it answers itself, with 2.
 
     With `--resume RUN_DIR` the flags start from that run's own arguments, so that none need be repeated.
     """

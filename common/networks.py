@@ -150,7 +150,7 @@ def adaptive_max_pool(x: jax.Array, size: int) -> jax.Array:
 def largest_singular_value(kernel: jax.Array) -> jax.Array:
     """Of a kernel [H, W, I, O] as a matrix [H W I, O], as PyTorch's spectral_norm takes it: float32 [].
 
-    Its vectors are constants to the gradient, as there (Miyato et al. 2018, section 2.1). There is no state: power
+    Its vectors are constants to the gradient, as there (Miyato et al. 2018, section 2.3). There is no state: power
     iteration starts anew from the matrix itself, squared eight times, which is 256 steps of it.
     """
     matrix = kernel.reshape(-1, kernel.shape[-1]).astype(jnp.float32)
@@ -257,7 +257,7 @@ class Layers:
         return ACTIVATIONS[self.activation](x)
 
     def reduce(self, x: jax.Array) -> jax.Array:
-        """[B, H, W, C] to [B, C], or [B, H * W * C] flattened."""
+        """[B, H, W, C] to [B, C], [B, H * W * C] flattened, or [B, 36 * C] by max6, a UsageError below 6 x 6."""
         if self.pool == "act_avg":
             x = self.act(x)
         if self.pool in ("avg", "act_avg"):

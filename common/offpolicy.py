@@ -27,7 +27,7 @@ class OffPolicyArgs(actors.FleetArgs):
         "num_steps": (1, 4096), "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536),
         "per_alpha": (0, 1), "per_beta": (0, 1), "n_step": (1, 1024), "gamma": (0, 1),
     }  # fmt: skip
-    # What is in the replay buffer came of these.
+    # What is in the replay buffer came of these, and when learning starts.
     FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
 
     num_steps: int = 16
@@ -47,7 +47,8 @@ class OffPolicyArgs(actors.FleetArgs):
     per_alpha: float = 0.5
     """prioritised replay: probabilities are proportional to |TD error| to this power; 0 for uniform"""
     per_beta: str = "0:0.4,2000000:1"
-    """prioritised replay: how far importance weights undo the priorities; a number or a schedule"""
+    """prioritised replay: how far importance weights undo the priorities; a number, or a schedule such as
+    0:0.4,2000000:1 in environment steps"""
     n_step: int = 3
     """rewards before the bootstrap"""
     gamma: float = 0.99

@@ -80,15 +80,15 @@ class RunArgs:
     keep_checkpoints: int = devices.host_only(3)
     """how many of the newest checkpoints to keep"""
     num_devices: int = 0
-    """devices of this machine that learn: GPUs, or cores of a CPU (at most 8); 0 for as many as divide the games
-    and minibatches"""
+    """devices of this machine that learn: GPUs, or cores of a CPU (a power of two, at most 8); 0 for as many as divide
+    the games and minibatches"""
     distributed: bool = False
     """PPO, TRPO, IMPALA: train on several hosts together, each with its share of the games; SLURM or JAX's own
     variables say which"""
     track: Literal["wandb", "tensorboard"] = devices.host_only("wandb")
     """where metrics go besides metrics.jsonl: to Weights & Biases, or to files that TensorBoard reads"""
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = devices.host_only("auto")
-    """Weights & Biases; auto is online if logged in, else offline"""
+    """Weights & Biases; auto is what WANDB_MODE says in the environment, else online if logged in, else offline"""
     wandb_project: str = devices.host_only("procgen")
     """W&B project"""
     wandb_entity: str = devices.host_only("")

@@ -278,7 +278,7 @@ def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
     """Mean over runs of values [runs, ...] and its 95 % bootstrap interval, by percentiles: float64 [3, ...].
 
     Runs are drawn whole, so that a curve's points stay together. With few runs it is too narrow: of 2, 3, 4, 5 and 10
-    normal runs it holds the true mean in 50, 74, 79, 83 and 90 % of cases (of two or three it is from the least to the
+    normal runs it holds the true mean in 50, 75, 79, 83 and 90 % of cases (of two or three it is from the least to the
     greatest). One run has none: low and high are NaN.
     """
     count = len(values)
@@ -434,7 +434,7 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
 
 def aggregate(scores: dict[str, np.ndarray], taus: np.ndarray) -> tuple[dict, dict]:
     """Estimates with 95 % stratified bootstrap intervals of each group's scores [runs, games]. With few runs these are
-    too narrow, however many games there are, by sqrt(1 - 1 / runs): two runs hold the true value in 83 % of cases.
+    too narrow, by sqrt(1 - 1 / runs): with two the true value is held in 83 % of cases, and less often with few games.
 
     Returns by group: float64 [3 (value, low, high), 3 (STATISTICS)], and the performance profile float64 [3, taus], the
     share of runs that score above each tau. With one run a game low and high are NaN.

@@ -205,7 +205,7 @@ def joined(*origins: dict) -> dict[str, str]:
 def interval(values: list[float]) -> tuple[float, float]:
     """Student's 95 % interval of the mean; NaN for less than two values, and for values that are all the same, which
     say nothing of how far others would lie."""
-    if len(set(values)) < 2:
+    if len(set(np.float32(values))) < 2:
         return float("nan"), float("nan")
     return tuple(float(x) for x in stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values)))
 
@@ -293,7 +293,7 @@ def evaluations(row: dict, flags: dict, folders: list[Path]) -> list[dict]:
         where = {"steps/s": speed(lines)} | {name: progress.get(name, "") for name in ORIGIN}
         for line in lines:
             if {metric, std, episodes} <= line.keys():
-                error = line[std] / max(line[episodes], 1) ** 0.5
+                error = line[std] / max(line[episodes] - 1, 1) ** 0.5
                 numbers = {"step": line["global_step"], "mean": f"{line[metric]:.4g}", "error": f"{error:.3g}"}
                 found.append(about | numbers | {"episodes": int(line[episodes])} | where)
     return found

@@ -161,7 +161,7 @@ def tables() -> list[str]:
 
 
 def side_by_side() -> list[str]:
-    """What each algorithm makes on unseen levels of two games, over seeds, with the error of all their episodes."""
+    """What each algorithm makes on unseen levels of two games, over seeds, with its error (`reproduce.pooled`)."""
     evaluated = records.read_rows(STUDIES / "algorithms_nature_evaluations.csv")
     rows = {}
     for row in evaluated:

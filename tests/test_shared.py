@@ -13,12 +13,14 @@ import av
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import wandb
 from conftest import TINY
 
 import impala_procgen as impala
 import ppo_procgen as ppo
+from benchmarks import gpu_plan
 from common import actors, augment, checkpoints, devices, files, films, networks, runs, tracking
 from common.networks import EncoderArgs
 
@@ -100,6 +102,23 @@ def test_a_forks_tuples_come_back_from_its_args_json(tmp_path):
     for args in (Args(), Args((0.8, -0.5), ("a", "b=c"))):
         files.write_json(tmp_path / "args.json", {"script": "my_fork", "args": asdict(args)})
         assert runs.saved_args(Args, str(tmp_path), "RUN_DIR") == args
+
+
+def with_weight_decay(args=None):
+    return optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))
+
+
+@pytest.mark.parametrize("name", gpu_plan.SCRIPTS)
+def test_an_optimiser_may_ask_for_the_parameters(name, monkeypatch):
+    script, plan = gpu_plan.SCRIPTS[name]
+    monkeypatch.setattr(script, "make_optimizer", with_weight_decay)
+    if name == "hnppo":
+        parts = {part: with_weight_decay() for part in ("hyper", "embedding", "log_std")}
+        whole = optax.partition(parts, lambda learner: {part: part for part in learner})
+        monkeypatch.setattr(script, "make_optimizer", lambda args: whole)
+    args, cpu = gpu_plan.read_flags(name, ""), jax.devices("cpu")[:1]
+    with gpu_plan.planning(cpu):
+        assert plan(args, cpu).programs["update"]()
 
 
 def args_in(tmp_path):
