@@ -75,7 +75,7 @@ def test_errors_of_a_study_are_of_the_mean(tmp_path, monkeypatch):
     first = records.read_rows(path)
     for row in first:
         for name, returns in zip(("normalized", "raw"), played[row["on"]], strict=True):
-            assert (row[name], row[f"{name} error"]) == (f"{returns.mean():.2f}", f"{returns.std() / 32**0.5:.2f}")
+            assert (row[name], row[f"{name} error"]) == (f"{returns.mean():.2f}", f"{returns.std() / 31**0.5:.2f}")
 
 
 def test_levels_are_of_the_last_evaluation(tmp_path):
