@@ -250,7 +250,7 @@ def test_every_evaluation_of_a_run_is_written_down(tmp_path):
     run.mkdir(parents=True)
     runs.write_json(run / "args.json", {"script": "x", "wandb_id": "x", "args": {}})
     lines = [{"global_step": 100 * i, "seconds": (2.0 if i < 20 else 1.0) * i, "charts/SPS": 1} for i in range(40)]
-    evaluation = {metric: 2.5, "eval/test_levels/std": 3.0, "eval/test_levels/episodes": 64.0}
+    evaluation = {metric: 2.5, "eval/test_levels/std": 3.0, "eval/test_levels/episodes": 65.0}
     lines.insert(30, {"global_step": 2950, "seconds": 29.5} | evaluation)
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     row = {"cell": "PPO, maze", "metric": metric}

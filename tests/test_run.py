@@ -603,7 +603,7 @@ def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
     ("script", "word", "answer"),
     [
         (ppo, "--target-kl=0.1", "--kl-coef"), (trpo, "--target-kl=0.1", "is --max-kl"), (sac, "--gru", "Unrecognized"),
-        (ppo, "--no-anneal-lr", "schedule"), (trpo, "--num-sgd-iter", "is --value-epochs"), (sac, "--q-lr", "of both"),
+        (ppo, "--no-anneal-lr", "schedule"), (trpo, "--num-sgd-iter", "is --value-epochs"), (sac, "--q-lr", "of what"),
     ],
 )  # fmt: skip
 def test_a_name_from_elsewhere_is_answered_with_this_scripts_own(script, word, answer, capfd):
