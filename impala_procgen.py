@@ -452,15 +452,16 @@ def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Bat
     else:
         targets, advantages, _ = judge(args, log_probs, values, batch, gamma=gamma)
         gain = advantages * log_prob
+    error = values[:, :-1] - targets
     return {
         "policy_loss": -gain,
-        "value_loss": 0.5 * (values[:, :-1] - targets) ** 2,
+        "value_loss": 0.5 * error**2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
         "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
         "rho": jnp.minimum(args.rho_bar, ratio),
         "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
-        "value_error": values[:, :-1] - targets,
-        "value_error_square": (values[:, :-1] - targets) ** 2,
+        "value_error": error,
+        "value_error_square": error**2,
         "target": targets,
         "target_square": targets**2,
     }

@@ -1,7 +1,7 @@
 """What makes networks fast on a GPU: max-pooling in a form that XLA compiles well, and layouts of kernels.
 
 The form is about what a gradient keeps and reads, since memory bounds it. `networks.py` takes that of cpu.py on a
-CPU. benchmarks/gpu_plan.py shows what XLA makes of them.
+CPU. benchmarks/gpu_plan.py shows what XLA makes of it.
 """
 
 import itertools

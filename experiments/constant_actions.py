@@ -45,9 +45,9 @@ def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) 
     policy = envs.random_policy if action is None else constant
     returns, *_ = envs.play_episodes(env, policy, (0,), episodes=episodes, seed=seed)
     env.close()
-    error = returns.std(ddof=1) / len(returns) ** 0.5
-    numbers = f"{returns.mean():.3f}", f"{error:.3f}", f"{returns.min():g}", f"{returns.max():g}", len(returns)
-    return dict(zip(MEASURED, (game, name, *numbers), strict=True))
+    said = envs.summarize(returns)
+    numbers = f"{said['mean_return']:.3f}", f"{said['standard_error']:.3f}", f"{said['min']:g}", f"{said['max']:g}"
+    return dict(zip(MEASURED, (game, name, *numbers, said["episodes"]), strict=True))
 
 
 def main(args: Args) -> list[dict]:

@@ -205,7 +205,7 @@ def joined(*origins: dict) -> dict[str, str]:
 def interval(values: list[float]) -> tuple[float, float]:
     """Student's 95 % interval of the mean; NaN for less than two values, and for values that are all the same, which
     say nothing of how far others would lie."""
-    if len(set(np.float32(values))) < 2:
+    if len(set(np.float32(values))) < 2:  # as they were measured
         return float("nan"), float("nan")
     return tuple(float(x) for x in stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values)))
 

@@ -157,8 +157,8 @@ def main(args: Args) -> list[dict]:
             row = {"run": Path(run_dir).name, "on": levels}
             both = play(saved, policy, levels, batches=args.batches, seed=args.seed)
             for name, returns in zip(("normalized", "raw"), both, strict=True):
-                error = returns.std(ddof=1) / len(returns) ** 0.5
-                row |= {name: f"{returns.mean():.2f}", f"{name} error": f"{error:.2f}"}
+                said = envs.summarize(returns)
+                row |= {name: f"{said['mean_return']:.2f}", f"{name} error": f"{said['standard_error']:.2f}"}
             shown.append(row)
             rows.append(row | about)
         if args.csv:
