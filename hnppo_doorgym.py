@@ -88,12 +88,12 @@ class Args(doors.DoorArgs, runs.RunArgs):
     """lambda of generalised advantage estimation"""
     clip_coef: float = 0.2
     """clip the probability ratio to 1 +- this, and a value to its old one +- this"""
+    vf_coef: float = 0.5
+    """coefficient of the value loss, half the mean squared error"""
     ent_coef: float = 0.01
     """coefficient of the entropy bonus"""
     noise_color: float = 1.0
     """the noise of exploration: its power falls as 1 / frequency^this; 0 is white, as the study's, 1 is pink"""
-    vf_coef: float = 0.5
-    """coefficient of the value loss"""
     max_grad_norm: float = 0.5
     """clip the gradient of PPO's loss, not the penalty's, to this global norm; 0 for no clipping"""
     adam_eps: float = 1e-5
@@ -284,6 +284,10 @@ class Agent:
         return weights.size, unpack
 
 
+def make_agent(args: Args) -> Agent:
+    return Agent(args)
+
+
 # TRAINING STATE
 
 
@@ -315,10 +319,6 @@ class TrainState(NamedTuple):
 
 
 STATE = devices.layout(TrainState, return_filter=shaping.FILTER)
-
-
-def make_agent(args: Args) -> Agent:
-    return Agent(args)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -482,7 +482,7 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
     return {
         "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
         "value_loss": 0.5 * value_loss,
-        "approx_kl": ratio - 1 - log_ratio,
+        "approx_kl": ratio - 1 - log_ratio,  # of the actions taken: an estimate
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
 
@@ -540,7 +540,8 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tu
     mean_advantage, var_advantage = shaping.masked_moments(advantages, jnp.ones_like(advantages))
     _, var_return = shaping.masked_moments(returns, jnp.ones_like(returns))
     metrics = {
-        "losses/explained_variance": 1 - var_advantage / jnp.maximum(var_return, 1e-8),
+        "charts/return_std": jnp.sqrt(return_filter.var),
+        "losses/explained_variance": 1 - var_advantage / jnp.maximum(var_return, 1e-8),  # advantages: returns - values
         "losses/action_std": jnp.exp(log_std).mean(),
     }
     batch = Batch(
@@ -668,7 +669,7 @@ def evaluate(
     return runs.Evaluation(
         step=int(saved["global_step"]),
         name="random_episodes" if random else "episodes",
-        title=f"{args.method}, doors opened" + (" by random actions" if random else ""),
+        title=f"{args.method}, {args.robot}, doors opened" + (" by random actions" if random else ""),
         rows=rows,
         summary={row["task"]: row["success_rate"] for row in rows} | {"tasks_learnt": finished},
         film=np.stack(film) if video else None,
@@ -742,7 +743,7 @@ def finish_task(args: Args, agent: Agent, run: runs.Run, state: TrainState) -> T
         int(state.global_step),
         np.asarray(state.matrix)[: i + 1, : len(names)],
         names,
-        title=f"{args.method}, seed {args.seed}",
+        title=f"{args.method}, {args.robot}, seed {args.seed}",
         note=f"{names[i]} ended after {int(state.updates)} updates",
     )
     return state

@@ -109,7 +109,8 @@ def results(evaluation: dict) -> list[dict]:
             rows[-1]["episodes"] = entry["episodes"]
         else:
             rates = {key: value for key, value in entry.items() if isinstance(value, float)}
-            rows += [{"of": task, "metric": "success rate", "value": rate} for task, rate in rates.items()]
+            rates = [{"of": task, "metric": "success rate", "value": rate} for task, rate in rates.items()]
+            rows += [row | {"episodes": entry["episodes"]} for row in rates]
     return rows
 
 
@@ -139,7 +140,9 @@ def card(folder: Path, name: str) -> str:
             f"| {row['of']} | {row['metric']} | {row['value']:.2f} | {deviation} | {row.get('episodes', '')} |"
         )
     table = "\n".join(lines)
-    levels = ""
+    levels, steps = "", "environment steps"
+    if "robot" in args:
+        levels, steps = f", on {args['hardness']} doors with a {args['robot']}", "decisions"
     if "num_levels" in args:
         count = f"{args['num_levels']:,} levels" if args["num_levels"] else "all levels"
         levels = f", on {count} of the {args['distribution_mode']} game"
@@ -147,7 +150,7 @@ def card(folder: Path, name: str) -> str:
 {yaml.safe_dump(head, sort_keys=False)}---
 # {title} on {game}
 
-A policy that `{script}.py` trained for {evaluation["global_step"]:,} environment steps{levels}; `args.json` has its
+A policy that `{script}.py` trained for {evaluation["global_step"]:,} {steps}{levels}; `args.json` has its
 arguments.
 
 | of | | mean | deviation over episodes | episodes |

@@ -61,7 +61,9 @@ class World(NamedTuple):
     knob_damping: float
     knob_stiffness: float
     knob_limit: float  # rad, either way
-    knob_friction: tuple[float, float, float]  # sliding, torsional, rolling
+    # Sliding, torsional, rolling: as the original's, without effect, since MuJoCo takes the larger of two geoms'
+    # frictions and the robots' are larger.
+    knob_friction: tuple[float, float, float]
     robot_damping: float
     shape: tuple[float, ...]  # of the knob, see `add_knob`
     colors: np.ndarray  # [6, 3]: slab, frame, wall, floor, knob, and shininess, specular

@@ -500,6 +500,7 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
             temporary.write_text(markdown(args, results))
         parts = parts_of(results)
         title = args.table if parts == (1, 1) else f"{args.table}, {in_words(parts)} of the steps"
+        title = ", ".join([title, *args.set])  # of which what was published knows nothing
         draw(out.with_suffix(".png"), title, results)
     return results
 

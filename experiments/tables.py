@@ -263,7 +263,11 @@ def six_doors() -> list[str]:
     theirs = {row["method"]: row for row in rows if row["whose"] == "published"}
 
     def both(name):
-        return lambda row: f"{float(theirs[row['method']][name]):.2f} / {float(row[name]):.2f}"
+        def cell(row):
+            published = f"{float(theirs[row['method']][name]):.2f}" if row["method"] in theirs else "none"
+            return f"{published} / {float(row[name]):.2f}"
+
+        return cell
 
     columns = {"published / ours": itemgetter("method")}
     columns |= {name: both(name) for name in ("ACC", "FWT", "BWT", "BWT+", "REM")}
