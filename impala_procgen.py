@@ -46,16 +46,16 @@ class Args(
     num_envs: int = 16
     num_steps: int = 200
     """steps of each game in an unroll; an update learns from one unroll of every game"""
-    update_epochs: int = 3
-    """passes over a batch"""
     num_minibatches: int = 2
     """minibatches in an epoch, each of whole unrolls"""
+    update_epochs: int = 3
+    """passes over a batch"""
     replay_fraction: float = 0.0
     """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
     replay_size: int = 128
     """unrolls of one game that the buffer holds, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: str = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """the optimiser's step size: a number, or "step:value,...", piecewise-linear in environment steps; here for 8M"""
+    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; this is for 8M"""
     gamma: str = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: float = 1.0
@@ -183,7 +183,7 @@ class TrainState(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What V-trace makes of steps, constants to the gradient."""
+    """What V-trace makes of steps, constants to the gradient: float32, of unrolls [T, N] or of a minibatch [B, T]."""
 
     targets: jax.Array
     advantages: jax.Array
@@ -449,11 +449,12 @@ def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Bat
         moved = jnp.exp(log_prob - log_prob_before)
         clipped = jnp.clip(moved, 1 - args.clip_coef, 1 + args.clip_coef)
         gain = jnp.minimum(moved * advantages, clipped * advantages)
+        of_clip = {"clipfrac": (jnp.abs(moved - 1) > args.clip_coef).astype(jnp.float32)}
     else:
         targets, advantages, _ = judge(args, log_probs, values, batch, gamma=gamma)
-        gain = advantages * log_prob
+        gain, of_clip = advantages * log_prob, {}
     error = values[:, :-1] - targets
-    return {
+    return of_clip | {
         "policy_loss": -gain,
         "value_loss": 0.5 * error**2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),

@@ -48,7 +48,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     total_timesteps: int = 163_840_000
     """environment steps to train for"""
     num_envs: int = 128
-    """games played side by side"""
+    """games played side by side, by all devices together"""
     num_steps: int = 128
     """steps of each game in a rollout; num_envs x num_steps is the batch"""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
@@ -102,7 +102,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     """dense layers that the predictor has besides the target's one; 0 for equal depth"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the policy's convolutions and first dense layer; auto is bfloat16 on an accelerator and float32 on a CPU"""
-    room_map: bool = False
+    room_map: bool = devices.host_only(False)
     """draw the rooms visited so far, at each checkpoint: rooms.png in the run directory, and W&B"""
 
     def check(self) -> None:
@@ -373,7 +373,8 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 @devices.spread([SAME, ROLLOUT, GAMES, GAMES], (ROLLOUT, CARRY), when=in_turns)
 def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
-    """Adds the frames after the last step and their values; returns the rollout and the next Carry."""
+    """Adds the frames after the last step, obs uint8 [N, 1, 84, 84], and their values float32 [N, 2]; returns the
+    rollout and the next Carry."""
     rollout, _, _ = observe(args, agent, params, rollout, obs=obs, age=age)
     return rollout, Carry(rollout.frames.history(args.num_steps), rollout.numbers, rollout.core)
 
@@ -500,7 +501,7 @@ class Batch(NamedTuple):
 
     actions: jax.Array
     logits: jax.Array  # [..., 18], of the policy that the ratio compares with
-    advantages: jax.Array
+    advantages: jax.Array  # of both rewards, weighed and added
     returns: jax.Array  # [..., 2]
 
 
@@ -550,7 +551,10 @@ def forward(agent: Agent, params: dict, inputs: Inputs) -> tuple[jax.Array, jax.
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]) -> dict[str, jax.Array]:
-    """PPO's loss. Returns its parts for each sample, float32 [B, S], for `devices.gradient`."""
+    """PPO's loss.
+
+    Returns its parts for each sample, float32 [B, S]: `devices.gradient` says why, and takes the mean over samples.
+    """
     inputs, batch = minibatch
     parts = ppo_parts(args, *forward(agent, params, inputs), batch)
     total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - args.ent_coef * parts["entropy"]
@@ -602,7 +606,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
         _, unexplained = shaping.masked_moments(both[..., i], mask)
         _, spread = shaping.masked_moments(batch.returns[..., i], mask)
-        metrics[f"losses/{name}"] = 1 - unexplained / jnp.maximum(spread, 1e-8)
+        metrics[f"losses/{name}"] = 1 - unexplained / jnp.maximum(spread, 1e-8)  # advantages are returns - values
     return state._replace(bonus_filter=bonus_filter), batch, bonus, metrics
 
 

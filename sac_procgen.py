@@ -24,6 +24,7 @@ import optax
 
 from common import agents, augment, devices, envs, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME
+from common.files import check
 
 SCRIPT = Path(__file__).stem
 MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses at random
@@ -81,7 +82,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     def check_training(self) -> None:
         """Raises UsageError, one sentence, if a new run's temperature starts below its bound."""
         above = self.min_alpha <= self.alpha or self.resume  # which has its checkpoint's temperature
-        runs.check(above, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
+        check(above, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
 
 # NETWORK

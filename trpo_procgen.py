@@ -91,6 +91,7 @@ class Network(nn.Module):
     def __call__(self, frames: jax.Array) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] -> float32 [B, outputs]."""
         init = nn.initializers.orthogonal(self.scale)
+        # "highest" is full float32 on a GPU too.
         return nn.Dense(self.outputs, kernel_init=init, precision="highest")(self.encoder(frames))
 
 
@@ -403,7 +404,7 @@ class Data(NamedTuple):
 
     def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
         """A minibatch of samples int32 [B], and its weight [B]."""
-        chex.assert_tree_shape_prefix(self.batch, self.weight.shape)  # an index beyond an array's end is no error
+        chex.assert_tree_shape_prefix(self.batch, self.weight.shape)  # an index beyond an array's end would be no error
         time, env = index // self.weight.shape[1], index % self.weight.shape[1]
         return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.weight[time, env]
 

@@ -35,7 +35,8 @@ class GameArgs:
     frame_stack: int = 4
     """how many frames back the policy sees, the newest included; RND sees the newest one only"""
     restart_every: int = 65_536
-    """steps of each game after which, at a rollout's end, it starts anew: a resume plays all since then again"""
+    """steps of each game after which, at a rollout's end, all games start anew, their episodes cut short; a resume
+    plays all since then again"""
 
     @property
     def offsets(self) -> tuple[int, ...]:

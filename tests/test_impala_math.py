@@ -194,6 +194,7 @@ def test_clipped_loss_keeps_what_vtrace_said_before_the_update():
     parts = jax.jit(partial(impala.loss, args, agent, gamma=0.9, ent_coef=0.02))(after, without_dropout)
     ratio = np.exp(moved - log_prob)
     assert (np.abs(ratio - 1)[kept] > 0.2).any()
+    np.testing.assert_array_equal(parts["clipfrac"].T[kept], (np.abs(ratio - 1) > 0.2)[kept])
     want = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages)
     np.testing.assert_allclose(parts["policy_loss"].T[kept], want[kept], rtol=2e-3, atol=2e-3)
     want = (new[1][:-1] - targets) ** 2 / 2
