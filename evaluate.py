@@ -137,15 +137,15 @@ def main(args: Args) -> list[dict]:
         of = f"--human: RUN_DIR {run_dir}"
         runs.check(isinstance(saved, envs.GameArgs), f"{of} is of a game without levels, give --video")
         runs.check(saved.num_levels > 0, f"{of} was trained on all levels, give --video")
-    summaries = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
-    if len(summaries) > 1:
+    answers = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
+    if len(answers) > 1:
         names = [Path(run_dir).resolve().name for run_dir in args.run_dirs]
-        rows = [{"run": name} | summary for name, summary in zip(names, summaries, strict=True)]
+        rows = [{"run": name, "step": x.step} | x.summary for name, x in zip(names, answers, strict=True)]
         if all(row.keys() == rows[0].keys() for row in rows):
             show(f"{len(rows)} runs", rows, {})
     if args.push_to_hub:
         print(f"uploaded: {agents.push(Path(agent), args.push_to_hub)}")
-    return summaries
+    return [answer.summary for answer in answers]
 
 
 def script_of(run_dir: str) -> tuple[ModuleType, Any]:
@@ -185,7 +185,7 @@ def player(script: ModuleType, saved: Any, run_dir: str) -> Callable[..., runs.E
     return partial(script.evaluate, saved, run_dir)
 
 
-def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
+def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> runs.Evaluation:
     """Evaluates one of them."""
     path = Path(args.export or run_dir)
     if args.export:
@@ -215,7 +215,7 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> dict:
         both = path / "videos" / f"{'random_' if args.random else ''}side_by_side_{answer.step}.mp4"
         films.write_video(both, films.side_by_side(sides), answer.fps)
         print(f"side by side: {both}")
-    return answer.summary
+    return answer
 
 
 if __name__ == "__main__":

@@ -169,7 +169,9 @@ def main(args: Args) -> None:
     for name, flags in settings.items():
         rows = records.read_rows(table)
         key = {"run": name, **game, "flags": flags}
-        if any(key.items() <= row.items() for row in rows):
+        there = {row["machine"] for row in rows if key.items() <= row.items()}
+        if there:
+            print(f"{name}: taken from {table}, of {' and '.join(there)}; give another --out to run it here")
             continue
         with tempfile.TemporaryDirectory() as folder:
             points = play_ours(args, flags, Path(folder)) if flags else play_theirs(args, Path(folder))

@@ -3,8 +3,8 @@
     python -m experiments.curves algorithms_nature --least 1000000 --random starpilot 1.75 coinrun 2.66
 
 It needs no run: `reproduce` keeps their training's returns in TABLE_training.csv and their evaluations in
-TABLE_evaluations.csv. A line is a cell's mean over its seeds, of each twentieth of the steps. Of a seed that ran more
-than once the longest run counts.
+TABLE_evaluations.csv. A line is a cell's mean over its seeds, of each twentieth of the steps; the legend says which
+these are, since the file may not have all. Of a seed that ran more than once the longest run counts.
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ def in_parts(rows: list[dict]) -> np.ndarray:
     """float64 [3, PARTS]: steps, hours and training's return of a run, means over equal parts of its steps."""
     columns = ("global_step", "hours", reproduce.RETURN)
     points = np.array([[float(row[name]) for name in columns] for row in rows])
-    ends = np.linspace(0, int(rows[0]["of steps"]), PARTS + 1)
+    ends = np.linspace(0, max(int(rows[0]["of steps"]), points[-1, 0]), PARTS + 1)  # doors: these are of one task
     part = np.clip(np.searchsorted(ends, points[:, 0]) - 1, 0, PARTS - 1)
     none = np.full(3, np.nan)
     return np.stack([points[part == i].mean(axis=0) if (part == i).any() else none for i in range(PARTS)], axis=1)
@@ -89,19 +89,31 @@ def read(args: Args) -> dict[str, dict[str, tuple[list, list]]]:
     return games
 
 
+def seeds_of(games: dict[str, dict[str, tuple[list, list]]]) -> dict[str, str]:
+    """Which seeds a cell's lines are of, by its name: "seeds 1, 2", or "seeds 1, 2 / 1" where games differ."""
+    found = {}
+    for cells in games.values():
+        for name, (training, _) in cells.items():
+            seeds = ", ".join(sorted({rows[0]["seed"] for rows in training}, key=int))
+            found.setdefault(name, []).append(seeds)
+    return {name: "seeds " + " / ".join(dict.fromkeys(each)) for name, each in found.items()}
+
+
 def draw(games: dict[str, dict[str, tuple[list, list]]], random: dict[str, float]) -> plt.Figure:
     """A game's curves over steps and over hours, and at their right ends the last evaluations with their errors."""
     how = {"figsize": (13, 1 + 4 * len(games)), "sharey": "row", "squeeze": False, "layout": "constrained"}
     figure, axes = plt.subplots(len(games), 2, **how)
     names = list(dict.fromkeys(name for cells in games.values() for name in cells))
-    shown = {}
+    shown, seeds = {}, seeds_of(games)
     for (over_steps, over_hours), (game, cells) in zip(axes, games.items(), strict=True):
         for i, (name, (training, evaluated)) in enumerate(sorted(cells.items(), key=lambda x: names.index(x[0]))):
             steps, hours, returns = np.mean([in_parts(rows) for rows in training], axis=0)
             style = plot.style_of(names.index(name))
             style |= {"mfc": "w"} if names.index(name) >= len(plot.MARKERS) else {}  # the first one's colour again
             for axis, x in ((over_steps, steps), (over_hours, hours)):
-                (shown[name],) = axis.plot(x, returns, **style, markevery=4, path_effects=plot.HALO)
+                drawn = np.isfinite(returns)
+                line = axis.plot(x[drawn], returns[drawn], **style, markevery=4, path_effects=plot.HALO)
+                shown[f"{name}, {seeds[name]}"] = line[0]
             if evaluated:
                 step, mean, error = last_evaluation(evaluated)
                 mark = {"mfc": style["color"], "mec": "k", "ms": 8, "capsize": 3} | style | {"ls": "", "ms": 8}

@@ -55,14 +55,19 @@ def summarize(evaluations: list[dict[str, dict[str, float]]]) -> dict[str, dict[
 
 
 def study(groups: dict[str, list[plot.Logged]]) -> dict[str, dict[int, dict[str, dict[str, float]]]]:
-    """`summarize` of each group and number of levels; these in rising order, 0 (unlimited) last."""
+    """`summarize` of each group and number of levels, with the group's steps; levels in rising order, 0 (unlimited)
+    last."""
     answer = {}
     for name, group in groups.items():
         by_levels = {}
         for run in sorted(group, key=lambda run: run.args["num_levels"] or np.inf):
             by_levels.setdefault(run.args["num_levels"], []).append(last_evaluation(run))
-        plot.check_lengths([step for found in by_levels.values() for step, _ in found], f"RUN_DIRS: {name} has runs")
+        steps = [step for found in by_levels.values() for step, _ in found]
+        plot.check_lengths(steps, f"RUN_DIRS: {name} has runs")
         answer[name] = {levels: summarize([x for _, x in found]) for levels, found in by_levels.items()}
+        for splits in answer[name].values():
+            for numbers in splits.values():
+                numbers["steps"] = max(steps)
     return answer
 
 
@@ -72,7 +77,7 @@ def draw(answer: dict, title: str) -> plot.plt.Figure:
     at = {n: n or 10 * max(1, *levels) for n in levels}  # "all" is a decade further to the right
     figure, axes = plot.plt.subplots(2, 2, figsize=(12, 8), sharex=True, sharey="row", layout="constrained")
     for i, (name, group) in enumerate(answer.items()):
-        style = plot.style_of(i)
+        style, steps = plot.style_of(i), max(numbers["steps"] for of in group.values() for numbers in of.values())
         for (top, bottom), split in zip(axes.T, SPLITS, strict=True):
             shown = {n: numbers[split] for n, numbers in group.items() if split in numbers}
             x = [at[n] for n in shown]
@@ -83,7 +88,7 @@ def draw(answer: dict, title: str) -> plot.plt.Figure:
             edges = {"ls": style["ls"], "lw": 1, "marker": "_", "ms": 9}
             plot.draw_band(top, x, least, most, color=style["color"], alpha=0.06, **edges)
             sides = np.maximum((mean - low, high - mean), 0)  # rounding may have made one negative
-            top.errorbar(x, mean, sides, **style | {"ms": 7}, capsize=4, label=name, zorder=3)
+            top.errorbar(x, mean, sides, **style | {"ms": 7}, capsize=4, label=f"{name}, {steps:,.0f} steps", zorder=3)
             bottom.plot(x, variance, **style | {"ms": 7})
     for axis, split in zip(axes[0], ("training", "test"), strict=True):
         axis.set(title=f"{split} levels", xscale="log")
@@ -101,7 +106,7 @@ def draw(answer: dict, title: str) -> plot.plt.Figure:
 def main(args: Args) -> None:
     plot.check_out(args.out)
     everything = plot.read_runs(args.run_dirs)
-    everything = everything if args.group_by else plot.drop_repeats(everything)
+    everything = plot.drop_repeats(everything)
     games = list(dict.fromkeys(run.game for run in everything))
     runs.check(len(games) == 1, f"RUN_DIRS: are of {' and '.join(games)}, give runs of one game")
     without = " ".join(run.path for run in everything if "num_levels" not in run.args)
@@ -114,7 +119,7 @@ def main(args: Args) -> None:
             for split, numbers in splits.items():
                 cells = {k: f"{v:.6g}" for k, v in numbers.items() if v == v}  # NaN: empty
                 rows.append({"group": group, "num_levels": levels, "split": split} | cells)
-    columns = "group", "num_levels", "split", "runs", "mean", "low", "high", "min", "max", "variance", "gap"
+    columns = "group", "num_levels", "split", "steps", "runs", "mean", "low", "high", "min", "max", "variance", "gap"
     plot.write_table(args.out, ".csv", columns, rows)
     plot.write_picture(args.out, ".png", draw(answer, f"{games[0]}: the last evaluation of each run"))
 

@@ -4,10 +4,12 @@
     python -m experiments.plot runs/*__* --group-by encoder --aggregate --out encoders
 
 Runs of a group (by default: same script, same flags but for the seed) are one line: their mean, with a 95 % bootstrap
-interval of it over the runs. It is drawn where all of them have logged: a run that was stopped early ends the line.
+interval of it over the runs. It is drawn where all of them have logged: a run that was stopped early ends the line. A
+run that was resumed with other flags counts with the last ones.
 """
 
 import csv
+import importlib
 import importlib.util
 import json
 from collections import Counter
@@ -149,14 +151,26 @@ def read_run(run_dir: str) -> Logged:
     return Logged(run_dir, content["script"], game, args, lines=lines)
 
 
+def default_of(script: str, name: str) -> object:
+    """A flag's default in the script here; None if there is no such script or flag."""
+    here = script.isidentifier() and Path(__file__).parents[1].joinpath(f"{script}.py").is_file()
+    args = getattr(importlib.import_module(script), "Args", None) if here else None
+    return tracking.as_number(getattr(args, name, None))
+
+
 def differing(run: Logged, everything: list[Logged]) -> list[str]:
-    """The arguments that tell a script's runs apart, but for game, seed and places. One that older runs do not have yet
-    does so if it differs among the others."""
+    """The arguments that tell a script's runs apart, but for game, seed and places. One that some runs do not have, as
+    they are older, does so if it differs among the others, or is not the script's default there."""
     runs_of_script = [other.args for other in everything if other.script == run.script]
-    names = dict.fromkeys(name for args in runs_of_script for name in args)
-    values = {name: [args[name] for args in runs_of_script if name in args] for name in names}
     same = BESIDE | {"env_id", "seed", "total_timesteps", "capture_video"}
-    return [name for name in names if name not in same and any(x != values[name][0] for x in values[name])]
+    names = [name for name in dict.fromkeys(name for args in runs_of_script for name in args) if name not in same]
+
+    def tells_apart(name):
+        values = [args[name] for args in runs_of_script if name in args]
+        known = len(values) == len(runs_of_script)
+        return any(x != values[0] for x in values) or not (known or values[0] == default_of(run.script, name))
+
+    return list(filter(tells_apart, names))
 
 
 def drop_repeats(everything: list[Logged]) -> list[Logged]:
@@ -346,10 +360,14 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
     """The mean of a group's runs with its interval, or its one run; on returns also the evaluations."""
     drawn = [(run, points) for run in group if (points := curve(run.lines, clock, metric)).size]
     curves = [points for _, points in drawn]
+    if not curves and group:
+        print(f"not drawn: {label}, which has no {metric}")
     if curves:
         grid, values = common_grid(curves, args.points if len(curves) == 1 else min(args.points, 120))
         mean, low, high = bootstrap_mean(values)
         label += f", {count([run for run, _ in drawn])}"
+        if not grid.size:
+            print(f"not drawn: {label}, whose {metric} has no {clock} in common")
         every = max(1, len(grid) // 8)
         axis.plot(grid, mean, **style, markevery=every, label=label, zorder=3, path_effects=HALO)
         if len(curves) > 1:
@@ -360,6 +378,8 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
         key = f"eval/{levels}_levels/mean_return"
         found = [points for run in group if (points := curve(run.lines, clock, key)).size]
         if found:
+            if len(found) < len(group):
+                print(f"{label}: its evaluations on {levels} levels are of {len(found)} of {len(group)} runs")
             grid, values = common_grid(found, 20)
             edge = {"ms": 8, "mec": "k", "ls": "", "zorder": 4}
             axis.plot(grid, values.mean(axis=0), style["marker"], mfc=face, **edge)
@@ -477,7 +497,7 @@ def write_aggregate(args: Args, groups: dict, games: list[str], scores: dict[str
     top = max(1.0, *(x.max() for x in scores.values()))
     taus = np.linspace(min(0.0, *(x.min() for x in scores.values())), top, 101)
     estimates, profiles = aggregate(scores, taus)
-    rows = []
+    rows, after = [], {}
     for (name, x), group in zip(scores.items(), groups.values(), strict=True):
         where = {"group": name, "game": "all", "runs": len(x)}
         blocks = [(where | {"statistic": s}, estimates[name][:, i]) for i, s in enumerate(STATISTICS)]
@@ -489,14 +509,14 @@ def write_aggregate(args: Args, groups: dict, games: list[str], scores: dict[str
         ]
         left = f", {len(group) - x.size} more left out" if len(group) > x.size else ""
         ends = [curve(run.lines, "global_step", args.score_metric)[0, -1] for run in group]
-        after = " to ".join(dict.fromkeys(f"{end:,.0f}" for end in (min(ends), max(ends))))
+        after[name] = " to ".join(dict.fromkeys(f"{end:,.0f}" for end in (min(ends), max(ends))))
         print(
-            f"{name}: mean normalised score {x.mean():.4f} over {len(games)} games after {after} steps, "
+            f"{name}: mean normalised score {x.mean():.4f} over {len(games)} games after {after[name]} steps, "
             f"{len(x)} runs of each{left}"
         )
     columns = "group", "game", "statistic", "value", "low", "high", "runs"
     write_table(args.out, "_aggregate.csv", columns, rows)
-    labels = {name: f"{name}, {len(x)} runs of each game" for name, x in scores.items()}
+    labels = {name: f"{name}, {len(x)} runs of each game, {after[name]} steps" for name, x in scores.items()}
     figure = draw_aggregate(estimates, profiles, taus, labels)
     figure.suptitle(f"{args.score_metric} over {len(games)} games: {', '.join(games)}")
     write_picture(args.out, "_aggregate.png", figure)
@@ -516,7 +536,7 @@ def main(args: Args) -> None:
     scored = not args.aggregate or importlib.util.find_spec("rliable")
     runs.check(bool(scored), "--aggregate: needs rliable; run make .venv/with-dev")
     everything = read_runs(args.run_dirs)
-    everything = everything if args.group_by else drop_repeats(everything)
+    everything = drop_repeats(everything)
     groups = group_runs(everything, args.group_by)
     games = list(dict.fromkeys(run.game for run in everything))
     runs.check(

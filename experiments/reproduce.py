@@ -227,7 +227,7 @@ def summarize(row: dict, flags: dict, folders: list[Path], args: Args) -> dict:
         series = {seed: [line[name] for line in lines if name in line] for seed, lines in logged.items()}
         return {seed: float(some[-1]) for seed, some in series.items() if some}
 
-    values = last(row["metric"])
+    values = {seed: value for seed, value in last(row["metric"]).items() if np.isfinite(value)}
     failed = [p["why"] for folder, p in progress.items() if p["why"] and int(folder.name) in args.seeds]
     notes = [f"{len(failed)} failed: {failed[0]}"] if failed else []
     notes += [f"{len(done) - len(values)} without {row['metric']}"] if len(values) < len(done) else []

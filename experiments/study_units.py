@@ -104,7 +104,8 @@ def setting_of(row: dict) -> tuple[str, ...]:
 def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
     """Returns in the study's units over the number of training levels: on these to the left, unseen ones to the right.
 
-    Published is hollow and dotted; ours a mark for each run, with its standard error, and a line through their means.
+    Published is hollow and dotted; ours a mark for each run, with its standard error, and a line through the means of
+    the longest.
     """
     counts = sorted({int(row["training levels"]) for row in [*ours, *theirs]}, key=lambda n: n or np.inf)
     at = {n: n or 3 * max(1, *counts) for n in counts}  # all levels are drawn at the right end
@@ -121,7 +122,9 @@ def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
             y = np.array([float(row["normalized"]) for row in rows])
             error = [float(row["normalized error"]) for row in rows]
             axis.errorbar(x, y, error, **style | {"ls": "none"}, capsize=3, label=f"{', '.join(group)}: ours")
-            means = {n: y[x == n].mean() for n in np.unique(x)}
+            steps = np.array([int(row.get("step", 0)) for row in rows])
+            long = steps >= 0.98 * steps.max(initial=0)  # a mean with runs that were stopped would be of no length
+            means = {n: y[long & (x == n)].mean() for n in np.unique(x[long])}
             axis.plot(list(means), list(means.values()), color=style["color"], lw=style["lw"])
             if published:
                 y_published = [float(row[on]) for row in published]

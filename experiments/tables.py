@@ -130,7 +130,9 @@ def beside_cleanrl() -> list[str]:
     """CleanRL's script and ours, after the same minutes and after the same steps."""
     rows = records.read_rows(SPEED / "cleanrl.csv")
     of = {"game": cleanrl.Args.env_id, "minutes": f"{cleanrl.Args.minutes:g}"}
-    same = [row | {"run": f"{row['run']}, seed {row['seed']}"} for row in rows if of.items() <= row.items()]
+    newest = {(row["run"], row["seed"]): row["flags"] for row in rows}
+    same = [row | {"run": f"{row['run']}, seed {row['seed']}"} for row in rows
+            if of.items() <= row.items() and newest[row["run"], row["seed"]] == row["flags"]]  # fmt: skip
     rows = cleanrl.compare(same)
     return table(rows, {name: itemgetter(name) for name in rows[0]})
 

@@ -199,6 +199,25 @@ def test_a_flag_that_an_older_run_lacks_tells_the_others_apart(tmp_path):
     }  # fmt: skip
 
 
+def test_a_flag_that_a_fork_adds_tells_its_runs_apart(tmp_path):
+    """The baseline has none, all others have the same. The script's default tells no older run apart."""
+    tricks = [{}, {"my_trick": True}, {"vf_clip": 30.0}]
+    paths = [write_run(tmp_path, seed=seed, **flags) for flags in tricks for seed in (1, 2)]
+    kept = plot.drop_repeats([plot.read_run(path) for path in paths[:4]])
+    assert {name: len(group) for name, group in plot.group_runs(kept, ()).items()} == {
+        "ppo_procgen, my_trick none": 2, "ppo_procgen, my_trick True": 2
+    }  # fmt: skip
+    assert list(plot.group_runs([plot.read_run(path) for path in [*paths[:2], *paths[4:]]], ())) == ["ppo_procgen"]
+
+
+def test_of_one_seed_a_chosen_group_has_one_run_too(tmp_path):
+    """Seed 1 twice, which would weigh it twice in the group's mean."""
+    each = ((1, 30, 20), (1, 90, 20), (2, 90, 5))
+    paths = [write_run(tmp_path, seed=seed, lines=scored(score, step), encoder="nature") for seed, step, score in each]
+    assert {row["seed"] for row in draw(tmp_path, paths, group_by=("encoder",))} == {"1", "2"}
+    assert len(draw(tmp_path, paths, group_by=("encoder",))) == 8
+
+
 def test_last_values_of_runs_of_different_length_are_not_averaged(tmp_path, capsys):
     runs_of = [
         write_run(tmp_path, seed=seed, lines=scored(5, step), num_levels=0) for seed, step in ((1, 3000), (2, 9000))
@@ -451,9 +470,9 @@ def test_levels(tmp_path):
         flags = {"encoder": "nature", "num_levels": 10, "hidden": 16}
         paths.append(write_run(tmp_path / "runs", seed=seed, lines=old + new, **flags))
     unlimited = evaluated(test=summary(35.0, 5.0, 60.0, 3.0))
-    paths.insert(0, write_run(tmp_path / "runs", encoder="nature", num_levels=0, lines=unlimited))
+    paths.insert(0, write_run(tmp_path / "runs", encoder="nature", num_levels=0, hidden=16, lines=unlimited))
     few = evaluated(train=summary(9.0), test=summary(4.0))
-    paths.append(write_run(tmp_path / "runs", encoder="impala", num_levels=1, lines=few))
+    paths.append(write_run(tmp_path / "runs", encoder="impala", num_levels=1, hidden=16, lines=few))
     rows = draw(tmp_path, paths, levels)
     wanted = [("nature", "10", "train"), ("nature", "10", "test"), ("nature", "0", "test"), ("impala", "1", "train"),
               ("impala", "1", "test")]  # fmt: skip
