@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 
 import doorgym
+from common import devices
 from common.files import FailedError, check
 from common.flags import check_needs
 
@@ -45,7 +46,7 @@ class DoorArgs:
     """of a knob's spring and damper, which are ten times weaker when easy"""
     num_worlds: int = 512
     """random doors of each task"""
-    num_threads: int = 0
+    num_threads: int = devices.host_only(0)
     """threads that step the worlds; 0 for one a core"""
     eval_every: int = 81_920
     """decisions between evaluations of a task, counted from its start; 0 for one at its end only"""

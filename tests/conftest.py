@@ -80,7 +80,7 @@ def few_programs():
     """Drops compiled programs before they fill memory, and Linux's 65,530 maps of a process: XLA crashes there."""
     yield
     maps, now = Path("/proc/self/maps"), time.monotonic()
-    if now - LOOKED[0] < 1:
+    if now - LOOKED[0] < 5:
         return
     LOOKED[0] = now
     if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:

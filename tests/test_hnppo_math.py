@@ -346,23 +346,26 @@ def test_a_row_of_the_matrix_asks_each_tasks_own_policy(monkeypatch):
     state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
     embeddings = normal(np.random.default_rng(0), *state.embeddings.shape)
     state = state._replace(task=jnp.int32(1), finished=jnp.int32(2), embeddings=embeddings)
-    obs, said = normal(np.random.default_rng(1), 3, 15), []
+    obs, said, reported = normal(np.random.default_rng(1), 3, 15), [], []
 
     def evaluate(args, policy, task, **how):
         said.append(policy(obs, 0))
-        return doors.Ends(*np.zeros((4, 3)))
+        return doors.Ends(np.zeros(8), np.arange(8) < len(said), np.zeros(8), np.zeros(8))
 
     monkeypatch.setattr(hn.doors, "evaluate", evaluate)
     monkeypatch.setattr(hn, "end_task", lambda args, agent, state: state)
-    monkeypatch.setattr(hn.continual, "report", lambda *given, **how: None)
-    hn.finish_task(args, agent, None, state)
+    monkeypatch.setattr(hn.continual, "report", lambda run, step, matrix, names, **how: reported.append(matrix))
+    matrix = hn.finish_task(args, agent, None, state).matrix
+    row = np.arange(1, 1 + len(said)) / 8  # of the second task; the first one's was not measured here
+    np.testing.assert_array_equal(reported[0], [np.full(len(said), np.nan), row])
+    np.testing.assert_array_equal(np.asarray(matrix)[:2, : len(said)], reported[0])
     for i in range(2):
         np.testing.assert_allclose(said[i], hn.act(agent, hn.policy_for(agent, state, i), obs), rtol=1e-5, atol=1e-6)
     assert np.abs(said[0] - said[1]).max() > 1e-3
 
 
 def test_each_update_plays_episodes_of_its_own(monkeypatch):
-    args, agent = make()
+    args, agent = make(num_envs=1, num_minibatches=1)
     state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
     with closing(doors.make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=1)) as env:
         states = state, state, state._replace(updates=jnp.int32(1)), state._replace(task=jnp.int32(1))

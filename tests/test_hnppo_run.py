@@ -30,7 +30,7 @@ from experiments import remedies
 # after the second and at its end.
 TINY = {
     "tasks": "0,2", "num_envs": 2, "num_worlds": 2, "num_minibatches": 2, "update_epochs": 2, "hidden": 8,
-    "num_layers": 1, "hyper_width": 16, "task_timesteps": 3 * 256, "eval_every": 400, "eval_episodes": 4,
+    "num_layers": 1, "hyper_width": 16, "task_timesteps": 3 * 256, "eval_every": 400, "eval_episodes": 2,
     "checkpoint_every": 512, "hyper_learning_rate": 1e-3, "wandb_mode": "disabled",
 }  # fmt: skip
 
@@ -231,7 +231,7 @@ def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
 
 def test_evaluation_is_the_same_every_time(whole):
     args = hn.Args(**TINY)
-    how = {"episodes": 5, "levels": "test", "random": False, "video": False}
+    how = {"episodes": 2, "levels": "test", "random": False, "video": False}
     first, second, other = (hn.evaluate(args, str(whole), seed=seed, **how) for seed in (0, 0, 1))
     assert first == second
     assert hn.evaluate(args, str(whole), seed=0, **how | {"random": True}).rows != first.rows
@@ -243,7 +243,7 @@ def test_evaluation_is_the_same_every_time(whole):
     with pytest.raises(AssertionError):
         jax.tree.map(np.testing.assert_array_equal, *actors[:2])
     for row, actor in zip(first.rows, actors, strict=True):
-        ends = doors.evaluate(args, hn.make_policy(agent, actor), row["task"], episodes=5, seed=hn.EVAL_SEED)
+        ends = doors.evaluate(args, hn.make_policy(agent, actor), row["task"], episodes=2, seed=hn.EVAL_SEED)
         assert row["mean_return"] == pytest.approx(ends.returns.mean(), rel=1e-5)
 
 

@@ -300,13 +300,14 @@ def test_what_an_update_learns_from(tiny):
     np.testing.assert_allclose(stats.mean, seen.mean(axis=0), rtol=1e-4)
     np.testing.assert_allclose(stats.var, seen.var(axis=0), rtol=1e-3)
     late = SimpleNamespace(**vars(tiny) | {"state": tiny.state._replace(global_step=jnp.int32(2500))})
-    rate = run_update(late, tiny.rollout, steps, learning_rate="0:0.001,5000:0.002")[1]["charts/learning_rate"]
-    assert rate == pytest.approx(0.0015, rel=1e-3)  # by steps, not by updates
+    rate = run_update(late, tiny.rollout, steps)[1]["charts/learning_rate"]
+    assert rate == pytest.approx(0.00275, rel=1e-3)  # by steps, not by updates
 
 
 def test_the_predictor_has_a_step_size_of_its_own(tiny):
     """Of one and the same gradient: a quarter as far, and the policy where it would have been."""
-    once, before = {"num_minibatches": 1, "update_epochs": 1}, tiny.state.params["predictor"]
+    once = {"num_minibatches": 1, "update_epochs": 1, "update_proportion": 1.0}
+    before = tiny.state.params["predictor"]
     whole, short = (
         run_update(tiny, tiny.rollout, tiny.steps, **once, predictor_lr_ratio=ratio)[0].params for ratio in (1.0, 0.25)
     )

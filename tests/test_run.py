@@ -340,9 +340,9 @@ def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on(train):
     """As TensorBoard reads them, from records of protocol buffers; what a resume takes back, it is told to forget."""
     from tensorboardX.proto.event_pb2 import Event
 
-    run = train(track="tensorboard", total_timesteps=100)
+    run = train(track="tensorboard", total_timesteps=200)
     saved = read_metrics(run.path)[-1]["global_step"]
-    train(track="tensorboard", total_timesteps=200, resume=str(run.path))
+    train(track="tensorboard", resume=str(run.path))
     assert not (run.path / "wandb").exists()
     events = []
     for path in sorted((run.path / "tensorboard").iterdir()):
