@@ -48,6 +48,7 @@ os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # results.csv is all tha
 try:
     import ray
     from ray import tune
+    from ray.tune.experiment import Trial
     from ray.tune.schedulers import PopulationBasedTraining
 except ImportError:
     print("error: experiments/pbt.py needs Ray Tune: pip install '.[ray]'", file=sys.stderr)
@@ -254,7 +255,7 @@ def member(config: dict) -> None:
         steps = trials.values_of(run, "global_step")
         values = trials.values_of(run, study["metric"])
         score = values[-1] if values else math.nan
-        if not why and len(steps) == before:
+        if not why and len(steps) == before and not (steps and steps[-1] >= generation * study["interval"]):
             why = f"no update ended in --interval {study['interval']}, give more environment steps"
         elif not (why or values):
             why = f"{study['metric']} {NEVER_LOGGED}, give one of {' '.join(trials.logged_names(run))}"
@@ -294,6 +295,20 @@ class Generations(PopulationBasedTraining):
     def _get_new_config(self, trial, trial_to_clone):
         config, operations = super()._get_new_config(trial, trial_to_clone)
         return config | {"donor": self._trial_state[trial_to_clone].last_checkpoint.path}, operations
+
+    def _quantiles(self):
+        """Those to replace and those to replace them by: a member that was lost and has come back is behind, and is
+        nobody's donor."""
+        lower, upper = super()._quantiles()
+        newest = max((state.last_train_time for state in self._trial_state.values()), default=0)
+        upper = [trial for trial in upper if self._trial_state[trial].last_train_time == newest]
+        return (lower, upper) if upper else ([], [])
+
+    def _checkpoint_or_exploit(self, trial, tune_controller, upper_quantile, lower_quantile):
+        if trial in upper_quantile and trial.status == Trial.PENDING:  # after a restart: Ray's own finds it has none
+            self._trial_state[trial].last_checkpoint = trial.checkpoint
+        else:
+            super()._checkpoint_or_exploit(trial, tune_controller, upper_quantile, lower_quantile)
 
     def on_trial_error(self, tune_controller, trial):
         super().on_trial_error(tune_controller, trial)

@@ -35,6 +35,7 @@ from benchmarks import records
 from common import files, runs
 from common.files import check
 from experiments import trials
+from experiments.trials import ORIGIN, joined
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -131,7 +132,7 @@ def folder_of(root: Path, row: dict, flags: dict, seed: int) -> Path:
 # RUNS
 
 ELSEWHERE = "another process is at it"
-ORIGIN = "machine", "jax", "commit", "date"  # of a run, as records.py has them
+STOPPED = "stopped"
 EVALUATION = "cell", "metric", "seed", "of steps", "step"  # what tells one from another
 TRAINING = "cell", "seed", "of steps"
 RETURN = "charts/episodic_return"
@@ -186,17 +187,7 @@ def train(
         clock = trials.values_of(trials.find_run(folder), "seconds")  # the run's own, which goes on over resumes
         seconds = float(clock[-1]) if clock else 0.0
         runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **both})
-        return "done" if done else why or "stopped"
-
-
-def joined(*origins: dict) -> dict[str, str]:
-    """What was measured at several commits, on several days or machines has all of them, each once."""
-    both = {}
-    for name in ORIGIN:
-        between = " and " if name == "machine" else " "
-        parts = (part for origin in origins for part in origin.get(name, "").split(between) if part)
-        both[name] = between.join(dict.fromkeys(parts))
-    return both
+        return "done" if done else why or STOPPED
 
 
 # WHAT CAME OUT
@@ -549,9 +540,10 @@ def main(args: Args) -> list[dict]:
                 print(f"{row['cell']}, seed {seed}: {said}", flush=True)
             if said == ELSEWHERE:
                 held.add(folder)
+            if said in (ELSEWHERE, STOPPED) and not stopping.is_set():  # something else may have sent it a signal
                 waiting.append(folder)
                 stopping.wait(2)
-            else:
+            if said != ELSEWHERE:
                 write(args, cells)
 
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}

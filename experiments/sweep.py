@@ -74,7 +74,7 @@ class NeverLoggedError(runs.UsageError):
     """No run of the study has logged the metric, so that none will."""
 
 
-MAX_KILLS = 3  # of one trial's script, then it has failed
+MAX_KILLS = 3  # of one trial, then it has failed
 GONE = optuna.exceptions.StorageInternalError, SQLAlchemyError  # what the study's database raises where it is not there
 
 # THE SWEEP FILE
@@ -192,6 +192,9 @@ def without_server(sweep: dict) -> dict:
 def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """A sweep file with flags overridden; raises UsageError if it is not one that can be run here."""
     sweep = files.read(path, Sweep, "SWEEP", "give a sweep file such as those in sweeps/")
+    command = sweep.get("command")
+    own = [word for word in (command if isinstance(command, list) else ()) if str(word).startswith("--")]
+    check(not own, f"SWEEP {path}: command has {' '.join(map(str, own))}; give that among the parameters, as a value")
     sweep = without_server(sweep)
     settings = trials.read_settings(overrides)
     trials.check_flags(f"SWEEP {path}", sweep["program"], sweep["parameters"])
@@ -233,6 +236,8 @@ def values_to_ask(spec: dict) -> list:
     if "value" in spec or "values" in spec:
         return [spec["value"]] if "value" in spec else spec["values"]
     ends = [spec["min"], spec["max"]]
+    if kind_of(spec) == "q_uniform":
+        ends[1] = ends[0] + (ends[1] - ends[0]) // spec.get("q", 1) * spec.get("q", 1)
     return ends if is_whole(spec) else [float(end) for end in ends]
 
 
@@ -275,15 +280,29 @@ def make_sampler(args: Args, sweep: dict, trial: int) -> optuna.samplers.BaseSam
     return getattr(optuna.samplers, samplers[kind])(seed=seed)
 
 
+class Halving(optuna.pruners.SuccessiveHalvingPruner):
+    """Optuna's, with a last rung."""
+
+    def __init__(self, last: float, **how):
+        super().__init__(**how)
+        self._last = last
+
+    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        return (trial.last_step or 0) <= self._last and super().prune(study, trial)
+
+
 def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
     """W&B's early_terminate. Its Hyperband has a single bracket, which Optuna calls successive halving: whoever is not
-    among the best 1/eta goes after min_iter, min_iter eta, min_iter eta^2, ... values of the metric."""
+    among the best 1/eta goes after min_iter, min_iter eta, min_iter eta^2, ... values of the metric; with max_iter and
+    s after max_iter/eta^s, ... max_iter/eta. Of n trials Optuna keeps max(1, n // eta), W&B one more."""
     rule = sweep.get("early_terminate")
     if not rule:
         return optuna.pruners.NopPruner()
     eta = rule.get("eta", 3)
-    least = rule.get("min_iter") or max(1, int(rule["max_iter"] / eta ** rule["s"]))
-    return optuna.pruners.SuccessiveHalvingPruner(min_resource=least, reduction_factor=eta)
+    if "min_iter" in rule:
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=rule["min_iter"], reduction_factor=eta)
+    least = max(1, int(rule["max_iter"] / eta ** rule["s"]))
+    return Halving(rule["max_iter"] / eta, min_resource=least, reduction_factor=eta)
 
 
 # TRIALS
@@ -362,13 +381,16 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
         value, state = None, TrialState.PRUNED
     except (*GONE, files.FullError, NeverLoggedError):  # the trial is well and open
         raise
-    except trials.Killed as error:  # as for want of memory: it goes on from its checkpoint, though not for ever
+    except (trials.Killed, OSError) as error:
+        # For want of memory, or as a file system does not answer: it goes on from its checkpoint, though not for ever.
         kills = trial.user_attrs.get("kills", 0) + 1
         value, state = None, None
         trial.set_user_attr("kills", kills)
-        if kills == MAX_KILLS:
+        if kills >= MAX_KILLS:
             state = TrialState.FAIL
             trial.set_user_attr("why", str(error))
+        elif isinstance(error, OSError):
+            where["stopping"].wait(2)
     except Exception as error:  # whatever it is, the others go on
         value, state = None, TrialState.FAIL
         trial.set_user_attr("why", str(error) or repr(error))
@@ -551,13 +573,9 @@ def main(args: Args) -> optuna.Study:
             if begun := begin_trial(study, args, sweep, count, out=out):
                 trial, flags, folder, lock = begun
                 with lock:
-                    trial.set_user_attr("origin", origin)
+                    trial.set_user_attr("origin", trials.joined(trial.user_attrs.get("origin", {}), origin))
                     trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
-                    try:
-                        end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
-                    except NeverLoggedError:
-                        stopping.set()
-                        raise
+                    end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
                 with files.take(out, wait=True):
                     write_results(study, out)
             elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
@@ -565,9 +583,16 @@ def main(args: Args) -> optuna.Study:
             else:
                 return
 
+    def work_or_stop_all(line: trials.ProgressLine) -> None:
+        try:
+            work(line)
+        except BaseException:  # it is said when all have ended, which could take days
+            stopping.set()
+            raise
+
     done = sum(trial.state in OVER for trial in study.get_trials(deepcopy=False))
     with trials.ProgressLine(study.study_name, count, done) as line, ThreadPoolExecutor(args.jobs) as pool:
-        workers = [pool.submit(work, line) for _ in range(args.jobs)]
+        workers = [pool.submit(work_or_stop_all, line) for _ in range(args.jobs)]
     for number, handler in old.items():
         signal.signal(number, handler)
     try:

@@ -31,6 +31,9 @@ BESIDE = {
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
 PLACES = ("resume", "run_dir")  # flags by which a run could write to another's
+ORIGIN = "machine", "jax", "commit", "date"  # of a run, as records.py has them
+# Numbers of any length: Python's own refuses those of thousands of digits.
+DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
 MAX_JOBS = 1000
 # Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies. Takes
 # no signals itself: one that is meant for all reaches the command too.
@@ -103,6 +106,16 @@ def origin() -> dict[str, str]:
     return json.loads(told.stdout)
 
 
+def joined(*origins: dict) -> dict[str, str]:
+    """What was measured at several commits, on several days or machines has all of them, each once."""
+    both = {}
+    for name in ORIGIN:
+        between = " and " if name == "machine" else " "
+        parts = (part for origin in origins for part in origin.get(name, "").split(between) if part)
+        both[name] = between.join(dict.fromkeys(parts))
+    return both
+
+
 def find_run(folder: Path) -> Path | None:
     """The newest run directory in a folder that has a checkpoint, else the newest, if there is one."""
     found = [path.parent for path in folder.glob("*/args.json")]
@@ -122,7 +135,7 @@ def each_line(run: Path | None) -> Iterator[dict]:
         for text in file:
             line = None
             with contextlib.suppress(ValueError, RecursionError):
-                line = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+                line = DECODER.decode(text.decode())
             if isinstance(line, dict) and all(isinstance(value, (int, float)) for value in line.values()):
                 yield line
 
@@ -240,14 +253,16 @@ def run(
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[lock.fileno()],
         )  # fmt: skip
     try:
+        following = 0.0
         while process.poll() is None:
             if stopping.is_set():
                 raise Stopped
             began = time.monotonic()
-            look(True)
-            looked = time.monotonic() - began  # longer, the more has been logged
+            if began >= following:
+                look(True)
+                following = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))  # longer, the more was logged
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(5, max(0.5, 20 * looked)))
+                process.wait(min(5, max(0, following - time.monotonic())))
     finally:
         process.stdin.close()
         process.wait()

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import types
+from unittest import mock
 
 import pytest
 from conftest import TINY, assert_refused, start, wait_for
@@ -313,6 +314,24 @@ def test_the_scheduler_has_the_goal(no_ray, tmp_path):
     with pytest.raises(Reached):
         runs.cli(pbt.Args, pbt.main, words)
     assert (no_ray["mode"], no_ray["quantile_fraction"]) == ("min", 0.4)
+
+
+def test_after_a_stop_waiting_members_are_donors_and_one_that_is_behind_is_none():
+    """Ray's own finds no checkpoint of a member that waits to be started again, and compares scores of any time."""
+    draws = {"hyperparam_mutations": {"gamma": lambda: 0.9}, "quantile_fraction": 0.5}
+    scheduler = pbt.Generations("generation", "score", "max", perturbation_interval=1, synch=True, **draws)
+    members = []
+    for score, generation in ((0, 10), (1, 10), (2, 10), (9, 4)):
+        members.append(mock.Mock(status="PENDING", checkpoint=f"of {score}", **{"is_finished.return_value": False}))
+        scheduler._trial_state[members[-1]] = types.SimpleNamespace(
+            last_score=score, last_train_time=generation, last_checkpoint=None
+        )
+    lower, upper = scheduler._quantiles()
+    assert (lower, upper) == (members[:2], members[2:3])
+    scheduler._checkpoint_or_exploit(members[2], None, upper, lower)
+    assert scheduler._trial_state[members[2]].last_checkpoint == "of 2"
+    scheduler._trial_state[members[3]].last_train_time = 11
+    assert scheduler._quantiles()[1] == members[3:]
 
 
 def test_a_study_without_its_gpus_is_not_begun(no_ray, tmp_path, capfd):

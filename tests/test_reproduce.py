@@ -407,6 +407,23 @@ def test_failures_are_told(table, monkeypatch, capfd):
     assert f"1 of 2 runs failed, see {table / 'runs'}: fails, seed 1: exit code 1: error: no" in capfd.readouterr().out
 
 
+def test_a_run_that_something_else_stopped_is_begun_again(table, monkeypatch, capfd):
+    """Nobody asked this process to stop, so it goes on until the run is done or has failed."""
+    begun = []
+
+    def stop_once(program, flags, folder, lock, **how):
+        begun.append(folder)
+        raise trials.Stopped if len(begun) == 1 else RuntimeError("exit code 1")
+
+    monkeypatch.setattr(trials, "run", stop_once)
+    monkeypatch.setattr(trials, "origin", dict)
+    words = ["small", "--cells", "runs", "--seeds", "1", "--out", str(table / "out"), "--runs", str(table / "runs")]
+    with pytest.raises(SystemExit):
+        runs.cli(reproduce.Args, reproduce.main, words)
+    assert len(begun) == 2
+    assert "exit code 1" in capfd.readouterr().err
+
+
 # THE TABLES OF RESULTS
 
 

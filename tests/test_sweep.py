@@ -358,6 +358,17 @@ def test_hyperband_is_that_of_wandb():
         assert ended == expected, rule
 
 
+def test_hyperband_with_max_iter_has_a_last_rung():
+    """At max_iter / eta: who falls behind later is left alone, as by W&B."""
+    pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband", "max_iter": 27, "s": 2}})
+    study = optuna.create_study(pruner=pruner, direction="maximize")
+    for late in (3, 2, 1, -1):  # better and better at first, then worse and worse
+        trial = study.ask()
+        for step in range(1, 40):
+            trial.report(10 * (4 - late) if step < 20 else late, step)
+            assert not trial.should_prune(), (late, step)
+
+
 def test_a_trial_stays_pruned(tmp_path):
     """Where its process died after it had been given up, and before the study was told: its script is not run again."""
     study = optuna.create_study()
@@ -384,6 +395,38 @@ def test_a_trial_whose_script_is_killed_goes_on(quick, tmp_path, monkeypatch):
     ends = [(row["state"], row["why"]) for row in read_results(tmp_path / "out")]
     assert ends == [("complete", ""), ("fail", "exit code 137: killed"), ("complete", "")]
     assert begun == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_a_file_that_cannot_be_read_for_once_is_no_trials_failure(quick, tmp_path, monkeypatch):
+    """The trial goes on from where it was."""
+    run, errors = trials.run, [OSError(116, "Stale file handle")]
+
+    def run_or_not(*where, **how):
+        if errors:
+            raise errors.pop()
+        run(*where, **how)
+
+    monkeypatch.setattr(trials, "run", run_or_not)
+    quick({"x": {"value": 1}, "steps": {"value": 1}})
+    assert [row["state"] for row in read_results(tmp_path / "out")] == ["complete"]
+
+
+def test_an_error_in_one_worker_stops_the_others(quick, tmp_path, monkeypatch, capfd):
+    """Else they would go on alone for days, and only then would it be said."""
+    begun, run = [], trials.run
+
+    def run_or_fail(program, flags, folder, lock, stopping, **how):
+        begun.append(flags["x"])
+        if len(begun) == 1:
+            raise optuna.exceptions.StorageInternalError("gone")
+        stopping.wait(20)
+        run(program, flags, folder, lock, stopping=stopping, **how)
+
+    monkeypatch.setattr(trials, "run", run_or_fail)
+    with pytest.raises(SystemExit):
+        quick({"x": {"values": [1, 2, 3, 4]}, "steps": {"value": 1}}, "--jobs", 2)
+    assert "does not answer (gone); the same command goes on" in capfd.readouterr().err
+    assert len(begun) <= 2
 
 
 def test_a_bayesian_search_learns_from_trials_that_fail(quick, tmp_path, capfd):
@@ -473,6 +516,9 @@ BAD = {
     "an unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
     "a range in a grid": (with_gamma({"min": 0.9, "max": 1.0}, "grid"), [], "gamma", "a grid takes values"),
     "half a range": (with_gamma({"min": 0.9}), [], "gamma", "min and max"),
+    "a command with a flag": (
+        {"command": ["python", "${program}", "--env_id=maze", "${args}"]}, [], "command has --env_id=maze", "parameters"
+    ),
     "another rule": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate", "min_iter"),
     "no mapping": ({"parameters": {"gamma": 0.5}}, [], "parameters.gamma", "a valid dictionary, it is 0.5"),
     "another goal": ({"metric": {"name": "loss", "goal": "max"}}, [], "metric.goal", "'minimize' or 'maximize'"),
