@@ -155,6 +155,26 @@ def test_an_exception_reaches_the_learner_and_every_thread_ends():
     assert not running()
 
 
+def test_a_second_ctrl_c_does_not_wait_for_the_games():
+    """One may hang."""
+    release = threading.Event()
+
+    def collect(games, params, carry, *, i, watch, check_stop):
+        release.wait(10)
+        return i, carry
+
+    def interrupt():
+        with make(collect) as fleet:
+            fleet.start(0, jnp.int32(0))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert len(running()) == 2
+    release.set()
+    wait_until(lambda: not running())
+
+
 def test_take_gives_up_when_asked():
     release, asked = threading.Event(), []
 

@@ -391,6 +391,22 @@ def test_worlds_can_be_taken_in_turn(make):
     assert doors._world.tolist() == [0, 1, 2]
 
 
+def test_worlds_fill_the_published_ranges():
+    """Nothing is drawn from a part of its range only."""
+    rng = np.random.default_rng(0)
+    drawn = [worlds.draw("lever", "hard", rng) for _ in range(400)]
+    ranges = {
+        "height": (2.0, 2.499), "thickness": (0.020, 0.029), "door_damping": (1.0, 1.9), "door_stiffness": (0.1, 0.19),
+        "knob_damping": (1.0, 1.99), "knob_stiffness": (1.0, 1.49), "knob_limit": (1.308, 1.379),
+        "robot_damping": (0.09, 0.1),
+    }  # fmt: skip
+    for name, (low, high) in ranges.items():
+        values = [getattr(world, name) for world in drawn]
+        np.testing.assert_allclose([min(values), max(values)], [low, high], atol=0.05 * (high - low), err_msg=name)
+    low, high = np.array(worlds.SHAPES["lever"]).T
+    assert (np.ptp([world.shape for world in drawn], axis=0) > 0.9 * (high - low)).all()
+
+
 @pytest.mark.parametrize("knob", ["pull", "lever", "round"])
 def test_what_is_drawn_is_in_the_model(knob):
     """Each joint's damping, spring and range, and the door's mass."""

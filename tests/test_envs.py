@@ -110,6 +110,9 @@ def test_a_rollouts_steps_are_what_the_games_say(make):
     for mine, theirs in zip((steps.rewards, steps.terminated, steps.truncated), said, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert steps.terminated.sum() > 3
+    # The step after an episode's end is no transition: there the game begins anew.
+    np.testing.assert_array_equal(steps.done, np.concatenate([np.zeros((1, 3), bool), steps.ended[:-1]]))
+    np.testing.assert_array_equal(steps.age[1:] == 0, steps.done)
 
 
 def test_a_time_limit_truncates_and_shows_the_episodes_last_frame():
@@ -181,10 +184,12 @@ def test_rewards_are_clipped_as_they_are_shaped():
 def test_what_is_said_of_an_evaluation(mode, least, monkeypatch):
     """Its mean is normalised by the game's range: bigfish pays from 1 or 0 to 40."""
     played = np.array([10.0, 30.0, 23.0]), np.array([5, 3, 5]), np.array([0, 6, 2]), None
-    monkeypatch.setattr(envs, "make_levels", lambda *_: SimpleNamespace(close=lambda: None))
+    made = []
+    monkeypatch.setattr(envs, "make_levels", lambda *how: made.append(how) or SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(envs, "play_episodes", lambda *_, **__: played)
     args = Args(env_id="bigfish", distribution_mode=mode)
     summary, by_level, _ = envs.evaluate(args, None, "test", episodes=3, seed=1)
+    assert made[0][2:] == (1, "test")
     assert summary["normalized"] == pytest.approx((21 - least) / (40 - least))
     assert summary["commonest_action"] == 0.75
     assert summary["standard_error"] == pytest.approx(np.std(played[0], ddof=1) / np.sqrt(3))
@@ -193,11 +198,21 @@ def test_what_is_said_of_an_evaluation(mode, least, monkeypatch):
     asked = []
     monkeypatch.setattr(envs, "play_episodes", lambda env, policy, *_, **__: asked.append(policy) or played)
     how = {"episodes": 3, "seed": 1, "levels": "test", "video": False}
-    for random in (False, True):
-        envs.evaluate_checkpoint(args, 5, "policy", random=random, **how)
+    names = [envs.evaluate_checkpoint(args, 5, "policy", random=random, **how).name for random in (False, True)]
+    assert names == ["test_levels", "random_test_levels"]
     assert asked == ["policy", envs.random_policy]
     sums = [[sum(ends) for ends in zip(*ranges.values(), strict=True)] for ranges in envs.RETURN_RANGES.values()]
     np.testing.assert_allclose(sums, [[35.5, 309], [26.5, 284.4]])  # openai/train-procgen's, all games together
+
+
+def test_an_evaluation_in_training_has_the_episodes_that_are_asked_for_and_levels_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(envs, "evaluate", lambda *given, episodes, seed, **how: asked.append((episodes, seed)))
+    run = SimpleNamespace(evaluation_due=lambda step: True)
+    for seed, step in ((1, 5), (1, 6), (2, 5)):
+        envs.evaluate_if_due(Args(seed=seed, eval_episodes=7), run, step, None)
+    assert [episodes for episodes, _ in asked] == [7, 7, 7]
+    assert len({seed for _, seed in asked}) == 3
 
 
 def test_a_restart_ends_no_episode_in_the_statistics():
@@ -251,6 +266,7 @@ def test_test_levels_lie_above_the_training_levels():
     assert set(train) <= set(range(40, 47))
     assert len(set(train)) > 3
     assert test.min() >= 47
+    assert len(set(test)) == 32
 
 
 class Scripted:

@@ -277,7 +277,7 @@ class Corridor:
     visits a room of its own; the frames count the steps. As EnvPool, it ignores the action after an episode's end."""
 
     def __init__(self, args, num_envs, seed, gray_scale=True, **size):
-        self.channels, self.asked, self.num_envs = 1 if gray_scale else 3, [], num_envs
+        self.channels, self.asked, self.num_envs, self.seed = 1 if gray_scale else 3, [], num_envs, seed
         Corridor.made.append(self)
 
     def _answer(self, reward, ended):
@@ -324,6 +324,23 @@ def test_evaluation_tells_scores_and_rooms_and_films_the_best_episode(monkeypatc
     played, filmed = Corridor.made
     np.testing.assert_array_equal(filmed.asked, played.asked[: len(filmed.asked)])
     assert len({tuple(actions) for actions in filmed.asked}) > 3
+    assert (played.seed, filmed.seed) == (3, 3)
+
+
+def test_of_equal_scores_the_episode_with_most_rooms_is_filmed(monkeypatch):
+    """Nearly all episodes score nothing."""
+    step = Corridor.step
+
+    def play_for_nothing(self, actions):
+        frames, reward, *rest = step(self, actions)
+        return frames, 0 * reward, *rest
+
+    monkeypatch.setattr(Corridor, "step", play_for_nothing)
+    monkeypatch.setattr(atari, "make_montezuma", Corridor)
+    monkeypatch.setattr(atari, "rooms_of", lambda info: np.array([1, info["elapsed_step"][1]]))
+    Corridor.made = []
+    *_, film = atari.evaluate(rnd.Args(num_devices=2), atari.random_policy, episodes=2, seed=3, record=True)
+    assert film[0, 0, 0, 0] >= 100  # of game 1
 
 
 def test_a_replay_is_the_same_game_in_colour():
@@ -433,6 +450,27 @@ class Still:
         pass
 
 
+def test_statistics_start_from_random_play_of_upright_frames(monkeypatch):
+    asked = []
+
+    class Bar(Still):
+        def reset(self):
+            self.obs[:, :, :10] = 200  # at the top
+            return super().reset()
+
+        def step(self, actions):
+            asked.extend(actions.tolist())
+            return super().step(actions)
+
+    monkeypatch.setattr(atari, "make_montezuma", Bar)
+    args = rnd.Args(**TINY | {"num_envs": 64, "num_devices": 1})
+    state = devices.run_once(rnd.initial_state, args, rnd.make_agent(args))
+    run = SimpleNamespace(stop=None, say=lambda _: None)
+    mean = rnd.observe_random_play(args, run, state).frame_stats.mean[..., 0]
+    np.testing.assert_allclose(mean, 200.0 * (np.arange(84) < 10)[:, None] * np.ones(84), atol=1e-2)
+    assert set(asked) == set(range(atari.NUM_ACTIONS))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", [*FLAGS, "none"])
 def test_every_flag_changes_something(flag, tmp_path, monkeypatch):
@@ -485,6 +523,7 @@ def test_how_many_devices_there_are_here_is_no_reason_not_to_play_a_run(tmp_path
     runs.write_json(tmp_path / "args.json", {"script": "ppo_procgen", "args": args})
     saved = evaluate.script_of(str(tmp_path))[1]
     assert (saved.num_devices, saved.distributed) == (0, False)
+    assert runs.on_this_machine(rnd.Args(async_=True, actor_devices=1)).actor_devices == 0
 
 
 @pytest.mark.parametrize("whole", [SYNC], indirect=True, ids=["sync"])

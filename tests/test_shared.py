@@ -1,9 +1,11 @@
 """What the scripts share, where one wrong line would change every run and no other test would see it."""
 
+import errno
+import io
 import os
 import shutil
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import optax
 import pytest
 import wandb
 from conftest import TINY
+from PIL import Image
 
 import impala_procgen as impala
 import ppo_procgen as ppo
@@ -175,6 +178,72 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tmp_path, monkeypa
     assert {str(path) for path in (*folder.rglob("*"), folder, folder.parent)} <= set(before)
 
 
+def test_a_disk_that_fails_costs_no_older_checkpoint(tmp_path, monkeypatch):
+    checkpoints.save(tmp_path, 1, {"x": np.arange(3)}, keep=1)
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        checkpoints.save(tmp_path, 2, {"x": np.arange(3)}, keep=1)
+    assert checkpoints.steps_in(tmp_path)[0] == 1
+
+
+def test_hosts_that_read_other_checkpoints_do_not_go_on(tmp_path, monkeypatch):
+    """As on a file system that shows a new file to one of them later."""
+    args = ppo.Args(**TINY | {"run_dir": str(tmp_path), "num_devices": 1})
+    with runs.Run(args, ppo.SCRIPT) as run:
+        run.save(5, {"state": np.zeros(2)}, {})
+    monkeypatch.setattr(devices, "hosts", lambda args: 2)
+    monkeypatch.setattr(devices, "of_each_host", lambda args, step: {"0": step, "1": step + 1})
+    load = partial(runs.load, lambda: {"state": np.zeros(2)})
+    with pytest.raises(runs.UsageError, match=r"hosts read those of steps \[5, 6\]"):
+        runs.Run(replace(args, resume=str(run.path)), ppo.SCRIPT, load)
+
+
+def test_only_the_first_host_asks_for_wandb(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "host", lambda args: 1)
+    monkeypatch.setattr(tracking, "wandb_mode", None)  # which it would call
+    runs.Run(ppo.Args(**TINY | {"run_dir": str(tmp_path)}), ppo.SCRIPT)
+
+
+def test_an_evaluation_before_the_checkpoint_is_not_made_again(tmp_path):
+    given = {"run_dir": str(tmp_path), "total_timesteps": 300, "num_devices": 1, "eval_every": 100, "eval_episodes": 1}
+    args, load = ppo.Args(**TINY | given), partial(runs.load, lambda: {"state": np.zeros(2)})
+    with runs.Run(args, ppo.SCRIPT) as run:
+        run.log_evaluation(100, {"eval/test_levels/mean_return": 7.5})
+        run.save(150, {"state": np.zeros(2)}, {})
+    with runs.Run(replace(args, resume=str(run.path)), ppo.SCRIPT, load) as again:
+        assert not again.evaluation_due(199)
+        assert again.evaluation_due(200)
+
+
+def test_tensorboard_gets_a_picture(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    board, picture = tracking.Board(tmp_path / "board", None), np.arange(105, dtype=np.uint8).reshape(5, 7, 3)
+    board.add_picture(3, "pictures/x", picture)
+    board.close()
+    (path,) = (tmp_path / "board").iterdir()
+    data, place = path.read_bytes(), 0
+    while place < len(data):  # as in test_run.py
+        size = int.from_bytes(data[place : place + 8], "little")
+        event, place = Event.FromString(data[place + 12 : place + 12 + size]), place + size + 16
+    (value,) = event.summary.value
+    assert (event.step, value.tag) == (3, "pictures/x")
+    np.testing.assert_array_equal(Image.open(io.BytesIO(value.image.encoded_image_string)), picture)
+
+
+def test_a_second_ctrl_c_is_no_success():
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(ppo.Args, interrupt, [])
+    assert stopped.value.code == 130
+
+
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     done = watch(monkeypatch)
     files.write_json(tmp_path / "a.json", {})
@@ -234,6 +303,9 @@ def test_each_actor_has_games_of_its_own(monkeypatch):
     )
     fleet = actors.make_fleet(impala.Args(num_envs=4, num_actors=2), None, lambda numbers: numbers.tolist())
     assert fleet._carries == [own.numbers.tolist() for own in fleet._games] == [[0, 1], [2, 3]]
+    for how in ({"deterministic": False, "max_lag": 3}, {"deterministic": True, "max_lag": 0}):
+        fleet = actors.make_fleet(impala.Args(num_envs=4, **how), None, lambda numbers: None)
+        assert {"deterministic": fleet._lockstep, "max_lag": fleet._max_lag} == how
 
 
 def test_a_checkpoint_of_more_than_is_needed_is_refused():
