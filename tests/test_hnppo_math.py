@@ -311,6 +311,8 @@ def test_each_part_has_its_learning_rate(method, rates):
         pairs = zip(jax.tree.leaves(learner[name]), jax.tree.leaves(after.learner[name]), strict=True)
         moved = np.concatenate([np.abs(x - y).ravel() for x, y in pairs])
         assert 0.5 * rate < moved.max() < 12 * rate, name
+        adam = after.opt_state.inner_states[name].inner_state[0]
+        assert adam.count == 8  # its moments go from update to update
 
 
 def test_a_rollout_ends_with_the_episodes_last_observation():

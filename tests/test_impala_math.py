@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ppo_math import random_steps
 
+import apex_procgen as apex
 import impala_procgen as impala
 import ppo_procgen as ppo
+import rnd_montezuma as rnd
 from common import augment, devices, envs, networks, runs, shaping
 from common.devices import GAMES, SAME
 
@@ -302,7 +304,7 @@ def tiny(request):
     return SimpleNamespace(args=args, agent=impala.make_agent(args), rng=np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("script", [ppo, impala], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("script", [ppo, impala, rnd, apex], ids=lambda script: script.SCRIPT)
 def test_gradients_are_clipped_before_adam(script):
     optimizer, grad = script.make_optimizer(script.Args(max_grad_norm=0.5, adam_eps=0.1)), np.float32([3, -4])
     direction, _ = optimizer.update(grad, optimizer.init(grad))
@@ -402,13 +404,14 @@ def test_replay_holds_the_newest_and_draws_from_them():
 
 @pytest.mark.parametrize("more", [{}, {"replay_fraction": 0.5, "replay_size": NUM_ENVS}])
 def test_rewards_are_normalised_over_updates_and_replay_is_drawn_anew(more):
-    args = make_args(num_devices=1, num_actors=1, normalize_rewards=True, reward_clip=0.5, **more)
+    given = {"num_actors": 1, "normalize_rewards": True, "reward_clip": 0.5, "gamma": "0:0.5,1000:0.99"}
+    args = make_args(num_devices=1, **given, **more)
     memory, past, rng = impala.initial_memory(args), shaping.new_filter(NUM_ENVS), np.random.default_rng(0)
     drawn, held = set(), None
     for i in range(4):
         carry = impala.initial_carry(args, np.arange(NUM_ENVS))
         steps = random_steps(rng, STEPS, NUM_ENVS)
-        memory, unrolls = impala.remember(args, memory, [impala.begin_rollout(args, carry, i)], [steps], 0, i)
+        memory, unrolls = impala.remember(args, memory, [impala.begin_rollout(args, carry, i)], [steps], 1000, i)
         old, (past, want) = np.asarray(past.var), shaping.prepare_rewards(args, past, steps, 0.99)
         np.testing.assert_allclose(unrolls.batch.rewards[:, :NUM_ENVS], want, rtol=1e-5)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), memory.reward_filter, past)
@@ -437,6 +440,10 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
             for actor in range(2)
         ]  # fmt: skip
         unrolls, carries = zip(*collected, strict=True)
+        for unroll, carry in zip(unrolls, carries, strict=True):  # the next one goes on from there
+            jax.tree.map(np.testing.assert_array_equal, carry.core, unroll.rollout.core)
+            images = unroll.rollout.frames.images
+            np.testing.assert_array_equal(carry.history, images[-1 - len(carry.history) : -1])
         for unroll in unrolls:  # what was chosen is kept, and not what sticky actions made of it
             rollout = unroll.rollout
             keys = jax.vmap(partial(jax.random.fold_in, rollout.key))(np.arange(args.num_steps))

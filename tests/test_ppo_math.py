@@ -228,6 +228,7 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
     jax.tree.map(np.testing.assert_array_equal, before[0].params, after[0].params)
     assert before[1] == after[1]
     assert before[0].global_step == (~junk).sum()
+    assert before[0].reward_filter.count == (~junk).sum()  # it is for the next update too
 
 
 def test_transitions_do_change_the_update(tiny):
@@ -260,6 +261,7 @@ def test_updates_lower_the_loss(tiny):
 
 
 def test_the_adapted_kl_coefficient_is_in_the_loss(tiny):
+    assert tiny.state.kl_coef == np.float32(tiny.args.kl_coef)
     logits = tiny.rollout.logits + np.float32(tiny.rng.normal(size=tiny.rollout.logits.shape))
     lines = []
     for coef in (0.1, 10.0):
@@ -280,6 +282,8 @@ def test_what_was_recorded_is_what_the_network_says(tiny):
             np.testing.assert_allclose(tiny.rollout.logits[t], logits, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(tiny.rollout.values[t], values, rtol=1e-4, atol=1e-5)
     assert np.abs(tiny.rollout.values).max() > 1e-3
+    kernel = tiny.state.params["agent"]["params"]["policy"]["kernel"]
+    assert np.linalg.norm(kernel, 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform
 
 
 def test_history_continues_the_rollout(tiny):
@@ -338,7 +342,8 @@ def test_predictor_learns_the_target_and_nothing_else_does(monkeypatch):
         loss = partial(ppo.loss, args, tiny.agent, kl_coef=0.1, ent_coef=0.01, target=target)
         return jax.jit(lambda params: devices.gradient(loss, params, (inputs, batch), weight))(tiny.state.params)
 
-    (with_rnd, parts, _), (without, _, _) = grads(), grads(rnd_coef=0.0)
+    (with_rnd, parts, _), (without, plain, _) = grads(), grads(rnd_coef=0.0)
+    np.testing.assert_allclose(parts["loss"], plain["loss"] + parts["rnd_loss"], rtol=1e-4)
     assert set(tiny.state.params) == {"agent", "predictor"}  # the target is not among what is trained
     assert sum(np.abs(x).sum() for x in jax.tree.leaves(with_rnd["predictor"])) > 0
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), with_rnd["agent"], without["agent"])
@@ -387,8 +392,9 @@ def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
     else:
         np.testing.assert_allclose(got, want.clip(0, 2), rtol=1e-3, atol=1e-5)
 
-    _, batch, metrics = jax.jit(partial(ppo.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps, 0.9)
+    after, batch, metrics = jax.jit(partial(ppo.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps, 0.9)
     kept = ~steps.done
+    assert after.bonus.filter.count == normalize * kept.sum()
     np.testing.assert_allclose(metrics["charts/intrinsic_reward"], np.asarray(got)[kept].mean(), rtol=1e-3)
     last = seen(past + 8, steps.age[-1])
     last_value = tiny.agent.apply(params["agent"], last, np.zeros(3, bool), ())[1][:, 0]
@@ -453,7 +459,8 @@ def test_the_last_value_is_of_the_core_after_the_last_step(monkeypatch):
     age = np.arange(6, dtype=np.int32)[:, None] + np.int32([0, 4, 9])
     for t in range(5):
         rollout, _ = ppo.act(args, None, None, rollout, frames, age[t])
-    rollout, _ = ppo.end_rollout(args, rollout, frames, age[5])
+    rollout, carry = ppo.end_rollout(args, rollout, frames, age[5])
+    assert carry.core[0][:, 0].tolist() == rollout.core[0][:, 0].tolist() == [5, 5, 5]  # for the next rollout
     no = np.zeros((5, 3), bool)
     steps = Steps(np.zeros((5, 3), np.float32), no, no, no, age, no[0])
     state = SimpleNamespace(reward_filter=shaping.new_filter(3), params={"agent": None}, _replace=lambda **_: state)

@@ -163,6 +163,20 @@ def test_novelty_is_the_mean_square_between_predictor_and_target(tiny):
         assert (layer["kernel"] != state.params["predictor"]["params"][name]["kernel"]).all()
 
 
+def test_heads_by_hand(tiny):
+    params, stacked = tiny.state.params["agent"]["params"], tiny.rollout.frames.stack(5)
+
+    def dense(name, x):
+        return x @ np.float64(params[name]["kernel"]) + params[name]["bias"]
+
+    features = tiny.agent.encoder.apply({"params": params["encoder"]}, stacked)
+    trunk = oracle.relu(dense("trunk", np.float64(features)))
+    got = rnd.policy_and_value(tiny.agent, {"params": params}, stacked, np.zeros(GAMES, bool), ())
+    for head, hidden, one in zip(("policy", "values"), ("actor", "critic"), got[:2], strict=True):
+        np.testing.assert_allclose(one, dense(head, oracle.relu(dense(hidden, trunk))), rtol=1e-3, atol=1e-6)
+    assert np.linalg.norm(params["policy"]["kernel"], 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform
+
+
 NUMBERS = np.arange(GAMES, dtype=np.int32)
 
 

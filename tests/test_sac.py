@@ -169,6 +169,13 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames():
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
     assert np.abs(values - old_values).max() > 0.1
+    features = np.float64(agent.apply(online, batch.frames, method="encode"))
+    for name, head in {"policy": logits, "q1": values[:, 0], "q2": values[:, 1]}.items():
+        hidden, last = (online["params"][name][f"layers_{i}"] for i in (0, 2))
+        hidden = np.maximum(0, features @ hidden["kernel"] + hidden["bias"])
+        np.testing.assert_allclose(head, hidden @ last["kernel"] + last["bias"], rtol=1e-3, atol=1e-4)
+    first = devices.run_once(sac.initial_state, args, agent).params["agent"]["params"]["policy"]["layers_2"]["kernel"]
+    assert np.linalg.norm(first, 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform
 
 
 def test_frames_and_next_frames_are_transformed_apart_and_features_dropped_once():
@@ -221,6 +228,7 @@ def test_an_update_moves_the_target_the_temperature_and_the_priorities():
         learner, _, metrics = improve(learner, batch)
         losses.append(float(metrics["losses/q_loss"]))
     assert losses[-1] < 0.9 * losses[0]
+    assert learner.opt_state[1].count == 10  # Adam's moments go from update to update
 
     buffer = full_buffer(args, jax.devices()[0])
     before = np.asarray(buffer.priorities)
@@ -367,6 +375,8 @@ def test_same_seed_and_a_resume_give_the_same_run(train, monkeypatch, capfd):
     for before, line in zip([0, *checked], lines, strict=False):
         assert line["charts/per_beta"] == pytest.approx(float(beta(before)), abs=1e-9)
     assert any(step % 64 for step in checked)  # steps that are no transition do not count
+    for line in lines:
+        assert line["charts/updates"] == int(0.5 * max(line["global_step"] - 100, 0) / 16)
 
     def interrupted(*given):
         calls.append(given)

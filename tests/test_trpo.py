@@ -305,7 +305,10 @@ def test_advantages_and_targets_by_hand():
         for name, got in (("policy", rollout.logits[t]), ("value", rollout.values[t][:, None])):
             want = getattr(agent, name).apply(state.params[name], rollout.frames.stack(t))
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
-    _, batch, metrics = jax.jit(partial(trpo.prepare, args, agent))(state, rollout, steps, 0.9)
+    after, batch, metrics = jax.jit(partial(trpo.prepare, args, agent))(state, rollout, steps, 0.9)
+    assert after.reward_filter.count == (~steps.done).sum()  # it is for the next update too
+    kernel = state.params["policy"]["params"]["Dense_0"]["kernel"]
+    assert np.linalg.norm(kernel, 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform
     last_value = agent.value.apply(state.params["value"], rollout.frames.stack(8))[:, 0]
     values = np.concatenate([rollout.values, last_value[None]])
     rewards = shaping.prepare_rewards(args, state.reward_filter, steps, 0.9)[1]
