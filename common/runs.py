@@ -10,6 +10,7 @@ runs/<env_id>__<script>__<seed>__<time>/
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -479,24 +480,23 @@ class Run:
         """Keeps the first `count` lines of metrics.jsonl; says so if they are not all there, and keeps what cannot be
         read elsewhere. Also keeps an evaluation of the checkpoint itself, which may have come after it."""
         path = self.path / "metrics.jsonl"
-        everything = path.read_bytes().splitlines(keepends=True)
-        lines, later = everything[:count], everything[count:]
-        kept = [line for line in lines if _is_logged(line, self._saved)]
-        if len(kept) < count:
-            lost = f"{path}: {count - len(kept)} of the {count} lines before step {self._saved} are missing"
-            if lines:
+        with path.open("rb") as file:  # line by line: Ape-X has millions
+            good = [_is_logged(line, self._saved) for line in itertools.islice(file, count)]
+            later = next(file, b"")
+        if missing := count - sum(good):
+            lost = f"{path}: {missing} of the {count} lines before step {self._saved} are missing"
+            if good:
                 aside = files.set_aside(path, self.path / "damaged", copy=True)
                 lost += f" or not readable; what was there is now {aside}"
             self.say(lost)
-        new = later and self._evaluated < self._saved and b'"eval/' in later[0] and _is_logged(later[0], self._saved)
-        if new and len(kept) == count:
-            kept.append(later[0])
+        evaluated = b'"eval/' in later and _is_logged(later, self._saved)
+        if new := evaluated and self._evaluated < self._saved and not missing:
             self._evaluated = self._saved
-            self._seconds = max(self._seconds, json.loads(later[0]).get("seconds", 0.0))
+            self._seconds = max(self._seconds, json.loads(later).get("seconds", 0.0))
         self._metrics.close()
-        with files.whole(path) as temporary:
-            temporary.write_bytes(b"".join(kept))
-        self._metrics, self._lines = path.open("a"), len(kept)
+        with files.whole(path) as temporary, path.open("rb") as old, temporary.open("wb") as kept:
+            kept.writelines(itertools.compress(old, [*good, new]))
+        self._metrics, self._lines = path.open("a"), sum(good) + new
 
     def while_replaying(self, what: str, total: int) -> Callable[[int], None]:
         """Asked with how many of `total` steps have been played again: says so every ten seconds, and on a single
