@@ -558,6 +558,7 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout) -> tu
 
 def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remember: bool) -> tuple[TrainState, dict]:
     """Epochs of minibatches; returns the next state and the last epoch's mean metrics."""
+    chex.assert_tree_shape_prefix(batch, batch.returns.shape)  # an index beyond an array's end would be no error
     tx = make_optimizer(args)
 
     def take(grads, learner, opt_state):
@@ -572,12 +573,13 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, remem
         state = state._replace(
             learner=learner, opt_state=opt_state, skipped=state.skipped + ~good, skipped_in_a_row=in_a_row
         )
-        return state, (jax.tree.map(lambda x: jnp.where(good, x, jnp.nan), parts), in_a_row)
+        return state, (parts, good, in_a_row)
 
     def epoch(state, key):
         order = jax.random.permutation(devices.own_key(key), len(batch.obs)).reshape(args.num_minibatches, -1)
-        state, (parts, in_a_row) = jax.lax.scan(minibatch, state, order)
-        parts = jax.tree.map(lambda x: jnp.nan_to_num(jnp.nanmean(x)), parts)  # of the steps that were taken
+        state, (parts, good, in_a_row) = jax.lax.scan(minibatch, state, order)
+        taken = jnp.maximum(good.sum(), 1)
+        parts = jax.tree.map(lambda x: jnp.where(good, x, 0).sum() / taken, parts)  # of the steps that were taken
         return state, (parts, in_a_row.max())
 
     key, *keys = jax.random.split(state.key, 1 + args.update_epochs)

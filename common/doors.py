@@ -55,7 +55,7 @@ class DoorArgs:
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""
-        turns = any(doorgym.TASKS[task].knob != "pull" for task in task_names(self))
+        turns = any(doorgym.TASKS[task].turns for task in task_names(self))
         check_needs(self, turns, "a lever or a round knob in --tasks", ("hardness",))
         for task in task_names(self):
             able = self.robot == "gripper" or not task.startswith("Round")

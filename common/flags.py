@@ -64,6 +64,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         _check_once(args_class, flags)
         run_dir = _flag_value(argv, "--resume")
         check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
+        _check_types(args_class)
         default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
         args = _parse(args_class, argv, default, module.__doc__)
         _check_given(args, flags)
@@ -152,7 +153,7 @@ def _field_texts(args_class: type) -> dict[str, str]:
         texts |= {
             field.target.id: " ".join(text.value.value.split())
             for field, text in itertools.pairwise(body)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
         }
     return texts
 
@@ -231,18 +232,27 @@ def check_args(args: Any, script: str) -> None:
     check_devices(args)
 
 
-def check_flags(args: Any) -> None:
-    """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
-    groups, types = _groups(type(args)), {field.name: field.type for field in dataclasses.fields(args)}
-    for group in groups:
+def _check_types(args_class: type) -> None:
+    """Raises UsageError for what looks like a flag, or a flag's new default, and has no type: it would be neither."""
+    types = {field.name: field.type for field in dataclasses.fields(args_class)}
+    for group in _groups(args_class):
         for name, value in vars(group).items():
-            plain = isinstance(value, bool | int | float | str) and name.islower() and not name.startswith("_")
+            plain = isinstance(value, bool | int | float | str | tuple) and name.islower() and not name.startswith("_")
             if (plain or name in types) and name not in inspect.get_annotations(group):
                 kind = types.get(name, type(value))
-                new = f"{name}: {getattr(kind, '__name__', kind)} = {(str(value) if kind is str else value)!r}"
+                kind = getattr(kind, "__name__", kind)
+                if isinstance(value, tuple) and name not in types:
+                    kind = f"tuple[{', '.join(type(each).__name__ for each in value)}]"
+                new = f"{name}: {kind} = {(str(value) if kind == 'str' else value)!r}"
                 of_class = "" if name in types else " (and what is to be none, ClassVar)"
                 what = f"is no flag, and no new default, without its type: {new}{of_class}"
                 raise UsageError(f"{group.__name__}.{name}: {what}")
+
+
+def check_flags(args: Any) -> None:
+    """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
+    _check_types(type(args))
+    groups = _groups(type(args))
     for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
         check_limits(args, vars(group).get("LIMITS", {}))
     for group in groups:
@@ -329,14 +339,14 @@ def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> No
     """Raises UsageError if a number or schedule of `args`, where one is given, lies outside its closed range (None: no
     bound)."""
     for name, (low, high) in limits.items():
-        value = getattr(args, name)
-        if value is None:
-            continue
-        if isinstance(value, str):
-            _check_schedule(flag_of(name), value, low, high)
-            continue
-        inside = low <= value < float("inf") and (high is None or value <= high)
-        check(inside, f"{flag_of(name)} {value}: {_range(low, high)}")
+        check(hasattr(args, name), f"LIMITS: has {name}, which is no flag of {type(args).__name__}")
+        given = getattr(args, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if isinstance(value, str):
+                _check_schedule(flag_of(name), value, low, high)
+            elif value is not None:
+                inside = low <= value < float("inf") and (high is None or value <= high)
+                check(inside, f"{flag_of(name)} {value}: {_range(low, high)}")
 
 
 def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
@@ -429,7 +439,9 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     except UsageError as error:
         raise UsageError(f"{about}: {error}") from None
     except SystemExit:
-        lines = [line.strip("│─ ") for line in text.getvalue().splitlines()]  # title, what is wrong, a rule, help
+        # Title, what is wrong, a rule, help; in ASCII where a terminal knows nothing else.
+        lines = [line.strip("│|─ ") for line in text.getvalue().splitlines()]
+        lines = ["" if set(line) <= set("-+") else line for line in lines]
         raise UsageError(f"{about}: {' '.join(itertools.takewhile(bool, lines[1:]))}") from None
 
 

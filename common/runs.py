@@ -136,10 +136,10 @@ def _load_for(args: Any, script: str, load: Callable[[str], dict[str, Any]]) -> 
         changed = {
             as_given(name, new): getattr(saved, name)
             for name, new in dataclasses.asdict(args).items()
-            if name != "resume" and new != getattr(saved, name)
+            if name not in ("resume", "total_timesteps") and new != getattr(saved, name)
         }
         told = "; ".join(f"{flag} here, {old} there" for flag, old in changed.items())
-        raise UsageError(f"{error}; flags differ: {told}" if told else str(error)) from None
+        raise UsageError(f"{error}; " + (f"flags differ: {told}" if told else "has the script changed?")) from None
 
 
 class _Checkpoint(dict):

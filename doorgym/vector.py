@@ -143,7 +143,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         if len({model.signature for model in self.models}) > 1:
             raise RuntimeError(f"worlds of {task} differ in structure")
         self._nq, self._door = model.nq, model.joint("door").qposadr[0]
-        self._turns = self.task.knob != "pull"
+        self._turns = self.task.turns
         self._datas = [mujoco.MjData(model) for _ in range(num_threads)]
         self._pool = Rollout(nthread=num_threads)
         steps = FRAME_SKIP * action_repeat

@@ -37,6 +37,11 @@ class Task(NamedTuple):
         return 1 if self.hinge == "right" else -1
 
     @property
+    def turns(self) -> bool:
+        """Whether the knob does, and holds the door by a latch until then."""
+        return self.knob != "pull"
+
+    @property
     def direction(self) -> int:
         """Sign of the door's angle as it opens."""
         return -self.side if self.opening == "push" else self.side
@@ -219,20 +224,19 @@ def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
     half = np.array((t / 2, WIDTH / 2, world.height / 2))
     _box(door, "slab", middle - half, middle + half, material="slab", **WORLD)
 
-    turns = task.knob != "pull"
-    depth = t / 2 if turns else t / 2 - 0.006
+    depth = t / 2 if task.turns else t / 2 - 0.006
     mount = door.add_body(name="mount", pos=(depth, knob_home(task) - side * WIDTH / 2, KNOB_HEIGHT))
     mount.explicitinertial = True
     mount.mass, mount.ipos, mount.inertia = 1.0, (0, 0, 0), (1e-3,) * 3
     # Slides so damped that they only serve to place the knob: 2 N move one by less than a millimetre in an episode.
     _joint(mount, "target_y", (0, 1, 0), (-0.2, 0.3), 30000, 0, slide=True)
     _joint(mount, "target_z", (0, 0, 1), (-0.5, 0.5), 30000, 0, slide=True)
-    if turns:
+    if task.turns:
         limits = (-world.knob_limit, world.knob_limit)
         _joint(mount, "knob", (1, 0, 0), limits, world.knob_damping, 1e-4, world.knob_stiffness)
     knob = mount.add_body(name="knob")
     add_knob(spec, knob, task, world)
-    if turns:
+    if task.turns:
         y, z = LATCH[1:]
         x = LATCH[0]
         knob.explicitinertial = True

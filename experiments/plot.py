@@ -155,7 +155,8 @@ def default_of(script: str, name: str) -> object:
     """A flag's default in the script here; None if there is no such script or flag."""
     here = script.isidentifier() and Path(__file__).parents[1].joinpath(f"{script}.py").is_file()
     args = getattr(importlib.import_module(script), "Args", None) if here else None
-    return tracking.as_number(getattr(args, name, None))
+    default = getattr(args, name, None)
+    return list(default) if isinstance(default, tuple) else tracking.as_number(default)  # as JSON has it
 
 
 def differing(run: Logged, everything: list[Logged]) -> list[str]:

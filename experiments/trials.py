@@ -221,8 +221,11 @@ def report_failures(failed: dict[str, str], count: int, see: Path) -> None:
 
 
 def words_of(flags: dict) -> list[str]:
-    """Flags as `wandb agent` gives them: --name=value."""
-    return [f"--{name}={value}" for name, value in flags.items()]
+    """Flags as `wandb agent` gives them: --name=value; one with several values has them after its name."""
+    words = []
+    for name, value in flags.items():
+        words += [f"--{name}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{name}={value}"]
+    return words
 
 
 def run(

@@ -343,6 +343,20 @@ def test_a_rollout_ends_with_the_episodes_last_observation():
     assert means == pytest.approx({"a/success_rate": 0.25, "a/freed_rate": 0.5, "a/max_knob_angle": 0.9})
 
 
+def test_a_part_of_the_loss_that_is_no_number_is_seen(monkeypatch):
+    """Though the gradient is finite. And fields of other lengths are refused, which JAX would read beyond their end."""
+    args, agent = make(num_minibatches=3)
+    loss, batch = hn.loss, batch_of(args, 0)
+    monkeypatch.setattr(hn, "loss", lambda *given: (parts := loss(*given)) | {"odd": 0 * parts["loss"] / 0})
+    optimize = partial(jax.jit(hn.optimize, static_argnums=(0, 1), static_argnames="remember"), args, agent)
+    metrics = optimize(begun(args, agent), batch, remember=False)[1]
+    assert np.isnan(metrics["losses/odd"])
+    assert np.isfinite(metrics["losses/loss"])
+    assert metrics["charts/skipped_steps"] == 0
+    with pytest.raises(AssertionError, match="prefix"):
+        optimize(None, batch._replace(values=batch.values[:3]), remember=False)
+
+
 def test_a_row_of_the_matrix_asks_each_tasks_own_policy(monkeypatch):
     args, agent = make()
     state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))

@@ -564,7 +564,7 @@ def test_help_has_what_the_script_says_of_a_flag(name, capsys):
         assert re.sub(r"\s+", "", text) in shown, flag
 
 
-def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
+def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work(capfd):
     """A name by which its runs would not be found again; a new default without its type, which Python leaves out."""
     for name in ("my-ppo", "myppo"):
         with pytest.raises(runs.UsageError, match=rf"{name}\.py: give it a name .* such as my_ppo\.py"):
@@ -594,6 +594,12 @@ def test_a_fork_is_told_of_a_name_or_a_default_that_do_not_work():
     with pytest.raises(
         runs.UsageError, match=r"New.huber_delta: is no flag.* without its type: huber_delta: float = 1.0"
     ):
+        runs.check_args(New(), "my_ppo")
+    with pytest.raises(SystemExit):
+        runs.cli(New, ppo.main, ["--huber-delta", "3"])
+    assert "huber_delta: float = 1.0" in capfd.readouterr().err  # and not that there is no such option
+    New.huber_delta = 0.2, 0.3
+    with pytest.raises(runs.UsageError, match=r"type: huber_delta: tuple\[float, float\] = \(0.2, 0.3\)"):
         runs.check_args(New(), "my_ppo")
     del New.huber_delta
     runs.check_args(New(eval_episodes=0), "my_ppo")  # a default of its own is not what the user gave

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tyro
 import wandb
 from conftest import TINY
 from PIL import Image
@@ -26,6 +27,7 @@ import ppo_procgen as ppo
 from benchmarks import gpu_plan
 from common import actors, augment, checkpoints, devices, files, films, networks, runs, tracking
 from common.networks import EncoderArgs
+from experiments import trials
 
 KEYS = jax.random.split(jax.random.PRNGKey(3), 48)
 
@@ -105,6 +107,11 @@ def test_a_forks_tuples_come_back_from_its_args_json(tmp_path):
     for args in (Args(), Args((0.8, -0.5), ("a", "b=c"))):
         files.write_json(tmp_path / "args.json", {"script": "my_fork", "args": asdict(args)})
         assert runs.saved_args(Args, str(tmp_path), "RUN_DIR") == args
+        assert tyro.cli(Args, args=trials.words_of(asdict(args))) == args  # and from a sweep's
+    with pytest.raises(runs.UsageError, match=r"--betas -0.5: must be from 0 to 1"):
+        runs.check_limits(args, {"betas": (0, 1)})
+    with pytest.raises(runs.UsageError, match="LIMITS: has gama, which is no flag of Args"):
+        runs.check_limits(args, {"gama": (0, 1)})
 
 
 def with_weight_decay(args=None):
