@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import records
-from common import runs
+from common import devices, runs
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def steps_per_second(args: Args, way: str) -> float:
 def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
     runs.check_limits(args, {"devices": (2, 8), "steps": (1, None), "rounds": (1, 100)})
+    runs.check(devices.on_cpu(), "scaling: is of a CPU's cores, and this is a GPU; set JAX_PLATFORMS=cpu")
     given = records.parse_flags(importlib.import_module(args.script), args.flags)
     if args.script == "ppo_procgen":
         least = 6 * given.num_envs * given.num_steps

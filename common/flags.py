@@ -82,6 +82,11 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
         _exit(128 + signal.SIGINT)
     except Exception as error:
+        if "RESOURCE_EXHAUSTED" in (why := f"{error} {error.__cause__}"):  # of an actor it is the cause
+            full = files.first_line(why[why.index("RESOURCE_EXHAUSTED") :])
+            less = "the last checkpoint is whole; give fewer --num-envs, or run fewer scripts on the device"
+            print(f"error: a device's memory is full ({full[:200]}); {less}", file=sys.stderr, flush=True)
+            _exit(128 + signal.SIGKILL)  # as where the host's memory is full: to go on from there may help
         if jax.process_count() == 1:
             raise
         if not re.search("gloo|nccl|unavailable|deadline", str(error), re.IGNORECASE):

@@ -451,7 +451,8 @@ class Run:
         self._saved = self._written = step
 
     def _where(self) -> dict[str, int]:
-        return {"devices": devices.mesh(self._args).size, "hosts": devices.hosts(self._args)}
+        number, hosts = devices.mesh(self._args).size, devices.hosts(self._args)
+        return {"devices": number, "hosts": hosts, "cpu": int(devices.on_cpu())}
 
     def check_finite(self, step: int, metrics: dict[str, float]) -> None:
         """Raises DivergedError if a metric is NaN or infinite, the checkpoints before are kept; ValueError if one is
@@ -469,7 +470,11 @@ class Run:
         again."""
         self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
         self._written = self._saved
-        before, now = (f"{where['devices']} devices of {where['hosts']} hosts" for where in (saved, self._where()))
+        here = self._where()
+        before, now = (f"{where['devices']} devices of {where['hosts']} hosts" for where in (saved, here))
+        if saved.get("cpu", here["cpu"]) != here["cpu"]:  # older checkpoints do not say
+            kinds = "an accelerator, with", "a CPU, with"
+            before, now = f"{kinds[1 - here['cpu']]} {before}", f"{kinds[here['cpu']]} {now}"
         if before != now:
             self.say(f"this run was on {before} and goes on with {now}: it will not be the same run")
         if self.first:

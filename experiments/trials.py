@@ -248,7 +248,8 @@ def run(
     path = folder / "output.txt"
     where = {"resume": found} if found and checkpoints.steps_in(found) else {"run_dir": folder}
     command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
-    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs may share a GPU
+    # Several runs may share a GPU; and JAX would end a traceback with a note of its own, in place of the error.
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
     with path.open("a") as output:
         begin = path.stat().st_size
         process = subprocess.Popen(

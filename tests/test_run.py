@@ -439,6 +439,41 @@ def test_wandb_need_not_be_installed(train, monkeypatch):
         train(total_timesteps=1, wandb_mode="auto")
 
 
+def test_a_device_whose_memory_is_full_is_told_in_one_sentence(monkeypatch, capfd):
+    """And by an exit code that sweeps take for a reason to go on."""
+
+    def fill(args):
+        try:
+            raise ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nAnd more.")
+        except ValueError as error:
+            raise RuntimeError("actor 0 failed") from error
+
+    fill.__module__ = ppo.__name__
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(ppo.Args, fill, [])
+    assert stopped.value.code == 137
+    said = capfd.readouterr().err
+    assert said.startswith("error: a device's memory is full (RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.);")
+    assert said.count("\n") == 1
+
+
+def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch, capfd):
+    args = ppo.Args(**TINY | {"run_dir": str(tmp_path), "num_devices": 1})
+    with runs.Run(args, ppo.SCRIPT) as run:
+        run.save(5, {"state": np.zeros(2)}, {})
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+
+    def load(run_dir):
+        return runs.load(lambda: {"state": np.zeros(2)}, run_dir)
+
+    with runs.Run(replace(args, resume=str(run.path), dtype="float32"), ppo.SCRIPT, load):
+        pass
+    words = (
+        "was on a CPU, with 1 devices of 1 hosts and goes on with an accelerator, with 1 devices of 1 hosts: it will"
+    )
+    assert words in capfd.readouterr().err
+
+
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, tmp_path):
     with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
         train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e35", total_timesteps=10_000, kl_coef=0.0)
