@@ -89,11 +89,12 @@ def test_levels_are_of_the_last_evaluation(tmp_path):
 
 
 def test_levels_have_their_intervals_and_variances():
-    numbers = {"mean": 5.0, "low": 4.0, "high": 9.0, "min": 0.0, "max": 12.0, "variance": 7.0}
+    numbers = {"mean": 5.0, "low": 4.0, "high": 9.0, "min": 0.0, "max": 12.0, "variance": 7.0, "steps": 3000}
     figure = levels.draw({"a": {10: {"train": numbers, "test": numbers}}}, "title")
     for top, bottom in zip(figure.axes[:2], figure.axes[2:], strict=True):
         (bar,) = top.containers[0][2]
         assert bar.get_segments()[0].tolist() == [[10, 4], [10, 9]]
+        assert "a, 3,000 steps" in top.get_legend_handles_labels()[1]
         assert bottom.lines[0].get_ydata().tolist() == [7]
     plot.plt.close(figure)
 
