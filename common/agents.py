@@ -109,8 +109,8 @@ def results(evaluation: dict) -> list[dict]:
             rows[-1]["episodes"] = entry["episodes"]
         else:
             rates = {key: value for key, value in entry.items() if isinstance(value, float)}
-            rates = [{"of": task, "metric": "success rate", "value": rate} for task, rate in rates.items()]
-            rows += [row | {"episodes": entry["episodes"]} for row in rates]
+            same = {"metric": "success rate", "episodes": entry["episodes"]}
+            rows += [{"of": task, "value": rate} | same for task, rate in rates.items()]
     return rows
 
 

@@ -246,7 +246,7 @@ def _check_types(args_class: type) -> None:
             if (plain or name in types) and name not in inspect.get_annotations(group):
                 kind = types.get(name, type(value))
                 kind = getattr(kind, "__name__", kind)
-                if isinstance(value, tuple) and name not in types:
+                if isinstance(value, tuple):
                     kind = f"tuple[{', '.join(type(each).__name__ for each in value)}]"
                 new = f"{name}: {kind} = {(str(value) if kind == 'str' else value)!r}"
                 of_class = "" if name in types else " (and what is to be none, ClassVar)"
@@ -428,12 +428,17 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
     return content
 
 
+def words_of(flag: str, value: Any) -> list[str]:
+    """A flag with its value on a command line: one word, or those of a tuple (a list in JSON) after the flag."""
+    return [flag, *map(str, value)] if isinstance(value, list | tuple) else [f"{flag}={value}"]
+
+
 def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
     """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
     args = read_args(run_dir, source, script)["args"]
     given = []
-    for name, value in args.items():  # a fork may have tuples, which JSON has as lists
-        given += [flag_of(name), *map(str, value)] if isinstance(value, list) else [f"{flag_of(name)}={value}"]
+    for name, value in args.items():
+        given += words_of(flag_of(name), value)
     words = plain_booleans(args_class, given)
     about = f"{source} {run_dir}: its args.json is not of this version of the script"
     text = io.StringIO()

@@ -471,10 +471,11 @@ class Run:
         self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
         self._written = self._saved
         here = self._where()
-        before, now = (f"{where['devices']} devices of {where['hosts']} hosts" for where in (saved, here))
-        if saved.get("cpu", here["cpu"]) != here["cpu"]:  # older checkpoints do not say
-            kinds = "an accelerator, with", "a CPU, with"
-            before, now = f"{kinds[1 - here['cpu']]} {before}", f"{kinds[here['cpu']]} {now}"
+        there = here | saved  # older ones do not say whether it was a CPU
+        kinds = ("an accelerator, with ", "a CPU, with ") if there["cpu"] != here["cpu"] else ("", "")
+        before, now = (
+            f"{kinds[int(where['cpu'])]}{where['devices']} devices of {where['hosts']} hosts" for where in (there, here)
+        )
         if before != now:
             self.say(f"this run was on {before} and goes on with {now}: it will not be the same run")
         if self.first:

@@ -107,12 +107,12 @@ def draw(games: dict[str, dict[str, tuple[list, list]]], random: dict[str, float
     shown, seeds = {}, seeds_of(games)
     for (over_steps, over_hours), (game, cells) in zip(axes, games.items(), strict=True):
         for i, (name, (training, evaluated)) in enumerate(sorted(cells.items(), key=lambda x: names.index(x[0]))):
-            steps, hours, returns = np.mean([in_parts(rows) for rows in training], axis=0)
+            means = np.mean([in_parts(rows) for rows in training], axis=0)
+            steps, hours, returns = means[:, np.isfinite(means[2])]
             style = plot.style_of(names.index(name))
             style |= {"mfc": "w"} if names.index(name) >= len(plot.MARKERS) else {}  # the first one's colour again
             for axis, x in ((over_steps, steps), (over_hours, hours)):
-                drawn = np.isfinite(returns)
-                line = axis.plot(x[drawn], returns[drawn], **style, markevery=4, path_effects=plot.HALO)
+                line = axis.plot(x, returns, **style, markevery=4, path_effects=plot.HALO)
                 shown[f"{name}, {seeds[name]}"] = line[0]
             if evaluated:
                 step, mean, error = last_evaluation(evaluated)

@@ -38,8 +38,8 @@ def last_evaluation(run: plot.Logged) -> tuple[int, dict[str, dict[str, float]]]
     return found[-1]["global_step"], by_split
 
 
-def summarize(evaluations: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """What runs (seeds) of one group and number of levels say, by split.
+def summarize(evaluations: list[dict[str, dict[str, float]]], steps: int) -> dict[str, dict[str, float]]:
+    """What runs (seeds) of one group and number of levels say after so many steps, by split.
 
     The mean of their mean returns with its 95 % bootstrap interval, min and max over all their episodes, the mean of
     their variances (std of the episodes' returns, squared), and the gap: mean on training minus mean on test levels.
@@ -48,8 +48,9 @@ def summarize(evaluations: list[dict[str, dict[str, float]]]) -> dict[str, dict[
     for split in evaluations[0]:
         columns = {name: np.array([x[split][name] for x in evaluations]) for name in evaluations[0][split]}
         mean, low, high = plot.bootstrap_mean(columns["mean_return"])
-        answer[split] = {"runs": len(evaluations), "mean": mean, "low": low, "high": high, "min": columns["min"].min(),
-                         "max": columns["max"].max(), "variance": (columns["std"] ** 2).mean()}  # fmt: skip
+        answer[split] = {"steps": steps, "runs": len(evaluations), "mean": mean, "low": low, "high": high,
+                         "min": columns["min"].min(), "max": columns["max"].max(),
+                         "variance": (columns["std"] ** 2).mean()}  # fmt: skip
     gap = answer["train"]["mean"] - answer["test"]["mean"] if "train" in answer else np.nan
     return {split: numbers | {"gap": gap} for split, numbers in answer.items()}
 
@@ -64,10 +65,7 @@ def study(groups: dict[str, list[plot.Logged]]) -> dict[str, dict[int, dict[str,
             by_levels.setdefault(run.args["num_levels"], []).append(last_evaluation(run))
         steps = [step for found in by_levels.values() for step, _ in found]
         plot.check_lengths(steps, f"RUN_DIRS: {name} has runs")
-        answer[name] = {levels: summarize([x for _, x in found]) for levels, found in by_levels.items()}
-        for splits in answer[name].values():
-            for numbers in splits.values():
-                numbers["steps"] = max(steps)
+        answer[name] = {levels: summarize([x for _, x in found], max(steps)) for levels, found in by_levels.items()}
     return answer
 
 

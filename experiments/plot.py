@@ -153,8 +153,7 @@ def read_run(run_dir: str) -> Logged:
 
 def default_of(script: str, name: str) -> object:
     """A flag's default in the script here; None if there is no such script or flag."""
-    here = script.isidentifier() and Path(__file__).parents[1].joinpath(f"{script}.py").is_file()
-    args = getattr(importlib.import_module(script), "Args", None) if here else None
+    args = getattr(importlib.import_module(script), "Args", None) if f"{script}.py" in trials.SCRIPTS else None
     default = getattr(args, name, None)
     return list(default) if isinstance(default, tuple) else tracking.as_number(default)  # as JSON has it
 

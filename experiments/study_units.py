@@ -122,7 +122,7 @@ def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
             y = np.array([float(row["normalized"]) for row in rows])
             error = [float(row["normalized error"]) for row in rows]
             axis.errorbar(x, y, error, **style | {"ls": "none"}, capsize=3, label=f"{', '.join(group)}: ours")
-            steps = np.array([int(row.get("step", 0)) for row in rows])
+            steps = np.array([int(row["step"]) for row in rows])
             long = steps >= 0.98 * steps.max(initial=0)  # a mean with runs that were stopped would be of no length
             means = {n: y[long & (x == n)].mean() for n in np.unique(x[long])}
             axis.plot(list(means), list(means.values()), color=style["color"], lw=style["lw"])

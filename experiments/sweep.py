@@ -236,8 +236,9 @@ def values_to_ask(spec: dict) -> list:
     if "value" in spec or "values" in spec:
         return [spec["value"]] if "value" in spec else spec["values"]
     ends = [spec["min"], spec["max"]]
-    if kind_of(spec) == "q_uniform":
-        ends[1] = ends[0] + (ends[1] - ends[0]) // spec.get("q", 1) * spec.get("q", 1)
+    if kind_of(spec) == "q_uniform":  # its last step may end below max
+        q = spec.get("q", 1)
+        ends[1] = ends[0] + (ends[1] - ends[0]) // q * q
     return ends if is_whole(spec) else [float(end) for end in ends]
 
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from common import checkpoints, runs
 from common.files import FailedError, FullError, UsageError, check
 from common.flags import flag_of
+from common.flags import words_of as words_of_flag
 
 # Flags that say nothing about how a run learnt.
 BESIDE = {
@@ -221,11 +222,8 @@ def report_failures(failed: dict[str, str], count: int, see: Path) -> None:
 
 
 def words_of(flags: dict) -> list[str]:
-    """Flags as `wandb agent` gives them: --name=value; one with several values has them after its name."""
-    words = []
-    for name, value in flags.items():
-        words += [f"--{name}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{name}={value}"]
-    return words
+    """Flags as `wandb agent` gives them: --name=value."""
+    return [word for name, value in flags.items() for word in words_of_flag(f"--{name}", value)]
 
 
 def run(

@@ -115,6 +115,18 @@ def read_metrics(run_dir, clocks=False):
     return [{k: v for k, v in line.items() if clocks or not (k in CLOCKS or k.startswith("time/"))} for line in lines]
 
 
+def tensorboard_events(folder):
+    """As TensorBoard reads them, from records of protocol buffers."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(folder.iterdir()):
+        data, place = path.read_bytes(), 0
+        while place < len(data):
+            size = int.from_bytes(data[place : place + 8], "little")
+            yield Event.FromString(data[place + 12 : place + 12 + size])
+            place += size + 16
+
+
 def parameters(run_dir):
     return jax.tree.leaves(checkpoints.load(run_dir)[1]["state"])
 

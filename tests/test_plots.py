@@ -214,8 +214,9 @@ def test_of_one_seed_a_chosen_group_has_one_run_too(tmp_path):
     """Seed 1 twice, which would weigh it twice in the group's mean."""
     each = ((1, 30, 20), (1, 90, 20), (2, 90, 5))
     paths = [write_run(tmp_path, seed=seed, lines=scored(score, step), encoder="nature") for seed, step, score in each]
-    assert {row["seed"] for row in draw(tmp_path, paths, group_by=("encoder",))} == {"1", "2"}
-    assert len(draw(tmp_path, paths, group_by=("encoder",))) == 8
+    rows = draw(tmp_path, paths, group_by=("encoder",))
+    assert {row["seed"] for row in rows} == {"1", "2"}
+    assert len(rows) == 8
 
 
 def test_last_values_of_runs_of_different_length_are_not_averaged(tmp_path, capsys):

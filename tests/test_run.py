@@ -29,6 +29,7 @@ from conftest import (
     parameters,
     read_metrics,
     start,
+    tensorboard_events,
     wait_for,
 )
 from PIL import Image
@@ -337,20 +338,12 @@ def test_strips_are_put_under_each_other(tmp_path, capsys):
 
 
 def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on(train):
-    """As TensorBoard reads them, from records of protocol buffers; what a resume takes back, it is told to forget."""
-    from tensorboardX.proto.event_pb2 import Event
-
+    """What a resume takes back, it is told to forget."""
     run = train(track="tensorboard", total_timesteps=200)
     saved = read_metrics(run.path)[-1]["global_step"]
     train(track="tensorboard", resume=str(run.path))
     assert not (run.path / "wandb").exists()
-    events = []
-    for path in sorted((run.path / "tensorboard").iterdir()):
-        data, place = path.read_bytes(), 0
-        while place < len(data):
-            size = int.from_bytes(data[place : place + 8], "little")
-            events.append(Event.FromString(data[place + 12 : place + 12 + size]))
-            place += size + 16
+    events = list(tensorboard_events(run.path / "tensorboard"))
     written = {(e.step, v.tag): v.simple_value for e in events for v in e.summary.value}
     for line in read_metrics(run.path):
         step = line.pop("global_step")

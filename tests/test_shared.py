@@ -19,7 +19,7 @@ import optax
 import pytest
 import tyro
 import wandb
-from conftest import TINY
+from conftest import TINY, tensorboard_events
 from PIL import Image
 
 import impala_procgen as impala
@@ -227,16 +227,10 @@ def test_an_evaluation_before_the_checkpoint_is_not_made_again(tmp_path):
 
 
 def test_tensorboard_gets_a_picture(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-
     board, picture = tracking.Board(tmp_path / "board", None), np.arange(105, dtype=np.uint8).reshape(5, 7, 3)
     board.add_picture(3, "pictures/x", picture)
     board.close()
-    (path,) = (tmp_path / "board").iterdir()
-    data, place = path.read_bytes(), 0
-    while place < len(data):  # as in test_run.py
-        size = int.from_bytes(data[place : place + 8], "little")
-        event, place = Event.FromString(data[place + 12 : place + 12 + size]), place + size + 16
+    *_, event = tensorboard_events(tmp_path / "board")
     (value,) = event.summary.value
     assert (event.step, value.tag) == (3, "pictures/x")
     np.testing.assert_array_equal(Image.open(io.BytesIO(value.image.encoded_image_string)), picture)

@@ -91,7 +91,7 @@ def test_an_agent_gets_a_row(tmp_path, monkeypatch, capfd):
 
 def test_the_picture_has_each_run_beside_the_published():
     """Two runs of 10 levels with a line through their mean, one of all levels at the right end."""
-    setting = {"method": "PPO", "encoder": "nature", "hidden": "32", "normalized error": "0.5"}
+    setting = {"method": "PPO", "encoder": "nature", "hidden": "32", "normalized error": "0.5", "step": "2000"}
     ours = [
         setting | {"on": on, "training levels": levels, "normalized": str(value + (on == "test"))}
         for levels, value in (("10", 3), ("10", 5), ("0", 7))
