@@ -18,7 +18,6 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -548,12 +547,12 @@ def main(args: Args) -> list[dict]:
 
     old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     done = len(asked) - len(wanted)
-    with trials.ProgressLine(args.table, len(asked), done) as line, ThreadPoolExecutor(args.jobs) as pool:
-        workers = [pool.submit(work) for _ in range(args.jobs)]
-    for signal_number, handler in old.items():
-        signal.signal(signal_number, handler)
-    for worker in workers:
-        worker.result()
+    try:
+        with trials.ProgressLine(args.table, len(asked), done) as line:
+            trials.in_parallel(work, args.jobs, stopping)
+    finally:
+        for signal_number, handler in old.items():
+            signal.signal(signal_number, handler)
     results = write(args, cells)
     print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
     names = {folder: f"{row['cell']}, seed {seed}" for folder, (row, _, seed) in asked.items()}

@@ -20,7 +20,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -569,7 +568,7 @@ def main(args: Args) -> optuna.Study:
         study = open_study(args, sweep, Path(args.sweep).stem, out)
     origin = trials.origin()
 
-    def work(line: trials.ProgressLine) -> None:
+    def work() -> None:
         while not stopping.is_set():
             if begun := begin_trial(study, args, sweep, count, out=out):
                 trial, flags, folder, lock = begun
@@ -584,22 +583,11 @@ def main(args: Args) -> optuna.Study:
             else:
                 return
 
-    def work_or_stop_all(line: trials.ProgressLine) -> None:
-        try:
-            work(line)
-        except BaseException:  # it is said when all have ended, which could take days
-            stopping.set()
-            raise
-
     done = sum(trial.state in OVER for trial in study.get_trials(deepcopy=False))
-    with trials.ProgressLine(study.study_name, count, done) as line, ThreadPoolExecutor(args.jobs) as pool:
-        workers = [pool.submit(work_or_stop_all, line) for _ in range(args.jobs)]
-    for number, handler in old.items():
-        signal.signal(number, handler)
     try:
         with files.full_disk_explained(out):
-            for worker in workers:
-                worker.result()
+            with trials.ProgressLine(study.study_name, count, done) as line:
+                trials.in_parallel(work, args.jobs, stopping)
             with files.take(out, wait=True):
                 write_results(study, out)  # also of a trial whose process died before it could
     except files.FullError as error:
@@ -607,6 +595,9 @@ def main(args: Args) -> optuna.Study:
     except GONE as error:
         why = " ".join(str(error).split())[:200]
         raise files.FailedError(f"the study's database does not answer ({why}); the same command goes on") from None
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
     if stopping.is_set():
         print("stopped; the same command goes on")
     if (out / "results.csv").exists():

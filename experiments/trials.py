@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -205,6 +206,23 @@ class ProgressLine:
         self._looked[folder] = now
         self._parts[folder] = part_done(find_run(folder)) if alive else 1.0
         self._progress.update(self._task, completed=self._done + sum(self._parts.values()))
+
+
+def in_parallel(work: Callable[[], None], jobs: int, stopping: threading.Event) -> None:
+    """Calls `work` on so many threads at once, and waits for all. An error in one stops the others by setting
+    `stopping`, and is raised: said only when all have done their work, it could come days later."""
+
+    def work_or_stop_all():
+        try:
+            work()
+        except BaseException:
+            stopping.set()
+            raise
+
+    with ThreadPoolExecutor(jobs) as pool:
+        workers = [pool.submit(work_or_stop_all) for _ in range(jobs)]
+    for worker in workers:
+        worker.result()
 
 
 def report_failures(failed: dict[str, str], count: int, see: Path) -> None:

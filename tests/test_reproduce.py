@@ -304,6 +304,25 @@ def test_curves_are_drawn_without_their_runs(table, tmp_path):
         curves.main(curves.Args("small", folder=str(tmp_path), least=1801))
 
 
+def test_an_error_in_one_worker_stops_the_others(table, monkeypatch):
+    """Such as a full disk's: else the other cells would be run to their ends before it is said."""
+    begun = []
+
+    def run_or_fail(program, flags, folder, lock, stopping, **how):
+        begun.append(flags["seed"])
+        if len(begun) == 1:
+            raise files.FullError("cannot write")
+        raise trials.Stopped if stopping.wait(5) else RuntimeError("nobody stopped it")
+
+    monkeypatch.setattr(trials, "run", run_or_fail)
+    where = {"runs": str(table / "runs"), "out": str(table / "out")}
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(files.FullError, match="cannot write"):
+        reproduce.main(reproduce.Args("small", cells=("runs",), seeds=(1, 2, 3, 4), jobs=2, **where))
+    assert len(begun) <= 2
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
 def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
     """(2 + 4) / 2, and their standard error; a seed's longer run counts alone; speeds are one machine's."""
     row = {"cell": "PPO, starpilot", "seed": 1, "step": 507_904, "mean": 2, "error": 0.3, "steps/s": ""}
