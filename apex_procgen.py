@@ -51,7 +51,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     epsilon: float = 0.4
     """game i of N plays a random action with probability epsilon^(1 + i / (N - 1) * epsilon_alpha)"""
     epsilon_alpha: float = 7.0
-    """how much less the last game explores than the first"""
+    """spread of exploration: the first game's random actions have probability epsilon, the last's epsilon^(1 + this)"""
     num_atoms: int = 99
     """atoms of the distribution of values (C51); 1 for its mean alone, learnt with Huber's loss"""
     v_min: float = -5.0
@@ -59,11 +59,11 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     v_max: float = 20.0
     """the highest atom; returns above it cannot be told apart"""
     num_quantiles: int = 0
-    """quantiles of the distribution of values in place of atoms, at random places in each update (IQN); 0 for atoms"""
+    """learn this many quantiles of the distribution of values, drawn anew in each update (IQN); 0 to learn atoms"""
     munchausen_alpha: float = 0.0
-    """add so much of max(tau log pi(a|s), -1) to the reward, pi a softmax policy of the target's values; 0 for none"""
+    """weight in the reward of the bonus max(tau log pi(a|s), -1), pi a softmax of the target's values; 0 for none"""
     munchausen_tau: float = 0.03
-    """tau, temperature of Munchausen's policy, which then takes the place of double_q's best action"""
+    """temperature tau of Munchausen's softmax policy, whose mean value replaces that of double_q's best action"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
     target_network_frequency: int = 150
@@ -75,7 +75,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     adam_eps: float = 1.5e-4
     """Adam's epsilon"""
     l2: float = 0.0
-    """coefficient of the squared norm of the convolutions' kernels, whose gradient is added to the loss's"""
+    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
 
     @property
     def with_atoms(self) -> bool:
@@ -117,8 +117,9 @@ class Agent(nn.Module):
 
     @nn.compact
     def __call__(self, frames: jax.Array, keys: jax.Array | None = None, taus: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C], keys for dropout [B, 2] and, of quantiles, which float32 [B, N] (without them,
-        evenly spaced ones) -> float32 [B, 15, atoms]: logits, or values; or [B, 15, N]: quantiles."""
+        """Frames uint8 [B, 64, 64, C], keys for dropout uint32 [B, 2] -> float32 [B, 15, atoms]: the atoms' logits or,
+        of one atom, values. With num_quantiles -> [B, 15, N]: quantiles at the levels `taus` float32 [B, N], from 0 to
+        1 (evenly spaced if not given)."""
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
         atoms = len(self.support)
         dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
@@ -136,10 +137,12 @@ class Agent(nn.Module):
             return y.mT if self.num_quantiles else y.reshape(len(x), outputs, atoms)
 
         def near_zero(key, shape, dtype=jnp.float32):
-            """Values start around 0, as one atom's do, and not in the middle of the support, which is above all that
-            most games pay: what is far too high bootstraps itself and is slow to come down. A bell of a twentieth of
-            the support, with straight slopes: a bell's own are hundreds of logits deep, and what lies down there is
-            hardly learnt. Atoms wider apart than that would miss it: of these the two around 0, by their distance."""
+            """Biases [outputs * atoms] by which values start around 0, as one atom's do. The middle of the support is
+            above what most games pay, and values far too high bootstrap from themselves and fall slowly.
+
+            The logits are a bell around 0, a twentieth of the support wide, with straight slopes: a Gaussian's would be
+            hundreds of logits deep, and atoms down there are hardly learnt. Atoms further apart than that would miss
+            the bell: then the two around 0 share the probability, by their distance to it."""
             if atoms == 1:
                 return jnp.zeros(shape, dtype)
             apart, width = self.support[1] - self.support[0], 0.05 * (self.support[-1] - self.support[0])
@@ -152,17 +155,19 @@ class Agent(nn.Module):
         if not self.dueling:
             return stream(envs.NUM_ACTIONS, near_zero)
         advantages = stream(envs.NUM_ACTIONS)
-        return stream(1, near_zero) + advantages - advantages.mean(axis=1, keepdims=True)
+        return stream(1, near_zero) + advantages - advantages.mean(axis=1, keepdims=True)  # Wang et al., equation 9
 
 
 def make_agent(args: Args) -> Agent:
+    """The networks that these flags describe."""
     encoder = networks.make_encoder(replace(args, hidden=0))  # the streams have the dense layers
     support = tuple(np.linspace(args.v_min, args.v_max, args.num_atoms).tolist()) if args.with_atoms else (0.0,)
     return Agent(encoder, args.hidden, args.dropout, args.dueling, support, args.num_quantiles)
 
 
 def mean_value(support: Sequence[float], outputs: jax.Array) -> jax.Array:
-    """The network's outputs [..., atoms or quantiles] -> values [...]."""
+    """The network's outputs float32 [..., atoms or quantiles] -> values float32 [...]: the mean over quantiles, or over
+    the support by the atoms' softmax."""
     if len(support) == 1:
         return outputs.mean(axis=-1)
     return jnp.matmul(nn.softmax(outputs), jnp.array(support), precision="highest")
@@ -184,12 +189,13 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """What `improve` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
+    """Adam's direction, without step size and sign: `improve` multiplies it by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
+    """The learner before its first update, from `args.seed`."""
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     params = agent.init(jax.random.PRNGKey(args.seed), frames)
     return TrainState(
@@ -242,8 +248,8 @@ def act(
 
 
 def state_value(args: Args, values: jax.Array) -> jax.Array:
-    """What states are worth by the values of their actions [..., 15] -> [...]: the best, or those of Munchausen's
-    softmax policy with its entropy, which is the sum over actions of equation 3 (Vieillard et al. 2020)."""
+    """State values float32 [...] from action values [..., 15]: the largest or, with Munchausen, the softmax policy's
+    mean value plus tau times its entropy (Vieillard et al. 2020, the sum over actions in equation 3)."""
     if not args.munchausen_alpha:
         return values.max(axis=-1)
     return args.munchausen_tau * jax.nn.logsumexp(values / args.munchausen_tau, axis=-1)
@@ -294,11 +300,11 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
 
     For distributions the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), or the loss of
     quantiles. One atom has no distribution to learn: it is the value itself, with Huber's loss, as in DQN
-    (Mnih et al. 2015). The TD error is that of means in all (of quantiles: of those drawn), since those are what actors
-    can compute too, but of a target that the support can hold: what is beyond it is not there to be learnt.
+    (Mnih et al. 2015). The TD error is always that of mean values (with quantiles: of those drawn), which actors can
+    compute too. With atoms its target is the projected one's mean, since a return beyond the support cannot be learnt.
 
-    Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the reward of the first of n steps is more by
-    alpha max(tau log pi(a | s), -1), and what follows is worth its mean under pi, entropy included.
+    Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the first of the n rewards gets a bonus of
+    alpha max(tau log pi(a | s), -1), and the state that follows is worth its mean value under pi, entropy included.
     """
     chex.assert_equal_shape([outputs.values, outputs.next_target, outputs.next_selector])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
@@ -332,7 +338,8 @@ def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: repla
 
 
 def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target: dict) -> dict[str, jax.Array]:
-    """Ape-X's loss. Returns its parts for each sample, float32 [B]: `devices.gradient` says why, and takes the mean."""
+    """Ape-X's loss. Returns its parts for each sample, float32 [B], and no means over samples: `devices.gradient` takes
+    them, and its docstring says why."""
     keys, next_keys, dropout_keys, *tau_keys = (
         jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(5)
     )
@@ -357,7 +364,8 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
     """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     objective = partial(loss, args, agent, target=state.target)
-    # Not batch.weight, by whose sum it would divide: importance weights are to make the loss smaller.
+    # Weights of 1, not batch.weight: `gradient` divides by the sum of its weights, which would undo that importance
+    # weights make the loss smaller. `loss` has multiplied by them already.
     grads, means, parts = devices.gradient(objective, state.params, batch, jnp.ones_like(batch.returns))
     grads = networks.add_l2(grads, state.params, args.l2)
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, state.params)
@@ -394,7 +402,7 @@ def update_on_batch(args: Args, agent: Agent, state: TrainState, batch: replay.B
 @partial(jax.jit, static_argnums=(0, 1))
 @devices.spread([SAME, GAMES, GAMES], GAMES)
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
-    """Almost always the best actions int32 [N] for stacked frames uint8 [N, 64, 64, C], with a key [2] for each."""
+    """Almost always the best actions int32 [N] for stacked frames uint8 [N, 64, 64, C], with keys uint32 [N, 2]."""
     values = mean_value(agent.support, devices.in_chunks(partial(agent.apply, params), frames))
     return explore(keys, values, jnp.full(len(frames), EVALUATION_EPSILON))
 

@@ -36,14 +36,14 @@ class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """run directories, or those of exported agents"""
     episodes: int = 128
-    """episodes to play, the same number in each game"""
+    """episodes to play, rounded up so that all games side by side play as many (DoorGym: episodes of each task)"""
     levels: Literal["train", "test"] = "test"
-    """of Procgen: the levels trained on, or unseen ones (the same distribution where training levels were unlimited)"""
+    """Procgen: play the levels trained on, or unseen ones (the same distribution if training levels were unlimited)"""
     video: bool = False
-    """also write a video and a film strip: of an episode in Procgen, the best one of Montezuma, a door a task"""
+    """also write a video and a film strip: of one episode (Procgen), the best one (Montezuma) or a door of each task"""
     human: bool = False
-    """also write a video of two episodes of Procgen side by side, on a training level and on an unseen one; of a run
-    with --num-levels"""
+    """also write a video of an episode on a training level beside one on an unseen level; for runs of Procgen with
+    --num-levels"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
     seed: int = 0
@@ -51,7 +51,7 @@ class Args:
     export: str = ""
     """write what is played to this folder, as a small agent that evaluate.py plays too, and play that"""
     push_to_hub: str = ""
-    """upload the exported agent to this repository of Hugging Face's hub, with a card of what it makes"""
+    """upload the exported agent to this repository of Hugging Face's hub, with a model card of its scores"""
 
 
 SIDES = {"training level": "train", "unseen level": "test"}  # of --human

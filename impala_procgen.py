@@ -69,8 +69,8 @@ class Args(
     vtrace_lambda: float = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: float = 0.0
-    """for several passes: V-trace once an update, advantages normalised, and the ratio to the policy before the update
-    clipped to 1 +- this, as PPO's; 0 for the paper's loss, V-trace anew in each minibatch"""
+    """for several passes, as in PPO: V-trace once per update, advantages normalised, and the ratio to the policy before
+    the update clipped to 1 +- this; 0 for the paper's loss, with V-trace computed anew in each minibatch"""
     vf_coef: float = 0.5
     """coefficient of the value loss, half the mean squared error"""
     ent_coef: str = "0.01"
@@ -82,7 +82,7 @@ class Args(
     adam_eps: float = 1e-8
     """epsilon of Adam, or of RMSProp"""
     l2: float = 0.0
-    """coefficient of the squared norm of the convolutions' kernels, whose gradient is added to the loss's"""
+    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 
@@ -144,7 +144,7 @@ class Agent(nn.Module):
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
+        """Frames uint8 [B, 64, 64, C] and keys for dropout uint32 [B, 2] -> features float32 [B, hidden]."""
         return networks.dropout(self.encoder(frames), keys, self.dropout)
 
     def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
@@ -159,6 +159,7 @@ class Agent(nn.Module):
 
 
 def make_agent(args: Args) -> Agent:
+    """The networks that these flags describe."""
     return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
 
 
@@ -183,21 +184,21 @@ class TrainState(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What V-trace makes of steps, constants to the gradient: float32, of unrolls [T, N] or of a minibatch [B, T]."""
+    """V-trace's results for each step, constants to the gradient: float32, of unrolls [T, N] or a minibatch [B, T]."""
 
     targets: jax.Array
     advantages: jax.Array
-    log_prob: jax.Array  # of the action, by the policy that was looked at
+    log_prob: jax.Array  # of the action, by the policy that V-trace was computed with
 
 
 class Batch(NamedTuple):
     """Steps to learn from: of unrolls of N games [T, N]; in a minibatch B of them, [B, T]."""
 
-    actions: jax.Array
-    logits: jax.Array  # [..., 15], of the policy that acted
-    rewards: jax.Array
-    terminated: jax.Array
-    done: jax.Array  # EnvPool resets here, this step is no transition
+    actions: jax.Array  # int32
+    logits: jax.Array  # float32 [..., 15], of the policy that acted
+    rewards: jax.Array  # float32
+    terminated: jax.Array  # bool
+    done: jax.Array  # bool: EnvPool resets here, this step is no transition
     judged: Judged | None = None  # with clip_coef, in an update
 
 
@@ -214,7 +215,7 @@ class Memory(NamedTuple):
 
     reward_filter: shaping.ReturnFilter
     replay: Unrolls | None  # N = replay_size
-    written: jax.Array  # int32 []: unrolls that each device has put into its part of the buffer, modulo that once full
+    written: jax.Array  # int32 []: unrolls put into each device's part of the buffer; once full, size to 2 size - 1
 
 
 MEMORY = devices.layout(Memory, reward_filter=shaping.FILTER, replay=STEPS)
@@ -230,7 +231,8 @@ class Carry(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
+    """Adam's or RMSProp's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a
+    schedule."""
     clip = devices.clip_by_norm(args.max_grad_norm)
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
@@ -239,6 +241,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
+    """The learner before its first update, from `args.seed`."""
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     params = agent.init(init_key, frames, jnp.ones(1, bool), networks.initial_core(args.core, args.hidden, 1))
@@ -258,6 +261,7 @@ def initial_memory(args: Args) -> Memory:
 
 
 def empty_unrolls(args: Args, size: int) -> Unrolls:
+    """Unrolls of `size` games, all zeros."""
     shape = (args.num_steps, size)
     return Unrolls(
         frames=envs.Frames.after(envs.empty_history(size, args.offsets), args.num_steps + 1, args.offsets),
@@ -373,12 +377,12 @@ def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_ba
     """V-trace of one sequence (Espeholt et al. 2018, equation 1 and section 4.2).
 
     Args:
-      log_ratio: [T], log of the learner's over the actor's probability of the action.
-      rewards, terminated: [T], of the transition from step t to t + 1.
-      values: [T + 1], the learner's.
-      done: [T], whether step t is no transition. Its ratio counts as 0: so its target is its value, which stands for
-        the rest of a truncated episode, and nothing of the next episode comes through.
-      gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda: [].
+      log_ratio: float32 [T], log of the learner's over the actor's probability of the action.
+      rewards: float32 [T], terminated: bool [T], of the transition from step t to t + 1.
+      values: float32 [T + 1], the learner's.
+      done: bool [T], whether step t is no transition. Its ratio counts as 0: so its target is its value, which stands
+        for the rest of a truncated episode, and nothing of the next episode comes through.
+      gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda: float32 [].
 
     Returns targets of the values and advantages of the policy gradient, float32 [T].
     """
@@ -412,7 +416,7 @@ class Inputs(NamedTuple):
 
 
 def of_actions(log_probs: jax.Array, batch: Batch) -> jax.Array:
-    """Of log-probabilities [..., 15] those of the batch's actions [...]."""
+    """The log-probabilities float32 [...] of the batch's actions, picked from those of all actions [..., 15]."""
     return jnp.take_along_axis(log_probs, batch.actions[..., None], axis=-1)[..., 0]
 
 
@@ -484,7 +488,8 @@ def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tu
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, gamma, ent_coef):
     """IMPALA's loss, with DrAC's regulariser if asked.
 
-    Returns its parts for each step, float32 [B, T]: `devices.gradient` says why, and takes the mean over steps.
+    Returns its parts for each step, float32 [B, T], and no means over steps: `devices.gradient` takes them, and its
+    docstring says why.
     """
     inputs, batch = minibatch
     frames = inputs.frames[:, :-1]
@@ -525,7 +530,7 @@ def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: Seq
     places = (memory.written + jnp.arange(num_envs)) % size
     replay = jax.tree.map(lambda held, x: held.at[:, places].set(x), memory.replay, new)
     written = memory.written + num_envs
-    # Counted modulo the size once it is full, so that it never overflows.
+    # Once full it stays below 2 size, so that it never overflows; modulo the size it is unchanged.
     written = jnp.where(written < 2 * size, written, written - size)
     together = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), new, old)
     return Memory(reward_filter, replay, written), together
@@ -598,8 +603,8 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, l
 def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tuple[TrainState, dict]:
     """One IMPALA update: returns the next state and metrics, float32 [].
 
-    The losses are means of the last epoch, over replayed unrolls too: rho and approx_kl are of all that the policy has
-    moved since an unroll was played, in this update's own steps as well.
+    The losses are means of the last epoch, over replayed unrolls too: rho and approx_kl measure how far the policy has
+    moved since an unroll was played, this update's own steps included.
     """
     learning_rate, ent_coef, gamma = (
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
@@ -634,8 +639,8 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tup
 @partial(jax.jit, static_argnums=(0, 1))
 @devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES), every_host=False)
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each; its
-    memory is the core."""
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], steps since each episode's first
+    frame int32 [N], and keys uint32 [N, 2]; returns them and the next core, the policy's memory."""
     logits, core = policy(agent, params, frames, age == 0, core)
     return jax.vmap(jax.random.categorical)(keys, logits), core
 

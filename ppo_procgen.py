@@ -73,7 +73,7 @@ class Args(
     adam_eps: float = 1e-8
     """Adam's epsilon"""
     l2: float = 0.0
-    """coefficient of the squared norm of the convolutions' kernels, whose gradient is added to the loss's"""
+    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
 
@@ -100,7 +100,7 @@ class Agent(nn.Module):
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
+        """Frames uint8 [B, 64, 64, C] and keys for dropout uint32 [B, 2] -> features float32 [B, hidden]."""
         return networks.dropout(self.encoder(frames), keys, self.dropout)
 
     def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
@@ -115,6 +115,7 @@ class Agent(nn.Module):
 
 
 def make_agent(args: Args) -> Agent:
+    """The networks that these flags describe."""
     return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
 
 
@@ -157,12 +158,13 @@ CARRY = devices.layout(Carry, steps="history", games="numbers last_action core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
+    """Adam's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
+    """The learner before its first update, from `args.seed`."""
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     core = networks.initial_core(args.core, args.hidden, 1)
@@ -284,9 +286,9 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
     """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16).
 
     Args:
-      rewards, terminated, truncated: [T], of the transition from step t to t + 1.
-      values: [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
-      gamma, gae_lambda: [].
+      rewards: float32 [T], terminated, truncated: bool [T], of the transition from step t to t + 1.
+      values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
+      gamma, gae_lambda: float32 [].
 
     Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
     """
@@ -307,11 +309,11 @@ class Batch(NamedTuple):
     """Transitions to learn from: over a rollout [T, N]; in a minibatch B sequences of S steps, [B, S] (S = 1 without a
     recurrent core)."""
 
-    actions: jax.Array
+    actions: jax.Array  # int32; all else is float32
     logits: jax.Array  # [..., 15], of the policy that acted
     values: jax.Array
     advantages: jax.Array  # normalised over the rollout
-    returns: jax.Array  # what values are drawn to
+    returns: jax.Array  # the value loss's targets
 
 
 class Inputs(NamedTuple):
@@ -363,7 +365,8 @@ def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tu
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, kl_coef, ent_coef, target=None):
     """PPO's loss, with DrAC's regulariser and the prediction error of the bonus's `target` if asked.
 
-    Returns its parts for each sample, float32 [B, S]: `devices.gradient` says why, and takes the mean over samples.
+    Returns its parts for each sample, float32 [B, S], and no means over samples: `devices.gradient` takes them, and its
+    docstring says why.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -511,8 +514,8 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 @partial(jax.jit, static_argnums=(0, 1))
 @devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES), every_host=False)
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each; its
-    memory is the core."""
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], steps since each episode's first
+    frame int32 [N], and keys uint32 [N, 2]; returns them and the next core, the policy's memory."""
     logits, _, core = policy_and_value(agent, params, frames, age == 0, core)
     return jax.vmap(jax.random.categorical)(keys, logits), core
 

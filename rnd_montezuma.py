@@ -1,7 +1,7 @@
 """PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
 
-Burda et al. 2018 (arXiv 1810.12894), with its settings as defaults but for a third of its length; the bonus is its
-intrinsic reward. With --async the games go on while the learner learns, one update behind. Try:
+Burda et al. 2018 (arXiv 1810.12894), with the paper's settings as defaults, except that a run is a third as long; "the
+bonus" is the paper's intrinsic reward. With --async the games go on while the learner learns, one update behind. Try:
 
     python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
@@ -56,8 +56,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     vtrace: bool = False
     """with async: correct both values and their advantages for the policy's age by V-trace, ratios clipped at 1"""
     obs_norm_init_steps: int = 2048
-    """random steps of each game before training, beside total_timesteps, which the statistics of RND's frames start
-    from"""
+    """steps that each game plays at random before training (not in total_timesteps), to start the statistics by which
+    RND's frames are normalised"""
     num_minibatches: int = 4
     """minibatches in an epoch"""
     update_epochs: int = 4
@@ -172,6 +172,7 @@ class Agent(nn.Module):
 
 
 def make_agent(args: Args) -> Agent:
+    """The networks that these flags describe."""
     core = networks.Recurrent(args.core, args.hidden)
     return Agent(networks.make_encoder(encoder_args(args)), core, args.hidden)
 
@@ -184,8 +185,8 @@ def policy_and_value(agent: Agent, params: dict, frames: jax.Array, first: jax.A
 
 
 class Features(nn.Module):
-    """What RND's target makes of a frame and its predictor learns to: whitened frames float32 [B, 84, 84, 1] ->
-    [B, hidden] (Burda et al. 2018, appendix A.5)."""
+    """RND's target network or, with `depth` more dense layers, its predictor: whitened frames float32 [B, 84, 84, 1] ->
+    features float32 [B, hidden] (Burda et al. 2018, appendix A.5)."""
 
     channels: str
     hidden: int
@@ -250,12 +251,13 @@ CARRY = devices.layout(Carry, steps="history", games="numbers core")
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
+    """Adam's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
+    """The learner before its first update, from `args.seed`."""
     key, agent_key, predictor_key, target_key = jax.random.split(jax.random.PRNGKey(args.seed), 4)
     frames = jnp.zeros((1, *atari.FRAME_SHAPE[:2], args.frame_stack), jnp.uint8)
     frame = jnp.zeros((1, *atari.FRAME_SHAPE))
@@ -446,11 +448,11 @@ def gae(rewards, values, *, discount, decay, ratio) -> jax.Array:
     (Espeholt et al. 2018, equation 1, both bars 1) where another policy has acted.
 
     Args:
-      rewards: [T, ...], of the transition from step t to t + 1.
-      values: [T + 1, ...].
-      discount: [T, ...], of the value that follows: 0 where the episode terminates.
-      decay: [T, ...], discount x lambda; 0 where nothing may come through, 1 to pass over a step.
-      ratio: [T, ...], learner's over actor's probability of the action; 1 on-policy.
+      rewards: float32 [T, ...], of the transition from step t to t + 1.
+      values: float32 [T + 1, ...].
+      discount: float32 [T, ...], of the value that follows: 0 where the episode terminates.
+      decay: float32 [T, ...], discount x lambda; 0 where nothing may come through, 1 to pass over a step.
+      ratio: float32 [T, ...], learner's over actor's probability of the action; 1 on-policy.
 
     Returns advantages float32 [T, ...], which are also V-trace's targets less the values (with its lambda, as in rlax).
     """
@@ -471,8 +473,8 @@ def advantages(args: Args, rewards, bonus, *, values, ratio, steps: envs.Steps) 
     """Advantages float32 [T, N, 2]: of the game's rewards, which are episodic, and of the bonus, which is not.
 
     Args:
-      rewards, bonus, ratio: [T, N].
-      values: [T + 1, N, 2].
+      rewards, bonus, ratio: float32 [T, N].
+      values: float32 [T + 1, N, 2].
     """
     # At a time limit the last frame's value stands for the rest of the episode.
     of_game = gae(
@@ -499,7 +501,7 @@ class Batch(NamedTuple):
     """Transitions to learn from: over a rollout [T, N]; in a minibatch B sequences of S steps, [B, S] (S = 1 without a
     recurrent core)."""
 
-    actions: jax.Array
+    actions: jax.Array  # int32; all else is float32
     logits: jax.Array  # [..., 18], of the policy that the ratio compares with
     advantages: jax.Array  # of both rewards, weighed and added
     returns: jax.Array  # [..., 2]
@@ -514,7 +516,8 @@ class Inputs(NamedTuple):
 
 
 def log_ratio_of(log_probs: jax.Array, old_log_probs: jax.Array, actions: jax.Array) -> jax.Array:
-    """Of the probabilities [...] of the actions int32 [...] by two policies [..., 18]."""
+    """The log of the ratio, new over old, of two policies' probabilities of the actions int32 [...]: float32 [...],
+    from their log-probabilities float32 [..., 18]."""
     return jnp.take_along_axis(log_probs - old_log_probs, actions[..., None], axis=-1)[..., 0]
 
 
@@ -553,7 +556,8 @@ def forward(agent: Agent, params: dict, inputs: Inputs) -> tuple[jax.Array, jax.
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]) -> dict[str, jax.Array]:
     """PPO's loss.
 
-    Returns its parts for each sample, float32 [B, S]: `devices.gradient` says why, and takes the mean over samples.
+    Returns its parts for each sample, float32 [B, S], and no means over samples: `devices.gradient` takes them, and its
+    docstring says why.
     """
     inputs, batch = minibatch
     parts = ppo_parts(args, *forward(agent, params, inputs), batch)
@@ -699,8 +703,8 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 @partial(jax.jit, static_argnums=(0, 1))
 @devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES))
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 84, 84, C], with a key [2] for each; its
-    memory is the core."""
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 84, 84, C], steps since each episode's first
+    frame int32 [N], and keys uint32 [N, 2]; returns them and the next core, the policy's memory."""
     logits, _, core = policy_and_value(agent, params, frames, age == 0, core)
     return jax.vmap(jax.random.categorical)(keys, logits), core
 

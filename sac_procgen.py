@@ -1,7 +1,7 @@
 """SAC on Procgen: soft actor-critic for discrete actions, with actor threads and a replay buffer.
 
 Haarnoja et al. 2018 (arXiv 1812.05905) and Christodoulou 2019 (arXiv 1910.07207): twin Q-functions, a temperature that
-holds the policy's entropy, and expectations over actions that are exact. Critics and policy see by one encoder, which
+keeps the policy's entropy at a target, and exact expectations over actions. Critics and policy share one encoder, which
 learns from the critics alone, as in DrQ (Kostrikov et al. 2021, arXiv 2004.13649). Try:
 
     python sac_procgen.py --env-id coinrun --encoder nature --width 1 --pool flatten --buffer-size 100000
@@ -48,23 +48,23 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     autotune: bool = True
     """move the temperature so that the policy's entropy comes to its target"""
     alpha: float = 0.01
-    """the temperature, what a nat of entropy is worth: to begin with, or for ever without --autotune"""
+    """temperature, the reward that a nat of entropy is worth: at the start or, with --no-autotune, throughout"""
     target_entropy_scale: float = 0.3
     """the target of the policy's entropy, as a part of log 15, that of a random policy"""
     alpha_learning_rate: float = 0.01
     """how far an update moves the temperature's logarithm for each nat between that target and the policy's entropy"""
     min_alpha: float = 1e-6
-    """lower bound of the temperature; from far below it rises too late, and the policy loses its entropy"""
+    """lower bound of the temperature; one that has sunk far rises again too slowly to save the policy's entropy"""
     tau: float = 0.005
     """how far the target network goes towards the one that learns; 1 copies it"""
     target_network_frequency: int = 1
     """updates between two such moves"""
     average_q: bool = False
-    """take the mean of the two Q-functions, in targets and for the policy; the lesser one may be far too low"""
+    """take the mean of both Q-functions, in targets and for the policy; the smaller one, the default, may be too low"""
     q_clip: float = 0.0
-    """clip the change of a Q-value from the target network's, in reward, in the critics' loss; 0 for no clipping"""
+    """in the critics' loss, clip how far a Q-value is from the target network's to +- this, in reward; 0 for no clip"""
     entropy_penalty: float = 0.0
-    """coefficient of half the squared difference, nats, of the policy's entropy from its target network's; in reward"""
+    """coefficient of half the squared difference (nats^2) of the policy's entropy from that of the target network's"""
     learning_rate: str = "3e-4"
     """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
     max_grad_norm: float = 10.0
@@ -105,7 +105,7 @@ class Agent(nn.Module):
         self.policy, self.q1, self.q2 = head(), head(), head()
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] and keys for dropout [B, 2] -> features float32 [B, hidden]."""
+        """Frames uint8 [B, 64, 64, C] and keys for dropout uint32 [B, 2] -> features float32 [B, hidden]."""
         return networks.dropout(self.encoder(frames), keys, self.dropout)
 
     def logits(self, features: jax.Array) -> jax.Array:
@@ -123,6 +123,7 @@ class Agent(nn.Module):
 
 
 def make_agent(args: Args) -> Agent:
+    """The networks that these flags describe."""
     return Agent(networks.make_encoder(args), args.hidden, args.dropout)
 
 
@@ -142,12 +143,13 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """What `improve` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
+    """Adam's direction, without step size and sign: `improve` multiplies it by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-8))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
+    """The learner before its first update, from `args.seed`."""
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     params = {"agent": agent.init(jax.random.PRNGKey(args.seed), frames), "log_alpha": jnp.log(jnp.float32(args.alpha))}
     return TrainState(
@@ -165,8 +167,8 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 
 def soft_value(args: Args, logits: jax.Array, values: jax.Array, alpha: jax.Array) -> jax.Array:
-    """The value float32 [B] of states where a policy with logits [B, 15] acts, its entropy included, by two Q-functions
-    [B, 2, 15] (Christodoulou 2019, equation 10: an expectation, no sample)."""
+    """The value float32 [B] of states where a policy with logits [B, 15] acts, its entropy included at temperature
+    alpha float32 [], by two Q-functions [B, 2, 15] (Christodoulou 2019, equation 10: an expectation, no sample)."""
     chex.assert_equal_shape([logits, values[:, 0], values[:, 1]])
     log_probs = jax.nn.log_softmax(logits)
     return (jnp.exp(log_probs) * (lesser_or_mean(args, values) - alpha * log_probs)).sum(axis=-1)
@@ -213,11 +215,11 @@ def entropy_of(logits: jax.Array) -> jax.Array:
 
 
 def sac_parts(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay.Batch) -> dict[str, jax.Array]:
-    """The parts of SAC's losses of n-step transitions at a temperature, for each sample, float32 [B].
+    """The parts of SAC's losses of n-step transitions at the temperature alpha [], for each sample, float32 [B].
 
     Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy's penalty, equation 9,
-    here with the target network's policy as the old one. Priorities correct the critics' loss alone.
+    here with the target network's policy as the old one. Importance weights scale the critics' loss only.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     held = jax.lax.stop_gradient
@@ -252,8 +254,8 @@ def sac_parts(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay.Batc
 def loss(
     args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target: dict, alpha: jax.Array
 ) -> dict[str, jax.Array]:
-    """SAC's losses. Returns their parts for each sample, float32 [B]: `devices.gradient` says why, and takes the
-    mean."""
+    """SAC's losses. Returns their parts for each sample, float32 [B], and no means over samples: `devices.gradient`
+    takes them, and its docstring says why."""
     keys, next_keys, dropout_keys = (jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3))
     frames = augment.augment(args, keys, batch.frames)
     next_frames = augment.augment(args, next_keys, batch.next_frames)
@@ -273,10 +275,10 @@ def loss(
 
 
 def tune(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
-    """The temperature's next logarithm (Christodoulou 2019, equation 11, whose gradient this is).
+    """log alpha, float32 [], after a gradient step on Christodoulou 2019, equation 11; `entropy` [] is a batch's mean.
 
-    That is the gradient by alpha, taken for its logarithm. By a plain step and not by Adam, whose memory of the first
-    updates, far above the target, holds back a temperature that has to rise again.
+    As usual the gradient by alpha, entropy - target, is applied to log alpha. A plain step, not Adam's: its averages
+    remember the first updates, with entropies far above the target, and would hold back a temperature that must rise.
     """
     gap = args.target_entropy_scale * MAX_ENTROPY - entropy
     most = 10.0  # far above what any game's rewards want
@@ -288,7 +290,8 @@ def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) ->
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     params, log_alpha = state.params["agent"], state.params["log_alpha"]
     objective = partial(loss, args, agent, target=state.target, alpha=jnp.exp(log_alpha))
-    # Not batch.weight, by whose sum it would divide: importance weights are to make the loss smaller.
+    # Weights of 1, not batch.weight: `gradient` divides by the sum of its weights, which would undo that importance
+    # weights make the loss smaller. `loss` has multiplied by them already.
     grads, means, parts = devices.gradient(objective, params, batch, jnp.ones_like(batch.returns))
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, params)
     params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
@@ -328,7 +331,7 @@ def update_on_batch(args: Args, agent: Agent, state: TrainState, batch: replay.B
 @partial(jax.jit, static_argnums=(0, 1))
 @devices.spread([SAME, GAMES, GAMES], GAMES)
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each."""
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with keys uint32 [N, 2]."""
     logits, _ = devices.in_chunks(partial(agent.apply, params), frames)
     return jax.vmap(jax.random.categorical)(keys, logits)
 

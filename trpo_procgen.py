@@ -46,7 +46,7 @@ class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunA
     num_steps: int = 128
     """steps of each game in a rollout; num_envs x num_steps is the batch"""
     num_minibatches: int = 8
-    """parts that a batch is cut into: one of Adam's steps each; TRPO's own step adds them up, to take less memory"""
+    """parts that a batch is cut into: Adam takes a step on each; TRPO's own step adds them up, only to save memory"""
     gamma: str = "0.99"
     """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
     gae_lambda: float = 0.95
@@ -54,7 +54,7 @@ class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunA
     max_kl: float = 0.01
     """how far a step may take the policy: mean KL divergence from the old one, nats"""
     fisher_fraction: float = 0.1
-    """part of the batch that the Fisher matrix is estimated on (in each pass and device rounded up to eights)"""
+    """share of the batch to estimate the Fisher matrix on (rounded up to a multiple of 8, in each pass and device)"""
     cg_iterations: int = 10
     """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
     damping: float = 0.1
@@ -76,8 +76,8 @@ class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunA
 
 
 # NETWORKS
-# The policy's step is bounded in what it does to the policy; what it would do to a value head on the same encoder is in
-# no bound, and what the value's loss does to a shared encoder changes the policy outside of the trust region.
+# Two, without a shared encoder: the trust region bounds what a step does to the policy, but not what it would do to a
+# value head on the same encoder; and the value loss would move a shared encoder, and so the policy, without any bound.
 
 
 class Network(nn.Module):
@@ -101,6 +101,7 @@ class Agent(NamedTuple):
 
 
 def make_agent(args: Args) -> Agent:
+    """The networks that these flags describe."""
     # A small last layer makes the first policy nearly uniform.
     return Agent(
         policy=Network(networks.make_encoder(args), envs.NUM_ACTIONS, 0.01),
@@ -147,12 +148,13 @@ def of_adam(args: Args, params: dict) -> dict:
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """What `optimize` steps against, by its learning rate: scale_by_adam, since Optax's adam has the sign already."""
+    """Adam's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a schedule."""
     return optax.scale_by_adam(eps=1e-5)  # PPO's in Baselines
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def initial_state(args: Args, agent: Agent) -> TrainState:
+    """The learner before its first update, from `args.seed`."""
     key, *init_keys = jax.random.split(jax.random.PRNGKey(args.seed), 3)
     frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
     networks_and_keys = zip(agent._asdict().items(), init_keys, strict=True)
@@ -264,9 +266,9 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
     """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16).
 
     Args:
-      rewards, terminated, truncated: [T], of the transition from step t to t + 1.
-      values: [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
-      gamma, gae_lambda: [].
+      rewards: float32 [T], terminated, truncated: bool [T], of the transition from step t to t + 1.
+      values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
+      gamma, gae_lambda: float32 [].
 
     Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
     """
@@ -286,10 +288,10 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
 class Batch(NamedTuple):
     """Transitions to learn from: over a rollout [T, N]; in a minibatch [B]."""
 
-    actions: jax.Array
+    actions: jax.Array  # int32; all else is float32
     logits: jax.Array  # [..., 15], of the policy that acted
     advantages: jax.Array  # normalised over the rollout
-    returns: jax.Array  # what values are drawn to
+    returns: jax.Array  # the value loss's targets
 
 
 def policy_parts(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
@@ -306,17 +308,18 @@ def policy_parts(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
 
 
 def policy_loss(network: Network, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
-    """The same of a network's frames [B, 64, 64, C]; its parts for each sample, as `devices.gradient` takes them."""
+    """`policy_parts` of a network on frames uint8 [B, 64, 64, C], with the policy loss as "loss": each float32 [B]."""
     frames, batch = minibatch
     parts = policy_parts(look(network, params, frames), batch)
     return parts | {"loss": parts["policy_loss"]}
 
 
 def fisher_loss(network: Network, params: dict, minibatch: tuple, *, vector: dict) -> dict[str, jax.Array]:
-    """For each sample a number [B] whose gradient is the Fisher matrix's product with a vector, J' F J v.
+    """A loss for each sample, float32 [B], whose gradient is the Fisher matrix times a vector v: J' F J v.
 
-    J is the logits' Jacobian, F the categorical's Fisher matrix in its logits, diag(p) - p p' (Schulman et al. 2015,
-    appendix C). J v is a derivative forward, F J v is held fast, and J' of that is this number's gradient.
+    J is the Jacobian of the logits by the parameters, J' its transpose, and F = diag(p) - p p' the Fisher matrix of a
+    categorical in its logits (Schulman et al. 2015, appendix C). J v comes from forward-mode differentiation. The loss
+    is the logits' product with F J v, taken as a constant, so that its gradient is J' F J v.
     """
     apply = partial(network.apply, frames=minibatch[0])
     with forward_mode():
@@ -368,11 +371,11 @@ def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, m
         i, scale, _ = carry
         return i + 1, scale / 2, evaluate(along(params, scale / 2, step))
 
-    start = jnp.int32(0), jnp.float32(2), before  # not better than itself: the whole step is tried first
+    start = jnp.int32(0), jnp.float32(2), before  # `before` is no gain on itself, so the loop begins with scale 2 / 2
     _, scale, parts = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~good(carry[2]), shorter, start)
     scale = jnp.where(good(parts), scale, 0.0)
     parts = jax.tree.map(partial(jnp.where, scale > 0), parts, before)
-    # No sum with a step of 0: where the step is not finite, that would not be the old parameters.
+    # Not params + 0 * step: where the step is not finite, that would be NaN.
     return jax.tree.map(partial(jnp.where, scale > 0), along(params, scale, step), params), parts, scale
 
 
@@ -403,15 +406,18 @@ class Data(NamedTuple):
     weight: jax.Array  # bool [T, N]: whether a step is a transition
 
     def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
-        """A minibatch of samples int32 [B], and its weight [B]."""
+        """Samples `index` int32 [B] -> ((frames uint8 [B, 64, 64, C], Batch [B]), weight bool [B])."""
         chex.assert_tree_shape_prefix(self.batch, self.weight.shape)  # an index beyond an array's end would be no error
         time, env = index // self.weight.shape[1], index % self.weight.shape[1]
         return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.weight[time, env]
 
 
 def mean_over(function: Callable, data: Data, order: jax.Array):
-    """The mean over samples of what function(minibatch, weight [B]) says is its mean over some of them; `order` int32
-    [M, B] are all. So a batch takes the memory of a minibatch."""
+    """The mean over the samples `order` int32 [M, B], one minibatch of B after the other, in the memory of one.
+
+    function(minibatch, weight [B]) -> a tree of its means over a minibatch; these are averaged here, weighted by how
+    many transitions each minibatch has on all devices.
+    """
     total = jnp.maximum(devices.total(data.weight.reshape(-1)[order].sum()), 1)
 
     @jax.jit  # so that it is traced once, not for its shapes too
@@ -425,8 +431,8 @@ def mean_over(function: Callable, data: Data, order: jax.Array):
 
 
 def fisher_rows(args: Args, order: jax.Array) -> jax.Array:
-    """`args.fisher_fraction` of this device's samples int32 [M, B], in as few rows as hold them: each row is a pass,
-    after which the devices add up."""
+    """`args.fisher_fraction` of this device's samples int32 [M, B]: int32 [rows, width], in as few rows as hold them.
+    Each row is one pass, after which the devices sum."""
     number = math.ceil(args.fisher_fraction * order.size)
     rows = -(-number // order.shape[1])
     width = min(-(-number // rows // 8) * 8, order.shape[1])  # the CPU's chunks are of 8
@@ -454,7 +460,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     downhill = jax.tree.map(jnp.negative, grads)
     direction = conjugate_gradients(fisher, downhill, args.cg_iterations)
     image = fisher(direction)
-    # The quadratic form of the KL divergence, with the damping's part, is max_kl at this length.
+    # At this length the quadratic model of the KL divergence, damping included, is max_kl (appendix C).
     curvature = dot(direction, image)
     # Not a number where the curvature is not positive; then the line search takes nothing.
     length = jnp.sqrt(2 * args.max_kl / curvature)
@@ -467,8 +473,8 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
-    """What Adam minimises, for each sample [B]: the value network's squared error and, with a penalty, the policy's
-    surrogate and KL divergence (Schulman et al. 2017, equation 5)."""
+    """What Adam minimises, for each sample, float32 [B]: the value network's squared error and, with a penalty, the
+    policy's surrogate and KL divergence (Schulman et al. 2017, equation 5)."""
     frames, batch = minibatch
     value_loss = 0.5 * (look(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
     if not args.penalty:
@@ -539,7 +545,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
 @partial(jax.jit, static_argnums=(0, 1))
 @devices.spread([SAME, GAMES, GAMES], GAMES, every_host=False)
 def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with a key [2] for each."""
+    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with keys uint32 [N, 2]."""
     return jax.vmap(jax.random.categorical)(keys, look(agent.policy, params, frames))
 
 

@@ -1,4 +1,4 @@
-"""Helpers that scripts share. A script imports this first: the rest takes seconds, and signals come in them too."""
+"""Helpers that scripts share. A script imports this first: other imports take seconds, in which signals may come."""
 
 import os
 import signal

@@ -7,7 +7,7 @@ that bounds the policy's lag and the queue, as no more than max_lag + 1 unrolls 
 lock-step it is played with exactly version i - max_lag.
 
 The learner's loop takes unrolls, updates, publishes and logs. A checkpoint does not disturb the actors: it is of the
-point in time after the unrolls that were taken last, of which each has what is needed to go on from there.
+moment after the unrolls that were taken last, each of which brought what its actor needs to go on from there.
 """
 
 import threading
@@ -32,7 +32,7 @@ class ActorArgs:
     LIMITS: ClassVar = {"actor_devices": (0, None)}
 
     actor_devices: int = 0
-    """devices that only actors use, the last of this machine; 0: they share those that learn"""
+    """how many devices, the last ones of this machine, only actors use; 0: actors share those that learn"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FleetArgs(ActorArgs):
     num_envs: int = 32
     """games played side by side, all actors' together"""
     max_lag: int = 1
-    """how many of the learner's iterations old an unroll's policy may be; 0 for none: actors and learner take turns"""
+    """most iterations of the learner that the policy of an unroll may lag behind; 0: actors and learner take turns"""
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
     for bit on a CPU); without it the threads' timing decides how old (not at --max-lag 0)"""

@@ -29,14 +29,14 @@ class GameArgs:
     env_id: ClassVar[str] = ENV_ID
 
     sticky_actions: float = 0.25
-    """probability that the emulator repeats the action before, at each of its frames"""
+    """probability, at each of the emulator's frames, that it repeats its previous action instead of the chosen one"""
     max_episode_steps: int = 4500
     """steps of an episode, four frames each, after which it is truncated"""
     frame_stack: int = 4
     """how many frames back the policy sees, the newest included; RND sees the newest one only"""
     restart_every: int = 65_536
-    """steps of each game after which, at a rollout's end, all games start anew, their episodes cut short; a resume
-    plays all since then again"""
+    """at the end of the rollout in which each game has played this many steps, all games start anew, and unfinished
+    episodes are dropped; a resume replays the steps since the last such start"""
 
     @property
     def offsets(self) -> tuple[int, ...]:

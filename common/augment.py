@@ -160,7 +160,8 @@ class DracArgs:
     LIMITS: ClassVar = {"drac_coef": (0, None)}
 
     augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from augmented frames, the ratio too is of these to plain ones; drac: only regularise by them"""
+    """rad: learn from augmented frames (the ratio compares them with the plain frames acted on); drac: learn from plain
+    frames and regularise with augmented ones"""
     drac_coef: float = 0.1
     """coefficient of DrAC's regulariser"""
 
@@ -203,8 +204,8 @@ def augment(args: Any, keys: jax.Array, images: jax.Array) -> jax.Array:
 
 
 def drac_loss(logits: jax.Array, values: jax.Array, new_logits: jax.Array, new_values: jax.Array) -> jax.Array:
-    """DrAC's regulariser G_pi + G_V, float32 [...] (Raileanu et al. 2020, equations 4 and 5): policy and value of an
-    augmented frame (`new_*`) are drawn to those of the frame itself, which are taken as constants.
+    """DrAC's regulariser G_pi + G_V, float32 [...] (Raileanu et al. 2020, equations 4 and 5): pulls policy and value of
+    an augmented frame (`new_*`) towards those of the frame itself, which are taken as constants.
 
     Args:
       logits, new_logits: float32 [..., A].

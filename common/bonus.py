@@ -51,7 +51,7 @@ def _network(hidden: int) -> nn.Module:
 
 
 def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
-    """The predictor's parameters, and the rest; for stacked frames uint8 [1, 64, 64, C]."""
+    """The predictor's parameters ({} without --rnd-coef) and the Bonus, for stacked frames uint8 [1, 64, 64, C]."""
     if not args.rnd_coef:
         return {}, Bonus({}, shaping.new_filter(args.num_envs))
     target, predictor = (_network(hidden).init(jax.random.fold_in(key, i), frames) for i, hidden in enumerate((0, 256)))

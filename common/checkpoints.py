@@ -99,8 +99,8 @@ def _write_through(path: Path) -> None:
 
 
 def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
-    """Removes what is left of checkpoints that were never finished, until for so many seconds nothing new has come of
-    Orbax's threads, or for ten times as long: on NFS something may stay. For who holds the run."""
+    """Removes unfinished checkpoints until Orbax's threads have added nothing for this many seconds, or ten times as
+    many have passed (on NFS something may stay). Only for the process that holds the run."""
     begun = gone = time.monotonic()
     while True:
         for unfinished in Path(run_dir, "checkpoints").glob(TEMPORARY):
@@ -167,7 +167,7 @@ def set_aside(run_dir: Path, after: int) -> None:
 
 
 class MisfitError(UsageError):
-    """A checkpoint is of other arguments: of other names or shapes than they make."""
+    """A checkpoint does not fit the arguments: its names or shapes are not those that they make."""
 
 
 def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:

@@ -27,9 +27,8 @@ def metrics(matrix: np.ndarray) -> dict[str, float]:
     """What success rates [N, N] on task j after task i say (Diaz-Rodriguez et al. 2018, section 3).
 
     ACC: accuracy on the tasks learnt so far, a mean over all rows; FWT: on those to come; BWT: what later tasks
-    changed; BWT+: for the better; REM: what is remembered. One task has no transfer: 0, and all is remembered. NaN for
-    a task that was not asked for when another one was learnt: FWT is of the others, and is not there where there are
-    none.
+    changed; BWT+: for the better; REM: what is remembered. With one task all transfer is 0 and REM is 1. The matrix is
+    NaN where a task was not among --tasks yet; FWT is the mean of the other entries, and is left out if none is left.
     """
     n = len(matrix)
     pairs, ahead = max(n * (n - 1) / 2, 1), matrix[np.triu_indices(n, 1)]

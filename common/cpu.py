@@ -17,7 +17,8 @@ from common.derivatives import custom_vjp
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
-    """`lax.conv_general_dilated` for `nn.Conv` [B, H, W, C]: on a CPU, a fast form where there is one.
+    """`lax.conv_general_dilated` of x [B, H, W, C] and a kernel w [size, size, C / groups, features], as `nn.Conv`
+    calls it -> [B, H', W', features], in x's dtype: on a CPU, a fast form where there is one.
 
     There is for square kernels without dilation, with one group or one a channel.
     """

@@ -39,11 +39,12 @@ class DoorArgs:
     env_id: ClassVar[str] = "DoorGym"
 
     tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"
-    """in this order: 0, 1 pull handles, right and left; 2, 3 levers; 4, 5 levers to push; or names: Round-Right-Pull"""
+    """tasks, in this order: 0, 1: pull handles, hinged on the right, on the left; 2, 3: levers to pull; 4, 5: levers to
+    push; or names such as Round-Right-Pull"""
     robot: Literal["hook", "gripper"] = "hook"
-    """what floats before the door"""
+    """the robot before the door: a floating wrist with a hook or a gripper"""
     hardness: Literal["hard", "easy"] = "hard"
-    """of a knob's spring and damper, which are ten times weaker when easy"""
+    """strength of the spring and damper of a knob that turns; easy: ten times weaker"""
     num_worlds: int = 512
     """random doors of each task"""
     num_threads: int = devices.host_only(0)
@@ -51,7 +52,7 @@ class DoorArgs:
     eval_every: int = 81_920
     """decisions between evaluations of a task, counted from its start; 0 for one at its end only"""
     eval_episodes: int = 100
-    """episodes of an evaluation, always the same ones; mean actions; the best parameters are kept for the task"""
+    """episodes of an evaluation, each time before the same doors, with mean actions; the best parameters are kept"""
 
     def check(self) -> None:
         """Raises UsageError, one sentence, if these flags make no sense."""

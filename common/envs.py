@@ -2,8 +2,8 @@
 
 EnvPool's automatic reset is NEXT_STEP: the step that ends an episode returns its last frame; the step after
 that ignores its action, resets the game and returns the first frame of the next episode with reward 0. That
-following step is no transition. Whoever collects data here gets `done` for the frame they act on and leaves
-those steps out.
+following step is no transition: a "junk step". Whoever collects data here gets `done` for the frame they act on
+and leaves those steps out.
 """
 
 import ctypes
@@ -81,8 +81,8 @@ class GameArgs:
         "num_levels": (0, MAX_SEED), "start_level": (0, MAX_SEED), "sticky_actions": (0, 0.99), "frame_stack": (1, 64),
         "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
     }  # fmt: skip
-    # With another restart_every, games would start anew where the steps before them did not say so; a stack of
-    # other frames, as many, has the shapes of the saved one.
+    # With another restart_every, games would restart although the saved steps had not announced it (`Steps.restarts`);
+    # another stack of as many frames has the saved one's shapes, so that nothing else would notice.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
         "frame_stack", "gap_stack", "restart_every",
@@ -101,7 +101,7 @@ class GameArgs:
     restrict_themes: bool = False
     """draw each kind of thing in one of its themes only"""
     sticky_actions: float = 0.0
-    """probability that, in training, the game repeats the action before, whatever the policy chose"""
+    """probability that, in training, a game repeats its previous action instead of what the policy chose"""
     frame_stack: int = 4
     """how many frames back the policy sees, the newest included; 1 for no stack"""
     gap_stack: bool = True
@@ -111,8 +111,8 @@ class GameArgs:
     reward_clip: float = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: int = 16_384
-    """steps of each game after which, at a rollout's end, all games start anew, their episodes cut short; a resume
-    plays all since then again"""
+    """at the end of the rollout in which each game has played this many steps, all games start anew, and unfinished
+    episodes are dropped; a resume replays the steps since the last such start"""
     eval_every: int = devices.host_only(1_000_000)
     """environment steps between evaluations; 0 for one at the end only"""
     eval_episodes: int = devices.host_only(128)
@@ -178,8 +178,8 @@ def range_of_levels(args, levels: str) -> tuple[int, int]:
 
 
 def import_envpool() -> ModuleType:
-    """Late, since it takes seconds, and bad arguments should be answered before. Raises UsageError where a library of
-    the system that it loads is missing, as in a bare container."""
+    """Imports EnvPool when games are made, not earlier: it takes seconds, and bad arguments should be answered before.
+    Raises UsageError where a system library that EnvPool loads is missing, as in a bare container."""
     load_qt()
     try:
         import envpool
@@ -243,9 +243,10 @@ STEPS = devices.layout(Steps, games="restarts", steps="rewards terminated trunca
 
 
 def join_games(parts: Sequence, axis: int):
-    """Trees of arrays of several actors' games, of which this axis has n, as one: the first of each, the second, ...
+    """Joins trees of arrays of several actors along `axis`, that of each actor's n games: every actor's first game,
+    then every actor's second, and so on.
 
-    So their order is the same on however many devices, each of which has its part of every actor's games.
+    This order is the same on any number of devices, since each device has its part of every actor's games.
     """
 
     def join(*x):
@@ -352,8 +353,9 @@ def step_keys(rollout: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def stick(keys: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, age: jax.Array) -> jax.Array:
-    """What sticky actions make the games play: with this probability, but on an episode's first frame, the action
-    before. Keys uint32 [N, 2], probability float32 [], all else int32 [N]."""
+    """The actions int32 [N] that the games play: with this probability a game repeats its last action, except on an
+    episode's first frame (Machado et al. 2018, section 5). Keys uint32 [N, 2], probability float32 [], all else
+    int32 [N]."""
     again = jax.vmap(jax.random.bernoulli, (0, None))(keys, probability) & (age > 0)
     return jnp.where(again, last_action, actions)
 
@@ -608,7 +610,7 @@ def as_recurrent_policy(choose: Callable, start: Callable) -> Callable:
 
 
 def random_policy(frames, age, key, memory, actions: int = NUM_ACTIONS):
-    """Uniformly random actions, as `play_episodes` calls a policy."""
+    """Uniformly random actions int32 [N], as `play_episodes` calls a policy."""
     return jax.random.randint(key, len(frames), 0, actions), None
 
 

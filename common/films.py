@@ -13,7 +13,8 @@ MOMENTS = 8  # in each row of a film strip
 
 
 def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.ndarray:
-    """Moments of a film [T, H, W, 3], evenly spaced from the first to the last of each scene: a picture, a row each."""
+    """Moments of a film uint8 [T, H, W, 3], evenly spaced from the first to the last of each scene: a picture uint8
+    [scenes * H, moments * W, 3], a row each."""
     rows = []
     for scene in np.array_split(frames, scenes):
         chosen = scene[np.linspace(0, len(scene) - 1, moments).round().astype(int)]
@@ -22,8 +23,8 @@ def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.nd
 
 
 def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> Iterator[np.ndarray]:
-    """Films [T, H, W, 3] beside each other, of `size` pixels and under their names, frame after frame; who ends early
-    stands still."""
+    """Films uint8 [T, H, W, 3] beside each other, of `size` pixels and under their names, frame after frame, uint8; a
+    film that ends early stays on its last frame."""
     from PIL import Image, ImageDraw, ImageFont
 
     band = 32

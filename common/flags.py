@@ -249,7 +249,7 @@ def _check_types(args_class: type) -> None:
                 if isinstance(value, tuple):
                     kind = f"tuple[{', '.join(type(each).__name__ for each in value)}]"
                 new = f"{name}: {kind} = {(str(value) if kind == 'str' else value)!r}"
-                of_class = "" if name in types else " (and what is to be none, ClassVar)"
+                of_class = "" if name in types else "; if it is not to be a flag, annotate it as a ClassVar"
                 what = f"is no flag, and no new default, without its type: {new}{of_class}"
                 raise UsageError(f"{group.__name__}.{name}: {what}")
 
@@ -275,8 +275,10 @@ def check_devices(args: Any) -> None:
     each = [len(own) for own in devices.of_hosts(args)]
     same = f"--distributed: the hosts have {each} devices; give each as many, by CUDA_VISIBLE_DEVICES or (CPU) taskset"
     check(len(set(each)) == 1, same)
-    check(most > 0, f"--actor-devices {getattr(args, 'actor_devices', 0)}: leaves none of this machine's to learn")
-    check(args.num_devices <= most, f"--num-devices {args.num_devices}: there are {most} to learn on this machine")
+    actors = getattr(args, "actor_devices", 0)
+    check(most > 0, f"--actor-devices {actors}: leaves none of this machine's devices to learn on, give fewer")
+    given = f"--num-devices {args.num_devices}"
+    check(args.num_devices <= most, f"{given}: there are {most} devices to learn on this machine, give at most that")
     for what, share in args.shares().items():
         check(share % hosts == 0, f"--distributed: the {hosts} hosts do not divide {what}, {share}")
         fit = devices.that_divide(args, share)
@@ -309,7 +311,8 @@ def check_memory(args: Any, names: Sequence[str], arrays: Any, on_host: Any = ()
     needs = " and ".join(
         f"{need / 1e9:,.1f} GB on {place} (there are {there / 1e9:,.1f})" for place, (need, there) in asked.items()
     )
-    check(all(need <= there for need, there in asked.values()), f"{flags}: ask for at least {needs} of memory")
+    fits = all(need <= there for need, there in asked.values())
+    check(fits, f"{flags}: ask for at least {needs} of memory, give smaller values")
 
 
 def fixed(args_class: type) -> tuple[str, ...]:
@@ -422,7 +425,7 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
     form = "give a run directory, with a readable args.json in it"
     content = files.read(Path(run_dir, "args.json"), dict, flag, form)
     known = re.fullmatch(r"\w+", str(content.get("script"))) and isinstance(content.get("args"), dict)
-    check(bool(known), f"{flag} {run_dir}: its args.json has no script's name and no arguments; {form}")
+    check(bool(known), f"{flag} {run_dir}: its args.json has no script's name or no arguments; {form}")
     owner = content["script"]
     check(script in (None, owner), f"{flag} {run_dir}: give a run of {script}.py, this one is of {owner}.py")
     return content

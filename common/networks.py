@@ -43,9 +43,9 @@ class EncoderArgs:
     downsample: Literal["auto", "maxpool", "stride"] = "auto"
     """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
     separable: int = 0
-    """depthwise-separable convolutions with so many filters a channel; 0 for plain ones (impala, xresnet)"""
+    """filters per channel of depthwise-separable convolutions; 0 for plain convolutions (impala, xresnet)"""
     norm: Literal["auto", "none", "group"] = "auto"
-    """GroupNorm after each convolution, or none; auto is none but in mobilenet"""
+    """GroupNorm after each convolution, or none; auto is group in mobilenet and none in the others"""
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     center: Literal["auto", "yes", "no"] = "auto"
@@ -57,8 +57,8 @@ class EncoderArgs:
     spectral_norm: bool = False
     """divide the kernels of residual blocks by their largest singular value (impala)"""
     pool: Literal["avg", "act_avg", "max", "max6", "flatten"] = "avg"
-    """before the dense layer: average (act_avg, impala: of the nonlinearity) or maximum over positions, max6 over 6 x 6
-    parts of them, or keep them"""
+    """what the dense layer gets: avg or max over all positions (act_avg, impala: avg after its last nonlinearity, not
+    before), max6 over each of 6 x 6 parts, flatten all positions"""
     hidden: int = 256
     """units of the dense layer, and of a recurrent core where there is one"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -76,7 +76,7 @@ class EncoderArgs:
         of |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
         for flag, encoders in of.items():
             value, own = getattr(self, flag), getattr(type(self), flag)
-            leave = "nothing" if own == "" else own
+            leave = "''" if own == "" else own
             check(
                 value == own or name in encoders,
                 f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {leave}",
@@ -87,7 +87,7 @@ class EncoderArgs:
         )
         check(
             not self.spectral_norm or (name == "impala" and self.blocks and not self.separable),
-            "--spectral-norm: is of impala's residual blocks, without --separable",
+            "--spectral-norm: needs --encoder impala with --blocks 1 or more and --separable 0",
         )
         check(
             self.pool != "act_avg" or name == "impala",
@@ -111,12 +111,12 @@ INITS = {
 @custom_vjp
 def relu(x: jax.Array) -> jax.Array:
     """max(x, 0), whose gradient looks at its output, which the next layer keeps anyway."""
-    return jax.nn.relu(x)  # whose derivative forward is 0 at 0, as the gradient below
+    return jax.nn.relu(x)  # in forward mode; its derivative is 0 at 0, as in the gradient below
 
 
 def _relu_forward(x):
     y = jnp.maximum(x, 0)
-    # On a GPU the barrier is why it pays: XLA would see that this is max(x, 0) of an x, which it then keeps instead.
+    # On a GPU this saves memory only with the barrier: without it XLA would see through to x, and keep x instead.
     y = y if devices.on_cpu() else jax.lax.optimization_barrier(y)
     return y, y
 
@@ -173,6 +173,7 @@ class SpectralConv(nn.Conv):
 
 
 def spectral(kernel: jax.Array) -> jax.Array:
+    """A kernel [H, W, I, O] divided by its largest singular value."""
     return kernel / jnp.maximum(largest_singular_value(kernel), 1e-12).astype(kernel.dtype)
 
 
@@ -323,7 +324,7 @@ class XResNet(nn.Module):
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
         act, conv = self.layers.act, self.layers.conv
-        x = self.layers.pixels(frames, 73.9)
+        x = self.layers.pixels(frames, 73.9)  # the standard deviation of uniform bytes, sqrt((256**2 - 1) / 12)
         if self.stem:
             x = max_pool(act(conv(x, self.blocks[0][0])))
         for i, (features, stride) in enumerate(self.blocks):
@@ -341,13 +342,14 @@ class XResNet(nn.Module):
         return self.layers.head(self.layers.reduce(x))
 
     def squeeze_excitation(self, x: jax.Array, reduction: int = 16) -> jax.Array:
-        """The weight of each channel, [B, 1, 1, C] (Hu et al. 2018, section 3)."""
+        """The weight of each channel of x [B, H, W, C], [B, 1, 1, C] (Hu et al. 2018, section 3)."""
         few = math.ceil(x.shape[3] / reduction / 8) * 8
         weight = nn.relu(self.layers.dense(x.mean(axis=(1, 2)), few))
         return nn.sigmoid(self.layers.dense(weight, x.shape[3]))[:, None, None]
 
     def self_attention(self, x: jax.Array, i: int) -> jax.Array:
-        """Attention between positions (Zhang et al. 2019, SAGAN, section 3), with a weight that starts at 0."""
+        """Attention between the positions of x [B, H, W, C], in its shape (Zhang et al. 2019, SAGAN, section 3), with a
+        weight that starts at 0."""
 
         def project(features):
             return nn.Dense(features, use_bias=False, dtype=x.dtype, kernel_init=INITS[self.layers.init])(flat)
@@ -500,8 +502,8 @@ def acting(agent: nn.Module) -> nn.Module:
 
 @partial(jax.jit, static_argnums=0)
 def prepare(layers: Layers, params: dict) -> dict:
-    """An agent's parameters, with those that Flax would convert to the encoder's dtype in it: GroupNorm's, and all that
-    is not the encoder's, stay. Kernels of a SpectralConv are divided."""
+    """An agent's parameters with the encoder's convolutions and dense layers in the encoder's dtype, as Flax would
+    convert them, and kernels of a SpectralConv divided by their norm; GroupNorm's and all others as they are."""
 
     def one(path, x):
         names = [key.key for key in path]
@@ -555,6 +557,7 @@ class Recurrent(nn.Module):
 
 
 def initial_core(kind: str, hidden: int, size: int) -> Core:
+    """The core before a first step: zeros float32 [size, hidden], two arrays of an LSTM, one of a GRU."""
     return (jnp.zeros((size, hidden)),) * {"none": 0, "gru": 1, "lstm": 2}[kind]
 
 

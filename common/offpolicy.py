@@ -59,7 +59,7 @@ class OffPolicyArgs(actors.FleetArgs):
         games, unroll = self.num_envs, self.n_step + self.num_steps
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
-        need = f"{games} games times an unroll, an n-step return and the frames of stacks"
+        need = f"room for an unroll, an n-step return and two frame stacks of each of {games} games"
         check(self.buffer_size >= least, f"--buffer-size {self.buffer_size}: give {least} or more, {need}")
         check(
             least <= self.learning_starts <= self.buffer_size,

@@ -76,8 +76,8 @@ def empty(length: int, num_envs: int, offsets: Sequence[int]) -> Replay:
 def n_step_return(rows: Rows, row: jax.Array, env: jax.Array, *, n_step: int, gamma: float):
     """Up to n rewards from each `row` of each `env` on, both int32 [...], to the episode's end and not beyond it.
 
-    Returns their discounted sum float32 [...], the discount of the value that follows (0 after a terminal step; where
-    an episode was cut off, its last frame's value stands for the rest), and the row int32 [...] of that frame.
+    Returns their discounted sum float32 [...]; the discount float32 [...] of the value of the frame that follows, 0
+    after a terminal step; and the row int32 [...] of that frame, the episode's last where the episode was cut off.
     """
     length = len(rows.ended)
     window = (row[..., None] + jnp.arange(n_step)) % length
@@ -90,7 +90,8 @@ def n_step_return(rows: Rows, row: jax.Array, env: jax.Array, *, n_step: int, ga
 
 
 def priority(td: jax.Array, per_alpha: float) -> jax.Array:
-    """The priority of a temporal difference error, both float32 [...]; 1 where alpha is 0."""
+    """The priority of a temporal difference error, both float32 [...] (Schaul et al. 2016, section 3.3); 1 where alpha
+    is 0."""
     return (jnp.abs(td) + 1e-6) ** per_alpha
 
 
@@ -135,12 +136,14 @@ def insert(replay: Replay, new: Rows, restarts: jax.Array, *, n_step: int, gamma
 
 
 def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, n_step: int, gamma: float) -> Batch:
-    """Draws transitions with probabilities proportional to their priorities: rows by B equal parts of the sum.
+    """Draws B transitions with probabilities proportional to their priorities (Schaul et al. 2016, appendix B.2.1): a
+    row from each of B equal parts of the priorities' sum, then a game within the row.
 
-    The sum is taken anew, first over rows and then within one, with a number for each: float32 has too few digits for
-    one of a million. It is less work than a network has with one frame. `beta` says how far the importance weights
-    correct for the priorities. Where each device has games of its own, it draws the same number of them as the others,
-    for which the weights correct too.
+    The two draws have cumulative sums and random numbers of their own, since float32 has too few digits for one sum
+    over a million priorities. The sums are computed anew each time, at less cost than the network has with one frame.
+
+    `beta` says how far the importance weights (section 3.4) correct for the priorities. Each device draws as many as
+    the others, from its own games, whatever their priorities add up to; the weights correct for that too.
     """
     rows, priorities = replay.rows, replay.priorities
     row_key, env_key, sample_key = jax.random.split(key, 3)
@@ -170,7 +173,7 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
 
 
 def set_priorities(replay: Replay, batch: Batch, td: jax.Array, *, per_alpha: float) -> Replay:
-    """Gives the transitions of a batch the priorities of their TD errors [B]; of equal ones the larger."""
+    """Sets a batch's priorities by TD errors float32 [B]; a transition that was drawn twice gets the larger one."""
     new = jnp.where(batch.weight > 0, priority(td, per_alpha), 0)
     place = batch.row, batch.env
     return replay._replace(priorities=replay.priorities.at[place].set(0).at[place].max(new))

@@ -109,9 +109,9 @@ class RunArgs:
 
 
 def load(initial: Callable[[], dict], run_dir: str) -> dict[str, Any]:
-    """The newest checkpoint of a run, those parts of it that `initial` makes with their structure; raises UsageError.
+    """The newest checkpoint of a run; the parts that `initial` makes get their structure back. Raises UsageError.
 
-    What is of one host only is in it where there are as many hosts as there were.
+    What each host saved for itself is included only if there are as many hosts as when it was saved.
     """
     template = jax.eval_shape(initial)
     step, saved = checkpoints.load(run_dir)
@@ -505,8 +505,8 @@ class Run:
         self._metrics, self._lines = path.open("a"), sum(good) + new
 
     def while_replaying(self, what: str, total: int) -> Callable[[int], None]:
-        """Asked with how many of `total` steps have been played again: says so every ten seconds, and on a single
-        host ends the program if a signal came, since nothing has been learnt yet."""
+        """Returns progress(count), to be called as steps are replayed: it reports `count` of `total` every ten seconds
+        and, on a single host, ends the program if a signal came, since nothing has been learnt yet."""
         told = time.monotonic()
 
         def progress(count: int) -> None:

@@ -28,7 +28,7 @@ class NormalizeArgs:
 
 
 def shape_reward(reward: jax.Array) -> jax.Array:
-    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards are halved, large ones become roots.
+    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r, float32 [...]: small rewards are halved, large ones become roots.
 
     Pohlen et al. 2018, section 3.2, of values; .001 is R2D2's (Kapturowski et al. 2019, section 2.3).
     """
@@ -48,11 +48,12 @@ FILTER = devices.layout(ReturnFilter, games="discounted")
 
 
 def new_filter(num_envs: int) -> ReturnFilter:
+    """A filter of so many games that has seen nothing."""
     return ReturnFilter(jnp.zeros(num_envs), jnp.float32(0), jnp.float32(0), jnp.float32(1))
 
 
 def merge_moments(count, mean, var, more, more_mean, more_var):
-    """Count, mean and variance of two sets joined, from those of each (Chan et al. 1979)."""
+    """Count [], mean and variance [...] of two sets joined, from those of each, float32 (Chan et al. 1979)."""
     total = jnp.maximum(count + more, 1)
     apart = more_mean - mean
     var = (var * count + more_var * more + apart**2 * count * more / total) / total
@@ -107,7 +108,7 @@ def prepare_rewards(args, state: ReturnFilter, steps, gamma: jax.Array) -> tuple
 
 
 def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance [] of x where mask, over all devices."""
+    """Mean and variance, float32 [], of x where `mask`, bool of x's shape, is true, over all devices."""
     count = jnp.maximum(devices.total(mask.sum()), 1)
     mean = devices.total((x * mask).sum()) / count
     return mean, devices.total(((x - mean) ** 2 * mask).sum()) / count

@@ -1,6 +1,6 @@
-"""Draws a door of each of six tasks, or opens random doors by a script.
+"""Draws a door of each of six tasks or, with --check, opens random doors by a script.
 
-That is a proof that a hook can:
+The script proves that a hook can open them:
 
     python -m doorgym doors.png
     python -m doorgym --check
@@ -61,12 +61,12 @@ def check(args: Args) -> bool:
 
 
 def main(args: Args) -> None:
-    """Raises ValueError or OSError, one sentence, for arguments that are none, RuntimeError if nothing can be drawn."""
+    """Raises ValueError or OSError, one sentence, for bad arguments, RuntimeError if nothing can be drawn."""
     given = f"--num-worlds {args.num_worlds}, --seed {args.seed}"
     if args.num_worlds < 1 or args.seed < 0:
-        raise ValueError(f"{given}: must be 1 or more, and 0 or more")
+        raise ValueError(f"{given}: give 1 or more worlds, and a seed of 0 or more")
     if not args.check and (args.num_worlds, args.seed) != (Args.num_worlds, Args.seed):
-        raise ValueError(f"{given}: are of --check, which is not given")
+        raise ValueError(f"{given}: have no effect without --check")
     if args.check and args.path != Args.path:
         raise ValueError(f"{args.path}: --check writes no picture, leave it out")
     if args.check:

@@ -1,8 +1,8 @@
 """Opens doors by a script that reads the simulator's state: a proof that a task can be done, not that it is learnt.
 
 The hook comes over a lever from above (round the bar of a pull handle from the side), is rolled back so that link and
-tip turn the lever between them, and pulls or pushes. What motors give otherwise, 2 N at a handle's end, turns a hard
-lever by 0.2 rad, where its latch frees at 0.836.
+tip turn the lever between them, and pulls or pushes. Merely pushing a handle's end with a motor's 2 N would turn a
+hard lever by only 0.2 rad, and its latch comes free at 0.836.
 """
 
 from contextlib import closing

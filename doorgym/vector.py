@@ -34,7 +34,8 @@ def action_space(robot: str) -> gym.spaces.Box:
 
 
 def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> np.ndarray:
-    """DoorGym's reward float64 [N], of the state before a step and the actions in it.
+    """DoorGym's reward float64 [N] (Urakami et al. 2019, arXiv 1908.01887), of the state before a step and the actions
+    in it.
 
     Args:
       offset: [N, 3] from knob to finger, metres.
@@ -92,8 +93,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
           action_repeat: an action is held for this many steps of 20 ms, and the reward is the last one's.
           max_episode_steps: of 20 ms.
           autoreset: whether the next episode begins at once; otherwise `reset` has to be called.
-          in_turn: whether worlds are taken in turn, from a reset with a seed on: environment i's first episode before
-            the i-th, the next one before the (i + N)-th; or drawn.
+          in_turn: take the worlds in turn, counted from the last reset with a seed: environment i plays world i, then
+            i + N, i + 2 N, ... (modulo num_worlds); otherwise each episode draws one at random.
 
         Raises ValueError if an argument is none of those that are valid.
         """

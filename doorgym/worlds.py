@@ -75,14 +75,14 @@ class World(NamedTuple):
     lights: np.ndarray  # [2 to 5, 3]: directions
 
 
-TAPER = 0.68  # of a lever's outer part that is left at half its length
+TAPER = 0.68  # how far out a lever's handle still is halfway to its free end, as a share of its `rise + bump`
 # Metres of each knob's dimensions, uniform. A lever's are about those of the five that the original publishes; theirs
 # also taper in height, from up to 32 mm at the shaft to 17 at the free end.
 SHAPES = {
     # plate's width and height, grip bar's distance, half length and radius
     "pull": ((0.102, 0.145), (0.255, 0.287), (0.070, 0.117), (0.077, 0.096), (0.0065, 0.0099)),
-    # shaft's radius and length, handle's length and thickness, and how far it goes towards the slab from the shaft's
-    # length, away from the slab at the shaft's edge, and at its middle beyond that
+    # shaft's radius and length, handle's length and thickness; then, measured from the shaft's end: how far the handle
+    # goes back towards the slab, how far out at the shaft's edge, and how much further out at the shaft's middle
     "lever": (
         (0.015, 0.020), (0.047, 0.067), (0.0945, 0.141), (0.021, 0.0285), (0.004, 0.0143), (0.0058, 0.0148),
         (0.002, 0.009),
@@ -293,7 +293,7 @@ def _joint(body, name, axis, limits, damping, armature, stiffness=0.0, slide=Fal
 
 
 WRIST_LOOKS = {"rgba": (0.25, 0.3, 0.4, 1)} | ROBOT
-# Where the original's wrist is how thick: x and radius. Its front is round, so that a handle's thick end has room.
+# The original's wrist in profile: x and its radius there. Its front is round, so that a handle's thick end has room.
 WRIST = ((-0.099, 0.014), (-0.095, 0.028), (-0.082, 0.044), (-0.074, 0.048), (-0.018, 0.048), (0.031, 0.037))
 
 

@@ -77,14 +77,14 @@ class Args:
     interval: int = 400_000
     """environment steps of a generation"""
     metric: str = "charts/episodic_return"
-    """what members are compared by: its last value in metrics.jsonl; members evaluate for one of eval/... only"""
+    """metric to compare members by, its last value in metrics.jsonl; they run evaluations only for one of eval/..."""
     goal: Literal["maximize", "minimize"] = "maximize"
     """of the metric"""
     quantile: float = 0.25
-    """share of the members that is replaced, and share of those that they are replaced by"""
+    """share of the members, the worst, that are replaced, and share, the best, that are cloned in their place"""
     resample: float = 0.2
-    """probability that a flag of a clone is drawn anew, where it else moves: by a factor of 0.8 or 1.2 with :log, else
-    by a tenth of its range"""
+    """probability that a clone's flag is drawn anew from its range; otherwise it moves up or down, with :log by a
+    factor of 1.2 or 0.8, without by a tenth of its range"""
     jobs: int = 1
     """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
     cpus: float = 1.0
@@ -96,7 +96,7 @@ class Args:
     out: str = ""
     """folder of the study: results.csv, pbt.png and the members; by default runs/pbt/<name of the script>"""
     seed: int = 0
-    """of the draws, and the first member's; 0, 1, 2 ... for the others"""
+    """seed of the draws and of the first member's run; the others' runs get seed + 1, seed + 2, ..."""
 
 
 # THE COMMAND LINE

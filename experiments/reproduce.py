@@ -5,9 +5,9 @@
     python -m experiments.reproduce coinrun_ppo_grid --collect
 
 What was published is in experiments/reference/tables.csv: a row a cell, with the script, flags and steps that stand for
-it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed. A seed of
-which the file has a value stays in it where its run is on another machine, or gone; with other steps, what has more
-training stays.
+it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed. A seed's
+value stays in the file even if its run is on another machine, or gone; of values with different steps, those with more
+training stay.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Args:
     table: tyro.conf.Positional[str]
     """name of a table, such as coinrun_ppo_grid (a wrong one lists them)"""
     scale: float = 1.0
-    """part of the table's environment steps to train for"""
+    """train for this many times the table's environment steps; below 1 for shorter runs"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """a run of each cell for each of them"""
     cells: tuple[str, ...] = ()
@@ -252,8 +252,8 @@ def seeds_of(row: dict) -> dict[int, float]:
 
 
 def merged(before: dict, row: dict, args: Args) -> dict:
-    """A row of the runs that are here, with the seeds that an earlier row has besides, of as many steps; where these
-    are not known, or of other steps, the row of more training."""
+    """The row of the runs that are here, plus the seeds that only the earlier row `before` has, if both have as many
+    steps. If `before` has other steps, or does not list its seeds' values: the one of them with more training."""
     new, old = seeds_of(row), seeds_of(before)
     known = {name: row[name] for name in ("published", "note")}
     kept = {seed: value for seed, value in old.items() if seed not in new}

@@ -54,7 +54,7 @@ class Args:
     sweep: tyro.conf.Positional[str]
     """a sweep file of W&B's kind"""
     count: int = 0
-    """stop when the study has as many trials, failed ones included; 0 for the file's run_cap, else all of a grid"""
+    """stop when the study has this many trials, failed ones too; 0 for the file's run_cap or else a whole grid"""
     jobs: int = 1
     """trials of this process at a time"""
     out: str = ""
@@ -108,7 +108,7 @@ def in_order(spec: dict) -> dict:
     if not {"value", "values"} & set(spec):
         low, high, kind, q = spec["min"], spec["max"], kind_of(spec), spec.get("q", 1)
         if kind not in RANGES:
-            raise ValueError(f"its distribution is {kind}, of min and max give one of {', '.join(RANGES)}")
+            raise ValueError(f"its distribution is {kind}; with min and max give one of {', '.join(RANGES)}")
         if low > high:
             raise ValueError("min must not be above max")
         if kind == "int_uniform" and not (isinstance(low, int) and isinstance(high, int)):
@@ -242,8 +242,8 @@ def values_to_ask(spec: dict) -> list:
 
 
 def ask_script(sweep: dict) -> None:
-    """Ends as the script would if it takes one of the parameters' values neither with the others' first nor with their
-    last: some cells of a grid may be such as it refuses."""
+    """Ends as the script would, unless it takes each value of a parameter at least with the first or with the last
+    values of all others (some cells of a grid may be such as it refuses)."""
     values = {name: values_to_ask(spec) for name, spec in sweep["parameters"].items()}
     first, last = ({name: some[i] for name, some in values.items()} for i in (0, -1))
     trials.ask_script(sweep["program"], first)
@@ -271,7 +271,7 @@ def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
 
 
 def make_sampler(args: Args, sweep: dict, trial: int) -> optuna.samplers.BaseSampler:
-    """Of one trial, so that a process that joins the study, or goes on with it, draws nothing that was drawn before."""
+    """A sampler for one trial, so that a process that joins or continues the study repeats no draw."""
     kind = args.sampler if args.sampler != "auto" else "tpe" if sweep["method"] == "bayes" else "random"
     torch = kind != "gp" or importlib.util.find_spec("torch") is not None
     check(torch, "--sampler gp: needs PyTorch (pip install torch), or give tpe")
@@ -292,9 +292,9 @@ class Halving(optuna.pruners.SuccessiveHalvingPruner):
 
 
 def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
-    """W&B's early_terminate. Its Hyperband has a single bracket, which Optuna calls successive halving: whoever is not
-    among the best 1/eta goes after min_iter, min_iter eta, min_iter eta^2, ... values of the metric; with max_iter and
-    s after max_iter/eta^s, ... max_iter/eta. Of n trials Optuna keeps max(1, n // eta), W&B one more."""
+    """W&B's early_terminate. Its Hyperband has a single bracket, which Optuna calls successive halving: a trial that is
+    not among the best 1/eta ends after min_iter, min_iter eta, min_iter eta^2, ... values of the metric; with max_iter
+    and s after max_iter/eta^s, ... max_iter/eta. Of n trials Optuna keeps max(1, n // eta), W&B one more."""
     rule = sweep.get("early_terminate")
     if not rule:
         return optuna.pruners.NopPruner()

@@ -278,10 +278,12 @@ def six_doors() -> list[str]:
 
 
 def at_the_end(row: dict) -> tuple[float, float, int, str]:
-    """What ours came to in a row of published.csv: the value, of a curve the mean over the last tenth of its steps, and
-    the steps (NaN where the file has none), both means over seeds; how many seeds there are; and of one seed
-    the standard error over an evaluation's episodes, where the file has it. A reproduced table's cells are means
-    already and have their number of seeds."""
+    """What we measured for a row of published.csv: value, steps, number of seeds, standard error.
+
+    Value and steps (NaN where the file has none) are means over seeds; a curve's value is its mean over the last tenth
+    of its steps. The error, over an evaluation's episodes, is there for a single seed where the file has it, else "".
+    A reproduced table's cells are means over seeds already, and say of how many.
+    """
     chosen = dict(pair.split("=") for pair in shlex.split(row["rows"]))
     curves, error, seeds = {}, "", 0
     for line in records.read_rows(STUDIES / row["file"]):

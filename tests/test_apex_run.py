@@ -317,7 +317,7 @@ BAD = {
     "no learners": (
         ["--num-actors", 4, "--actor-devices", 4],
         "--actor-devices 4",
-        "leaves none of this machine's to learn",
+        "leaves none of this machine's devices to learn on",
     ),
     "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
     "other actors": (None, "--num-actors 1", "keeps its own, --num-actors 2"),
