@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import shlex
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -520,7 +519,6 @@ def main(args: Args) -> list[dict]:
         if is_asked(args, row)
     }  # cells that differ in their metric only share their runs
     wanted = {folder: run for folder, run in asked.items() if not read_progress(folder)["done"]}
-    stopping = threading.Event()
     origin = trials.origin()
 
     waiting, held = deque(() if args.collect else wanted), set()
@@ -545,14 +543,9 @@ def main(args: Args) -> list[dict]:
             if said != ELSEWHERE:
                 write(args, cells)
 
-    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     done = len(asked) - len(wanted)
-    try:
-        with trials.ProgressLine(args.table, len(asked), done) as line:
-            trials.in_parallel(work, args.jobs, stopping)
-    finally:
-        for signal_number, handler in old.items():
-            signal.signal(signal_number, handler)
+    with trials.until_signal() as stopping, trials.ProgressLine(args.table, len(asked), done) as line:
+        trials.in_parallel(work, args.jobs, stopping)
     results = write(args, cells)
     print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
     names = {folder: f"{row['cell']}, seed {seed}" for folder, (row, _, seed) in asked.items()}

@@ -15,7 +15,6 @@ import itertools
 import math
 import os
 import platform
-import signal
 import time
 import uuid
 import warnings
@@ -548,22 +547,9 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     return study
 
 
-def main(args: Args) -> optuna.Study:
-    """Runs trials until the study has enough; returns it."""
-    runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS), "count": (0, 1_000_000), "seed": (0, None)})
-    sweep = read_sweep(args.sweep, args.set)
-    ask_script(sweep)
-    drawn = args.sampler == "auto" or sweep["method"] == "bayes"
-    check(drawn, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
-    make_sampler(args, sweep, 0)  # or it is refused, before the study keeps it
-    count = args.count or sweep.get("run_cap", 0)
-    check(count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
-    count = count or len(grid_of(sweep))
-    out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()
-    files.make_folder(out, "--out")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    stopping = Event()
-    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Event) -> optuna.Study:
+    """Opens the study and runs trials until it has `count`, or `stopping` is set; returns it. Raises FullError or
+    FailedError if the study cannot be written."""
     with files.take(out, wait=True):
         study = open_study(args, sweep, Path(args.sweep).stem, out)
     origin = trials.origin()
@@ -595,9 +581,25 @@ def main(args: Args) -> optuna.Study:
     except GONE as error:
         why = " ".join(str(error).split())[:200]
         raise files.FailedError(f"the study's database does not answer ({why}); the same command goes on") from None
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    return study
+
+
+def main(args: Args) -> optuna.Study:
+    """Runs trials until the study has enough; returns it."""
+    runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS), "count": (0, 1_000_000), "seed": (0, None)})
+    sweep = read_sweep(args.sweep, args.set)
+    ask_script(sweep)
+    drawn = args.sampler == "auto" or sweep["method"] == "bayes"
+    check(drawn, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
+    make_sampler(args, sweep, 0)  # or it is refused, before the study keeps it
+    count = args.count or sweep.get("run_cap", 0)
+    check(count > 0 or sweep["method"] == "grid", "--count 0: is for a grid only, give a number of trials")
+    count = count or len(grid_of(sweep))
+    out = Path(args.out or f"runs/sweeps/{Path(args.sweep).stem}").absolute()
+    files.make_folder(out, "--out")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with trials.until_signal() as stopping:
+        study = run_trials(args, sweep, count, out, stopping=stopping)
     if stopping.is_set():
         print("stopped; the same command goes on")
     if (out / "results.csv").exists():

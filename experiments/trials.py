@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -206,6 +207,18 @@ class ProgressLine:
         self._looked[folder] = now
         self._parts[folder] = part_done(find_run(folder)) if alive else 1.0
         self._progress.update(self._task, completed=self._done + sum(self._parts.values()))
+
+
+@contextlib.contextmanager
+def until_signal() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, in place of ending this process."""
+    stopping = threading.Event()
+    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def in_parallel(work: Callable[[], None], jobs: int, stopping: threading.Event) -> None:
