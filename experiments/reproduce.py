@@ -1,7 +1,7 @@
 """Makes a table of the studies that we follow: runs what is missing of it, and puts ours beside the published. Try:
 
     python -m experiments.reproduce coinrun_ppo_grid --seeds 1 2 3
-    python -m experiments.reproduce coinrun_ppo_grid --scale 0.15 --set encoder=nature width=1 pool=flatten --jobs 2
+    python -m experiments.reproduce coinrun_ppo_grid --scale 0.15 --set encoder=nature downsample=auto --jobs 2
     python -m experiments.reproduce coinrun_ppo_grid --collect
 
 What was published is in experiments/reference/tables.csv: a row a cell, with the script, flags and steps that stand for

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,25 @@ def test_every_cell_can_be_run(name):
             runs.check_args(tyro.cli(script.Args, args=words), script.SCRIPT)
             seen.add((reproduce.folder_of(Path(), row, flags, 1), row["metric"]))
     assert len(seen) == sum(bool(row["script"]) for row in reproduce.read_table(name))
+
+
+def commands_with_settings():
+    """Those in the docs that give a table's cells other flags."""
+    pages = [ROOT / name for name in ("README.md", "benchmarks/TODO.md", "experiments/reproduce.py")]
+    pages += sorted(ROOT.glob("docs/*.md"))
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    found = [
+        line.partition("python -m experiments.reproduce ")[2].split("#")[0].strip()
+        for line in lines
+        if "--set " in line
+    ]
+    return [line for line in dict.fromkeys(found) if line]
+
+
+@pytest.mark.parametrize("words", commands_with_settings())
+def test_settings_that_the_docs_give_are_taken(words):
+    args = tyro.cli(reproduce.Args, args=shlex.split(words))
+    reproduce.check_overrides(args, reproduce.read_table(args.table))
 
 
 def test_the_interval_is_students():

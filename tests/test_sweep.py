@@ -32,8 +32,9 @@ FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
 # Small enough to end in seconds. What a file sweeps over is left to it, but for the game: bigfish's episodes are short.
 PROCGEN = {
     "env_id": "bigfish",
-    "num_envs": 4,
+    "num_envs": 12,
     "encoder": "nature",
+    "downsample": "auto",
     "pool": "flatten",
     "width": 1,
     "hidden": 16,
