@@ -175,11 +175,11 @@ def on_all(gpus: list[jax.Device]) -> Place:
     """Arrays lie as the layouts of `devices.spread` say, the same on every GPU if none is given."""
     mesh = mesh_of(gpus)
 
-    def place(tree, lies=SAME):
+    def place(tree, specs=SAME):
         def lay(spec, some):
             return jax.tree.map(partial(shape, sharding=NamedSharding(mesh, spec)), some)
 
-        return jax.tree.map(lay, lies, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(lay, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     return place
 
@@ -187,7 +187,7 @@ def on_all(gpus: list[jax.Device]) -> Place:
 def on_first(gpus: list[jax.Device]) -> Place:
     """All arrays lie on the first GPU, as those of an actor do on its own."""
 
-    def place(tree, lies=SAME):
+    def place(tree, specs=SAME):
         return jax.tree.map(partial(shape, sharding=SingleDeviceSharding(gpus[0])), tree)
 
     return place

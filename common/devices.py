@@ -165,18 +165,18 @@ def memory(args: Any) -> tuple[float, float]:
 def layout(kind: Callable, *, games: str = "", steps: str = "", **parts: Any) -> Any:
     """Where the fields of a NamedTuple lie: these with each device's games, [N, ...] or [T, N, ...], `parts` as said,
     all others the same on every device."""
-    lies = dict.fromkeys(games.split(), GAMES) | dict.fromkeys(steps.split(), STEPS) | parts
-    return kind(**{name: lies.get(name, SAME) for name in kind._fields})
+    specs = dict.fromkeys(games.split(), GAMES) | dict.fromkeys(steps.split(), STEPS) | parts
+    return kind(**{name: specs.get(name, SAME) for name in kind._fields})
 
 
 def spread(
-    takes: Sequence[Any], gives: Any, *, every_host: bool = True, when: Callable = lambda args: True
+    in_specs: Sequence[Any], out_specs: Any, *, every_host: bool = True, when: Callable = lambda args: True
 ) -> Callable:
     """A decorator for function(args, ..., *arrays), which each device then runs on its own part of the arrays.
 
     Args:
-      takes: where each of the last arguments lies, `layout`s or parts of them; a list of one for a sequence of such.
-      gives: the same of what the function returns.
+      in_specs: where each of the last arguments lies, `layout`s or parts of them; a list of one for a sequence of such.
+      out_specs: the same of what the function returns.
       every_host: on the devices of all hosts; else on those of this host.
       when: when(args) says whether; else it runs as it is, wherever its arrays are.
     """
@@ -186,15 +186,15 @@ def spread(
         def on_each_device(args, *given):
             if not when(args):
                 return function(args, *given)
-            static, arrays = given[: -len(takes)], given[-len(takes) :]
+            static, arrays = given[: -len(in_specs)], given[-len(in_specs) :]
             return jax.shard_map(
                 partial(function, args, *static),
                 mesh=mesh(args, every_host),
                 in_specs=tuple(
-                    type(some)(lies * len(some)) if isinstance(lies, list) else lies
-                    for lies, some in zip(takes, arrays, strict=True)
+                    type(some)(spec * len(some)) if isinstance(spec, list) else spec
+                    for spec, some in zip(in_specs, arrays, strict=True)
                 ),
-                out_specs=gives,
+                out_specs=out_specs,
                 check_vma=False,
             )(*arrays)
 
@@ -203,9 +203,9 @@ def spread(
     return decorate
 
 
-def put(args: Any, tree: Any, lies: Any) -> Any:
+def put(args: Any, tree: Any, specs: Any) -> Any:
     """Puts a tree of arrays, of this host's games where they are of games, on this host's devices that learn."""
-    return jax.device_put(tree, shardings(args, lies, every_host=False))
+    return jax.device_put(tree, shardings(args, specs, every_host=False))
 
 
 def feed(args: Any, tree: Any) -> Any:
@@ -214,10 +214,10 @@ def feed(args: Any, tree: Any) -> Any:
     return put(args, tree, GAMES) if mesh(args, every_host=False).size > 1 else tree
 
 
-def join(args: Any, tree: Any, lies: Any) -> Any:
+def join(args: Any, tree: Any, specs: Any) -> Any:
     """Puts a tree of arrays on the devices that learn; arrays of games are joined with those of the other hosts."""
-    tree = put(args, tree, lies)
-    return _same_parts(mesh(args), tree, lies) if hosts(args) > 1 else tree
+    tree = put(args, tree, specs)
+    return _same_parts(mesh(args), tree, specs) if hosts(args) > 1 else tree
 
 
 def here(args: Any, tree: Any) -> Any:
@@ -225,15 +225,15 @@ def here(args: Any, tree: Any) -> Any:
     return _same_parts(mesh(args, every_host=False), tree, SAME) if hosts(args) > 1 else tree
 
 
-def share(args: Any, tree: Any, lies: Any) -> Any:
+def share(args: Any, tree: Any, specs: Any) -> Any:
     """Puts a tree of arrays, which each host has of all games, on the devices of all hosts."""
     if hosts(args) == 1:
-        return put(args, tree, lies)
+        return put(args, tree, specs)
 
     def own_parts(where, some):
         return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), some)
 
-    return jax.tree.map(own_parts, shardings(args, lies), jax.device_get(tree))
+    return jax.tree.map(own_parts, shardings(args, specs), jax.device_get(tree))
 
 
 def whole(args: Any, tree: Any) -> Any:
@@ -261,12 +261,12 @@ def of_each_host(args: Any, tree: Any) -> dict[str, Any]:
     return {str(i): jax.tree.unflatten(structure, [some[i] for some in collected]) for i in range(hosts(args))}
 
 
-def shardings(args: Any, lies: Any, *, every_host: bool = True) -> Any:
+def shardings(args: Any, specs: Any, *, every_host: bool = True) -> Any:
     """Where arrays of all games lie, or of this host's, as jax.jit and jax.device_put take it."""
-    return jax.tree.map(partial(NamedSharding, mesh(args, every_host)), lies, is_leaf=_is_spec)
+    return jax.tree.map(partial(NamedSharding, mesh(args, every_host)), specs, is_leaf=_is_spec)
 
 
-def _same_parts(where: Mesh, tree: Any, lies: Any) -> Any:
+def _same_parts(where: Mesh, tree: Any, specs: Any) -> Any:
     """The arrays whose parts on this host's devices are as they are, on a mesh of more or fewer hosts."""
 
     def of_parts(spec, x):
@@ -275,7 +275,7 @@ def _same_parts(where: Mesh, tree: Any, lies: Any) -> Any:
         shape = [n * where.size if axis else n for n, axis in zip(parts[0].shape, axes, strict=True)]
         return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(where, spec), parts)
 
-    return jax.tree.map(lambda spec, some: jax.tree.map(partial(of_parts, spec), some), lies, tree, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec, some: jax.tree.map(partial(of_parts, spec), some), specs, tree, is_leaf=_is_spec)
 
 
 def _is_spec(x: Any) -> bool:

@@ -494,8 +494,8 @@ def test_what_an_update_learns_from():
         "advantages": (advantages - advantages.mean()) / advantages.std(),
         "log_probs": scipy.stats.norm.logpdf(rollout.actions, mean, np.exp(log_std)).sum(axis=-1),
     }  # fmt: skip
-    lies = hn.Batch(*[devices.GAMES] * len(hn.Batch._fields))
-    prepare = devices.spread([hn.STATE, devices.STEPS], (hn.STATE, lies, devices.SAME))(
+    specs = hn.Batch(*[devices.GAMES] * len(hn.Batch._fields))
+    prepare = devices.spread([hn.STATE, devices.STEPS], (hn.STATE, specs, devices.SAME))(
         lambda args, *given: hn.prepare(args, agent, *given)
     )
     for n in (1, 2):
