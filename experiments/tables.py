@@ -259,8 +259,8 @@ def starpilot_study() -> list[str]:
 
 def six_doors() -> list[str]:
     """The study's measures of each method after six doors, published and ours."""
-    names = ("matrices", "fresh_critic", "ordinary")
-    rows = [row for name in names for row in records.read_rows(STUDIES / "doorgym_six" / f"{name}.csv")]
+    names = ("six/matrices", "gripper/matrices", "six/fresh_critic", "six/ordinary")
+    rows = [row for name in names for row in records.read_rows(STUDIES / f"doorgym_{name}.csv")]
     rows = [row for row in rows if row["tasks_learnt"] == "6"]
     theirs = {row["method"]: row for row in rows if row["whose"] == "published"}
 
