@@ -104,10 +104,11 @@ def read_ours(run_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Met
 
 def draw(tasks: tuple[str, ...], ours: dict[str, Method], theirs: dict[str, np.ndarray]) -> plt.Figure:
     """A row for each method: the study's, if there is one, and ours."""
-    figure, axes = plt.subplots(
-        len(ours), 2, figsize=(9, 3.2 * len(ours)), dpi=120, layout="constrained", squeeze=False
-    )
-    for (name, method), (left, right) in zip(ours.items(), axes, strict=True):
+    shape = len(ours), 1 if theirs.keys().isdisjoint(ours) else 2
+    size = 4.5 * shape[1], 3.2 * shape[0]
+    figure, axes = plt.subplots(*shape, figsize=size, dpi=120, layout="constrained", squeeze=False)
+    for (name, method), row in zip(ours.items(), axes, strict=True):
+        left, right = row[0], row[-1]
         done = min(map(len, method.matrices))
         mean = np.mean([matrix[:done] for matrix in method.matrices], axis=0)
         panels = [(left, theirs[name], "published, 3 seeds")] if name in theirs else []
