@@ -1,0 +1,62 @@
+"""Whether two checkouts compute the same, digit for digit: runs the cases of benchmarks/golden_runs.py with the scripts
+of both and compares their metrics, names and numbers.
+
+    python -m benchmarks.compare_checkouts ../old . --scripts ppo_procgen trpo_procgen
+
+Programs are compiled as users have them. Prints each line that differs; the exit code is 1 if any does.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from benchmarks.golden_runs import CASES, run_processes
+from common import runs
+
+SCRIPTS = tuple(dict.fromkeys(case.script for case in CASES.values()))
+
+
+@dataclass(frozen=True)
+class Args:
+    old: tyro.conf.Positional[str]
+    """a checkout"""
+    new: tyro.conf.Positional[str]
+    """another"""
+    scripts: tuple[str, ...] = SCRIPTS
+    """which scripts"""
+
+
+def differences(old: list[dict[str, float]], new: list[dict[str, float]]) -> list[str]:
+    """A sentence for each line of metrics that differs."""
+    found = [f"{len(old)} lines of metrics, now {len(new)}"] if len(old) != len(new) else []
+    for i, (a, b) in enumerate(zip(old, new, strict=False)):
+        # As text, in which NaN equals itself.
+        names = [name for name in a | b if str(a.get(name)) != str(b.get(name))]
+        if names:
+            values = ", ".join(f"{name} {a.get(name)} -> {b.get(name)}" for name in names)
+            found.append(f"line {i + 1}, step {b['global_step']}: {values}")
+    return found
+
+
+def main(args: Args) -> None:
+    checkouts = [Path(path).absolute() for path in (args.old, args.new)]
+    for path in checkouts:
+        runs.check((path / "common").is_dir(), f"{path}: not a checkout, it has no folder common")
+    unknown = [name for name in args.scripts if name not in SCRIPTS]
+    runs.check(bool(args.scripts) and not unknown, f"--scripts {' '.join(unknown)}: give some of {' '.join(SCRIPTS)}")
+    failed = 0
+    for name, case in CASES.items():
+        if case.script in args.scripts:
+            with tempfile.TemporaryDirectory() as folder:
+                old, new = (run_processes(case, Path(folder) / str(i), path) for i, path in enumerate(checkouts))
+            found = differences(old, new)
+            print(f"{name}: {f'{len(found)} differences' if found else 'the same'}", *found, sep="\n  ", flush=True)
+            failed += bool(found)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
