@@ -8,12 +8,11 @@ Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-ste
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -21,10 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
+from jax.sharding import Mesh
 
 from common import agents, augment, devices, envs, networks, offpolicy, replay, runs
-from common.devices import GAMES, SAME
+from common.devices import ENV_SHARDED, REPLICATED
 from common.files import check
+from common.flags import (
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    StepCount,
+    UnitInterval,
+)
 
 SCRIPT = Path(__file__).stem
 EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a policy may stand still for ever
@@ -32,50 +42,44 @@ EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a polic
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "epsilon": (0, 1), "epsilon_alpha": (0, None), "num_atoms": (1, 1024), "v_min": (-1e9, 1e9),
-        "v_max": (-1e9, 1e9), "num_quantiles": (0, 1024), "munchausen_alpha": (0, 1), "munchausen_tau": (1e-6, None),
-        "target_network_frequency": (1, 2**31 - 1), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-        "l2": (0, None), "learning_rate": (0, None),
-    }  # fmt: skip
     FIXED: ClassVar = ("num_atoms", "v_min", "v_max", "num_quantiles", "dueling")  # what the network's outputs mean
 
-    hidden: int = 512
+    hidden: Size = 512
     """units of the dense layer of each stream"""
     dueling: bool = True
     """a stream for the state's value beside the one for the actions' advantages, each with a dense layer of its own"""
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 24
-    n_step: int = 20
-    epsilon: float = 0.4
+    total_timesteps: StepCount = 8_000_000
+    """total number of environment steps"""
+    num_envs: Size = 24
+    n_step: PositiveInt = 20
+    epsilon: UnitInterval = 0.4
     """game i of N plays a random action with probability epsilon^(1 + i / (N - 1) * epsilon_alpha)"""
-    epsilon_alpha: float = 7.0
+    epsilon_alpha: NonNegativeFloat = 7.0
     """spread of exploration: the first game's random actions have probability epsilon, the last's epsilon^(1 + this)"""
-    num_atoms: int = 99
+    num_atoms: Annotated[int, Interval(ge=1, le=1024)] = 99
     """atoms of the distribution of values (C51); 1 for its mean alone, learnt with Huber's loss"""
-    v_min: float = -5.0
+    v_min: Annotated[float, Interval(ge=-1e9, le=1e9)] = -5.0
     """the lowest atom"""
-    v_max: float = 20.0
+    v_max: Annotated[float, Interval(ge=-1e9, le=1e9)] = 20.0
     """the highest atom; returns above it cannot be told apart"""
-    num_quantiles: int = 0
+    num_quantiles: Annotated[int, Interval(ge=0, le=1024)] = 0
     """learn this many quantiles of the distribution of values, drawn anew in each update (IQN); 0 to learn atoms"""
-    munchausen_alpha: float = 0.0
+    munchausen_alpha: UnitInterval = 0.0
     """weight in the reward of the bonus max(tau log pi(a|s), -1), pi a softmax of the target's values; 0 for none"""
-    munchausen_tau: float = 0.03
+    munchausen_tau: PositiveFloat = 0.03
     """temperature tau of Munchausen's softmax policy, whose mean value replaces that of double_q's best action"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
-    target_network_frequency: int = 150
+    target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 150
     """updates between two copies to the target network"""
-    learning_rate: str = "1e-4"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
-    max_grad_norm: float = 40.0
-    """clip the gradient to this global norm; 0 for no clipping"""
-    adam_eps: float = 1.5e-4
+    learning_rate: NonNegativeSchedule = "1e-4"
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    max_grad_norm: NonNegativeFloat = 40.0
+    """maximum global norm of the gradient; 0 for no clipping"""
+    adam_eps: PositiveFloat = 1.5e-4
     """Adam's epsilon"""
-    l2: float = 0.0
-    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
+    l2: NonNegativeFloat = 0.0
+    """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
 
     @property
     def with_atoms(self) -> bool:
@@ -83,7 +87,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         return self.num_atoms > 1 and not self.num_quantiles
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         differ = self.num_envs > 1 and 0 < self.epsilon < 1
         runs.check_needs(self, differ, "two games or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
@@ -105,8 +109,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
 
 class Agent(nn.Module):
-    """Values of all actions (their distributions, if num_atoms > 1 or num_quantiles), in dueling streams (Wang et al.
-    2016)."""
+    """Action values, or their distributions by atoms or quantiles, in dueling streams (Wang et al. 2016)."""
 
     encoder: nn.Module
     hidden: int
@@ -117,49 +120,53 @@ class Agent(nn.Module):
 
     @nn.compact
     def __call__(self, frames: jax.Array, keys: jax.Array | None = None, taus: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C], keys for dropout uint32 [B, 2] -> float32 [B, 15, atoms]: the atoms' logits or,
+        """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> float32 [B, 15, atoms]: the atoms' logits or,
         of one atom, values. With num_quantiles -> [B, 15, N]: quantiles at the levels `taus` float32 [B, N], from 0 to
         1 (evenly spaced if not given)."""
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
-        atoms = len(self.support)
+        num_atoms = len(self.support)
         dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
         if self.num_quantiles:
             if taus is None:
                 taus = jnp.broadcast_to(
                     (jnp.arange(self.num_quantiles) + 0.5) / self.num_quantiles, (len(x), self.num_quantiles)
                 )
-            waves = jnp.cos(jnp.pi * jnp.arange(64) * taus[..., None])  # Dabney et al. 2018b (IQN), equation 4
-            x = x[:, None] * nn.relu(dense(x.shape[1])(waves))  # [B, N, features]
+            cosines = jnp.cos(jnp.pi * jnp.arange(64) * taus[..., None])  # Dabney et al. 2018b (IQN), equation 4
+            x = x[:, None] * nn.relu(dense(x.shape[1])(cosines))  # [B, N, features]
 
         def stream(outputs, bias_init=nn.initializers.zeros):
             hidden = nn.relu(dense(self.hidden)(x))
-            y = dense(outputs * atoms, bias_init=bias_init)(hidden)
-            return y.mT if self.num_quantiles else y.reshape(len(x), outputs, atoms)
+            y = dense(outputs * num_atoms, bias_init=bias_init)(hidden)
+            return y.mT if self.num_quantiles else y.reshape(len(x), outputs, num_atoms)
 
-        def near_zero(key, shape, dtype=jnp.float32):
-            """Biases [outputs * atoms] by which values start around 0, as one atom's do. The middle of the support is
-            above what most games pay, and values far too high bootstrap from themselves and fall slowly.
-
-            The logits are a bell around 0, a twentieth of the support wide, with straight slopes: a Gaussian's would be
-            hundreds of logits deep, and atoms down there are hardly learnt. Atoms further apart than that would miss
-            the bell: then the two around 0 share the probability, by their distance to it."""
-            if atoms == 1:
-                return jnp.zeros(shape, dtype)
-            apart, width = self.support[1] - self.support[0], 0.05 * (self.support[-1] - self.support[0])
-            z = np.abs(self.support) / width
-            bell = -np.where(z < 1, z**2 / 2, z - 0.5)  # as Huber's loss
-            around = np.clip(1 - np.abs(self.support) / apart, 0, 1)
-            logits = bell if apart <= width else np.log(around + 0.01 / atoms)
-            return jnp.tile(jnp.asarray(logits, dtype), shape[0] // atoms)
-
+        bias_init = partial(init_value_bias, self.support)
         if not self.dueling:
-            return stream(envs.NUM_ACTIONS, near_zero)
+            return stream(envs.NUM_ACTIONS, bias_init)
         advantages = stream(envs.NUM_ACTIONS)
-        return stream(1, near_zero) + advantages - advantages.mean(axis=1, keepdims=True)  # Wang et al., equation 9
+        return stream(1, bias_init) + advantages - advantages.mean(axis=1, keepdims=True)  # Wang et al., equation 9
+
+
+def init_value_bias(support: Sequence[float], key: jax.Array, shape: tuple[int], dtype=jnp.float32) -> jax.Array:
+    """Initialises biases [outputs * atoms] so that values start around 0, as without a distribution. The middle of the
+    support is above most games' returns, and overestimated values bootstrap from themselves and fall slowly.
+
+    The logits are a bell around 0 with straight slopes, a twentieth of the support wide: a Gaussian's slopes would be
+    hundreds of logits deep, and atoms down there are hardly learnt. If atoms are spaced further apart, the two around 0
+    share the probability, by their distance to it.
+    """
+    num_atoms = len(support)
+    if num_atoms == 1:
+        return jnp.zeros(shape, dtype)
+    spacing, width = support[1] - support[0], 0.05 * (support[-1] - support[0])
+    z = np.abs(support) / width
+    bell = -np.where(z < 1, z**2 / 2, z - 0.5)  # as Huber's loss
+    nearest = np.clip(1 - np.abs(support) / spacing, 0, 1)
+    logits = bell if spacing <= width else np.log(nearest + 0.01 / num_atoms)
+    return jnp.tile(jnp.asarray(logits, dtype), shape[0] // num_atoms)
 
 
 def make_agent(args: Args) -> Agent:
-    """The networks that these flags describe."""
+    """The network that these flags describe."""
     encoder = networks.make_encoder(replace(args, hidden=0))  # the streams have the dense layers
     support = tuple(np.linspace(args.v_min, args.v_max, args.num_atoms).tolist()) if args.with_atoms else (0.0,)
     return Agent(encoder, args.hidden, args.dropout, args.dueling, support, args.num_quantiles)
@@ -177,10 +184,10 @@ def mean_value(support: Sequence[float], outputs: jax.Array) -> jax.Array:
 
 
 class TrainState(NamedTuple):
-    """The learner."""
+    """State of the learner."""
 
     params: dict
-    target: dict
+    target_params: dict
     opt_state: optax.OptState
     global_step: jax.Array  # int32 []: transitions played
     updates: jax.Array  # int32 []
@@ -189,18 +196,17 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `improve` multiplies it by -learning_rate, from a schedule."""
-    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
+    """Adam's direction, without step size and sign: `train_step` multiplies it by -learning_rate, from a schedule."""
+    return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def initial_state(args: Args, agent: Agent) -> TrainState:
-    """The learner before its first update, from `args.seed`."""
-    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
+def init_state(args: Args, agent: Agent) -> TrainState:
+    """The learner's state before its first update, from `args.seed`."""
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
     params = agent.init(jax.random.PRNGKey(args.seed), frames)
     return TrainState(
         params=params,
-        target=jax.tree.map(jnp.copy, params),
+        target_params=jax.tree.map(jnp.copy, params),
         opt_state=make_optimizer(args).init(params),
         global_step=jnp.int32(0),
         updates=jnp.int32(0),
@@ -213,35 +219,34 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 
 
 def epsilons(args: Args) -> np.ndarray:
-    """How often each game's action is random, float32 [N] (Horgan et al. 2018, section 4)."""
-    place = np.arange(args.num_envs) / max(args.num_envs - 1, 1)
-    return np.float32(args.epsilon ** (1 + place * args.epsilon_alpha))
+    """Each environment's probability of a random action, float32 [N] (Horgan et al. 2018, section 4)."""
+    fraction = np.arange(args.num_envs) / max(args.num_envs - 1, 1)
+    return np.float32(args.epsilon ** (1 + fraction * args.epsilon_alpha))
 
 
-def explore(keys: jax.Array, values: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """The best of the values [N, 15], or with probability epsilon [N] any action: int32 [N]; keys are uint32 [N, 2]."""
+def epsilon_greedy(keys: jax.Array, values: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """The best actions int32 [N] by values float32 [N, 15], or with probability epsilon [N] random ones; keys are
+    uint32 [N, 2]."""
 
-    def one(key, values, epsilon):
-        random_key, action_key = jax.random.split(key)
-        any_action = jax.random.randint(action_key, (), 0, envs.NUM_ACTIONS)
-        return jnp.where(jax.random.bernoulli(random_key, epsilon), any_action, values.argmax())
+    def choose_action(key, values, epsilon):
+        explore_key, action_key = jax.random.split(key)
+        random_action = jax.random.randint(action_key, (), 0, envs.NUM_ACTIONS)
+        return jnp.where(jax.random.bernoulli(explore_key, epsilon), random_action, values.argmax())
 
-    return jax.vmap(one)(keys, values, epsilon)
+    return jax.vmap(choose_action)(keys, values, epsilon)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def act(
-    args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs: jax.Array, age: jax.Array
-) -> tuple[offpolicy.Rollout, jax.Array]:
-    """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
-    frames = rollout.frames.put(rollout.t, obs, age)
-    values = mean_value(agent.support, devices.in_chunks(partial(agent.apply, params), frames.stack(rollout.t)))
-    choose_keys, stick_keys = envs.step_keys(rollout)
-    epsilon = jnp.array(epsilons(args))[rollout.numbers]
-    actions = explore(choose_keys, values, epsilon)
-    worth = state_value(args, values)
-    rollout = rollout._replace(frames=frames)
-    return offpolicy.record(args, rollout, age, actions, values=values, state_value=worth, stick_keys=stick_keys)
+def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs: jax.Array, episode_step: jax.Array):
+    """Chooses actions for obs uint8 [n, 3, 64, 64] and episode_step int32 [n]; returns the rollout and actions [n]."""
+    t, env_ids = rollout.t, rollout.env_state.env_ids
+    frames = rollout.frames.write(t, obs, episode_step)
+    values = mean_value(agent.support, devices.map_in_chunks(partial(agent.apply, params), frames.stack(t)))
+    policy_keys, sticky_keys = envs.step_keys(rollout.key, t, env_ids)
+    actions = epsilon_greedy(policy_keys, values, jnp.array(epsilons(args))[env_ids])
+    return offpolicy.record_step(
+        args, rollout._replace(frames=frames), episode_step, actions,
+        values=values, state_value=state_value(args, values), sticky_keys=sticky_keys,
+    )  # fmt: skip
 
 
 # ALGORITHM
@@ -255,22 +260,22 @@ def state_value(args: Args, values: jax.Array) -> jax.Array:
     return args.munchausen_tau * jax.nn.logsumexp(values / args.munchausen_tau, axis=-1)
 
 
-def quantile_loss(taus: jax.Array, quantiles: jax.Array, goals: jax.Array) -> jax.Array:
+def quantile_loss(taus: jax.Array, quantiles: jax.Array, targets: jax.Array) -> jax.Array:
     """The quantile Huber loss float32 [B] (Dabney et al. 2018b, equation 3, kappa 1).
 
     Args:
-      taus: float32 [B, N], which quantiles these are.
+      taus: float32 [B, N], the quantiles' levels.
       quantiles: float32 [B, N].
-      goals: float32 [B, M], samples of what they should be quantiles of.
+      targets: float32 [B, M], samples of the distribution to learn.
     """
     chex.assert_equal_shape([taus, quantiles])
-    td = goals[:, None, :] - quantiles[:, :, None]
-    losses = jnp.abs(taus[:, :, None] - (td < 0)) * optax.huber_loss(td)
+    td_errors = targets[:, None, :] - quantiles[:, :, None]
+    losses = jnp.abs(taus[:, :, None] - (td_errors < 0)) * optax.huber_loss(td_errors)
     return losses.mean(axis=2).sum(axis=1)
 
 
 def project(support: jax.Array, returns: jax.Array, discounts: jax.Array, probs: jax.Array) -> jax.Array:
-    """The distribution of return + discount * value, brought back to the support (Bellemare et al. 2017, equation 7).
+    """Projects the distribution of return + discount * value onto the support (Bellemare et al. 2017, equation 7).
 
     Args:
       support: float32 [atoms], evenly spaced.
@@ -280,66 +285,72 @@ def project(support: jax.Array, returns: jax.Array, discounts: jax.Array, probs:
     Returns float32 [B, atoms].
     """
     chex.assert_rank([support, returns, discounts, probs], [1, 1, 1, 2])
-    moved = jnp.clip(returns[:, None] + discounts[:, None] * support, support[0], support[-1])
-    share = 1 - jnp.abs(moved[:, None, :] - support[:, None]) / (support[1] - support[0])  # of source in [B, to, from]
-    return jnp.einsum("btf,bf->bt", jnp.clip(share, 0, 1), probs, precision="highest")
+    atoms = jnp.clip(returns[:, None] + discounts[:, None] * support, support[0], support[-1])
+    weights = 1 - jnp.abs(atoms[:, None, :] - support[:, None]) / (support[1] - support[0])  # [B, to, from]
+    return jnp.einsum("btf,bf->bt", jnp.clip(weights, 0, 1), probs, precision="highest")
 
 
 class Outputs(NamedTuple):
-    """What the networks say of B transitions: distributions by atoms or quantiles, K of them, or values (K = 1)."""
+    """Network outputs for B transitions: distributions by K atoms or quantiles, or values (K = 1)."""
 
-    values: jax.Array  # float32 [B, 15, K], of the network that learns, for the batch's frames
-    next_target: jax.Array  # float32 [B, 15, K], of the target network, for its next frames
-    next_selector: jax.Array  # float32 [B, 15, K], for the next frames, of the network that chooses the next action
-    target: jax.Array | None  # float32 [B, 15, K], of the target network, for the batch's frames; Munchausen's
-    taus: jax.Array | None  # float32 [B, K], which quantiles `values` are
+    values: jax.Array  # float32 [B, 15, K], of the online network
+    next_target_values: jax.Array  # float32 [B, 15, K], of the target network for the next frames
+    next_selector_values: jax.Array  # float32 [B, 15, K], for the next frames, of the network that selects their action
+    target_values: jax.Array | None  # float32 [B, 15, K], of the target network; for Munchausen
+    taus: jax.Array | None  # float32 [B, K], the levels of the quantiles `values`
 
 
-def q_parts(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch) -> dict[str, jax.Array]:
-    """The parts of Q-learning's loss of n-step transitions, for each sample, float32 [B].
+def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch):
+    """Returns what the target is made of: n-step returns float32 [B], and the target network's outputs for the next
+    state float32 [B, K].
 
-    For distributions the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), or the loss of
-    quantiles. One atom has no distribution to learn: it is the value itself, with Huber's loss, as in DQN
-    (Mnih et al. 2015). The TD error is always that of mean values (with quantiles: of those drawn), which actors can
-    compute too. With atoms its target is the projected one's mean, since a return beyond the support cannot be learnt.
-
-    Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3): the first of the n rewards gets a bonus of
-    alpha max(tau log pi(a | s), -1), and the state that follows is worth its mean value under pi, entropy included.
+    With Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3) the first of the n rewards gets a bonus of
+    alpha max(tau log pi(a | s), -1), and the next state's value is its mean under pi, entropy included.
     """
-    chex.assert_equal_shape([outputs.values, outputs.next_target, outputs.next_selector])
+    if not args.munchausen_alpha:
+        actions = mean_value(support, outputs.next_selector_values).argmax(axis=1)
+        return batch.returns, select_action(outputs.next_target_values, actions)
+    tau = args.munchausen_tau
+    log_policy = tau * nn.log_softmax(mean_value(support, outputs.target_values) / tau)
+    bonus = jnp.take_along_axis(log_policy, batch.actions[:, None], axis=1)[:, 0]
+    returns = batch.returns + args.munchausen_alpha * jnp.clip(bonus, -1, 0)
+    log_policy = nn.log_softmax(mean_value(support, outputs.next_selector_values) / tau)[..., None]
+    return returns, (jnp.exp(log_policy) * (outputs.next_target_values - tau * log_policy)).sum(axis=1)
+
+
+def select_action(outputs: jax.Array, actions: jax.Array) -> jax.Array:
+    """The outputs float32 [B, K] for actions int32 [B], of those for all actions [B, 15, K]."""
+    return jnp.take_along_axis(outputs, actions[:, None, None], axis=1)[:, 0]
+
+
+def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch) -> dict[str, jax.Array]:
+    """The terms of the Q-learning loss of n-step transitions per sample, float32 [B].
+
+    For atoms the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), for quantiles their
+    loss. A single atom is the value itself, learnt with Huber's loss, as in DQN (Mnih et al. 2015). The TD error is
+    that of mean values (over the quantiles drawn), which actors compute too. With atoms its target is the mean of the
+    projected one, since a return beyond the support cannot be learnt.
+    """
+    chex.assert_equal_shape([outputs.values, outputs.next_target_values, outputs.next_selector_values])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
-
-    def pick(x, actions):
-        return jnp.take_along_axis(x, actions[:, None, None], axis=1)[:, 0]
-
-    chosen, returns = pick(outputs.values, batch.actions), batch.returns
-    if args.munchausen_alpha:
-        tau = args.munchausen_tau
-        log_policy = tau * nn.log_softmax(mean_value(support, outputs.target) / tau)
-        bonus = jnp.take_along_axis(log_policy, batch.actions[:, None], axis=1)[:, 0]
-        returns = returns + args.munchausen_alpha * jnp.clip(bonus, -1, 0)
-        log_policy = nn.log_softmax(mean_value(support, outputs.next_selector) / tau)[..., None]
-        following = (jnp.exp(log_policy) * (outputs.next_target - tau * log_policy)).sum(axis=1)
-    else:
-        following = pick(outputs.next_target, mean_value(support, outputs.next_selector).argmax(axis=1))
-    returns, following = jax.lax.stop_gradient((returns, following))
+    chosen = select_action(outputs.values, batch.actions)
+    returns, next_outputs = jax.lax.stop_gradient(bootstrap(args, support, outputs, batch))
     value = mean_value(support, chosen)
-    td = returns + batch.discounts * mean_value(support, following) - value
+    td_errors = returns + batch.discounts * mean_value(support, next_outputs) - value
     if args.num_quantiles:
-        losses = quantile_loss(outputs.taus, chosen, returns[:, None] + batch.discounts[:, None] * following)
+        losses = quantile_loss(outputs.taus, chosen, returns[:, None] + batch.discounts[:, None] * next_outputs)
     elif len(support) == 1:
-        losses = optax.huber_loss(td)
+        losses = optax.huber_loss(td_errors)
     else:
-        goal = project(jnp.array(support), returns, batch.discounts, nn.softmax(following))
-        td = jnp.matmul(goal, jnp.array(support), precision="highest") - value
-        losses = -(goal * nn.log_softmax(chosen)).sum(axis=-1)
-    chex.assert_equal_shape([losses, td, batch.weight])
-    return {"loss": batch.weight * losses, "q_values": value, "td_error": jnp.abs(td)}
+        target = project(jnp.array(support), returns, batch.discounts, nn.softmax(next_outputs))
+        td_errors = jnp.matmul(target, jnp.array(support), precision="highest") - value
+        losses = -(target * nn.log_softmax(chosen)).sum(axis=-1)
+    chex.assert_equal_shape([losses, td_errors, batch.weight])
+    return {"loss": batch.weight * losses, "q_values": value, "td_error": jnp.abs(td_errors)}
 
 
-def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target: dict) -> dict[str, jax.Array]:
-    """Ape-X's loss. Returns its parts for each sample, float32 [B], and no means over samples: `devices.gradient` takes
-    them, and its docstring says why."""
+def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_params: dict) -> dict[str, jax.Array]:
+    """Ape-X's loss. Returns its terms per sample, float32 [B]: `devices.gradient` weights and averages them."""
     keys, next_keys, dropout_keys, *tau_keys = (
         jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(5)
     )
@@ -348,136 +359,153 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target:
     taus = next_taus = None
     if args.num_quantiles:
         taus, next_taus = (jax.vmap(lambda key: jax.random.uniform(key, (args.num_quantiles,)))(k) for k in tau_keys)
-    by_other = args.double_q and not args.munchausen_alpha
+    selector_params = params if args.double_q and not args.munchausen_alpha else target_params
     outputs = Outputs(
         values=agent.apply(params, frames, dropout_keys, taus),
-        next_target=agent.apply(target, next_frames, taus=next_taus),
-        # Of evenly spaced quantiles: an action chosen by the draws that it is valued by would be valued too high.
-        next_selector=agent.apply(params if by_other else target, next_frames),
-        target=agent.apply(target, frames) if args.munchausen_alpha else None,
+        next_target_values=agent.apply(target_params, next_frames, taus=next_taus),
+        # With evenly spaced quantiles: an action selected by the draws that value it would be valued too high.
+        next_selector_values=agent.apply(selector_params, next_frames),
+        target_values=agent.apply(target_params, frames) if args.munchausen_alpha else None,
         taus=taus,
     )
-    return q_parts(args, agent.support, outputs, batch)
+    return q_loss_terms(args, agent.support, outputs, batch)
 
 
-def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
+def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
     """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
-    objective = partial(loss, args, agent, target=state.target)
-    # Weights of 1, not batch.weight: `gradient` divides by the sum of its weights, which would undo that importance
-    # weights make the loss smaller. `loss` has multiplied by them already.
-    grads, means, parts = devices.gradient(objective, state.params, batch, jnp.ones_like(batch.returns))
+    batch_loss = partial(loss, args, agent, target_params=state.target_params)
+    # Weights of 1, not batch.weight: `gradient` divides by their sum, which would undo that importance weights scale
+    # the loss down. `loss` has multiplied by them already.
+    grads, means, terms = devices.gradient(batch_loss, state.params, batch, jnp.ones_like(batch.returns))
     grads = networks.add_l2(grads, state.params, args.l2)
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction))
     updates = state.updates + 1
-    copy = updates % args.target_network_frequency == 0
-    target = jax.tree.map(lambda new, old: jnp.where(copy, new, old), params, state.target)
+    sync = updates % args.target_network_frequency == 0
+    target_params = jax.tree.map(lambda new, old: jnp.where(sync, new, old), params, state.target_params)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
-        "losses/grad_norm": devices.norm(grads),
-        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
+        "losses/grad_norm": devices.global_norm(grads),
+        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
     }
-    state = state._replace(params=params, target=target, opt_state=opt_state, updates=updates)
-    return state, parts["td_error"], metrics
+    state = state._replace(params=params, target_params=target_params, opt_state=opt_state, updates=updates)
+    return state, terms["td_error"], metrics
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-@devices.spread([SAME, replay.REPLAY, SAME, SAME], (SAME, replay.REPLAY, SAME))
-def update(args: Args, agent: Agent, state: TrainState, buffer: replay.Replay, k: jax.Array, beta: jax.Array):
-    """k updates, each device's batches drawn from its own part of the buffer (see `offpolicy.repeat`)."""
-    return offpolicy.repeat(args, partial(improve, args, agent), state, buffer, k, beta)
+def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted update(state, buffer, num_updates, beta) -> TrainState, Replay, metrics, which donates the
+    state and the buffer: each device samples from its own part of the buffer (see `offpolicy.train_steps`)."""
+    return jax.jit(
+        jax.shard_map(
+            partial(offpolicy.train_steps, args, partial(train_step, args, agent)),
+            mesh=mesh,
+            in_specs=(REPLICATED, replay.REPLAY_SPECS, REPLICATED, REPLICATED),
+            out_specs=(REPLICATED, replay.REPLAY_SPECS, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=(0, 1),
+    )
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-@devices.spread([SAME, GAMES], (SAME, GAMES, SAME))
-def update_on_batch(args: Args, agent: Agent, state: TrainState, batch: replay.Batch):
-    """`improve`, each device on its part of a batch that was drawn elsewhere."""
-    return improve(args, agent, state, batch)
+def make_update_on_batch(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted `train_step`(state, batch), which donates the state: for a batch sampled on the host."""
+    return jax.jit(
+        jax.shard_map(
+            partial(train_step, args, agent),
+            mesh=mesh,
+            in_specs=(REPLICATED, ENV_SHARDED),
+            out_specs=(REPLICATED, ENV_SHARDED, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
 
 
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-@devices.spread([SAME, GAMES, GAMES], GAMES)
-def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
-    """Almost always the best actions int32 [N] for stacked frames uint8 [N, 64, 64, C], with keys uint32 [N, 2]."""
-    values = mean_value(agent.support, devices.in_chunks(partial(agent.apply, params), frames))
-    return explore(keys, values, jnp.full(len(frames), EVALUATION_EPSILON))
+def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns policy(params, ...), epsilon-greedy with EVALUATION_EPSILON, as `envs.play_episodes` asks for it."""
+
+    def choose_actions(params, frames, episode_step, keys, hidden_state):
+        values = mean_value(agent.support, devices.map_in_chunks(partial(agent.apply, params), frames))
+        return epsilon_greedy(keys, values, jnp.full(len(frames), EVALUATION_EPSILON)), hidden_state
+
+    return envs.jit_policy(mesh, choose_actions)
 
 
-def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
-    """A policy as `envs.play_episodes` calls it."""
-    return envs.as_policy(partial(choose, args, agent, params))
-
-
-def trained(args: Args, agent: Agent, run_dir: str) -> dict:
-    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params})
+def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
+    """{"params", "global_step"} of a run's newest checkpoint or an exported agent."""
+    return agents.load(run_dir, partial(init_state, args, agent), lambda state: {"params": state.params})
 
 
 # MAIN
 
 
-def initial(args: Args, agent: Agent) -> dict:
-    """All that a resume needs besides the actors, their games and the replay buffer; `main` saves the same."""
-    return {"state": initial_state(args, agent)}
+def init_checkpoint(args: Args, agent: Agent) -> dict:
+    """What `main` saves besides the actors and the replay buffer, as it is before the first step."""
+    return {"state": init_state(args, agent)}
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
-    agent = make_agent(args)
-    offpolicy.check_memory(args, partial(initial, args, agent))
+    agent, mesh = make_agent(args), devices.make_mesh(args)
+    offpolicy.check_memory(args, mesh)
+    policy, insert = make_policy(args, agent, mesh), offpolicy.make_insert(args, mesh)
+    update, update_on_batch = make_update(args, agent, mesh), make_update_on_batch(args, agent, mesh)
+    run_updates = offpolicy.make_run_updates(args, mesh, update, update_on_batch)
+    replicated = devices.shardings(mesh, REPLICATED)
 
-    load = partial(offpolicy.load, args, partial(initial, args, agent))
-    with runs.Run(args, SCRIPT, load) as run, offpolicy.make_fleet(args, agent, act) as fleet:
-        saved, buffer = run.saved, offpolicy.make_buffer(args, run.saved)
+    with (
+        runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent), partial(offpolicy.load, args)) as run,
+        offpolicy.make_fleet(args, agent, act) as fleet,
+    ):
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        state = devices.put(args, (saved or devices.run_once(initial, args, agent))["state"], SAME)
+        state = jax.device_put(run.checkpoint["state"], replicated)
+        buffer = offpolicy.make_buffer(args, mesh, run.checkpoint)
         step = int(state.global_step)
-        if saved:
-            episodes.restore(saved["episodes"])
-            fleet.restore(saved["fleet"], state.params, run)
-            state = offpolicy.learn_later(args, run, state, buffer)
-        run.say(offpolicy.describe(args, buffer, int(state.learn_from)))
+        if run.resumed:
+            episodes.restore(run.checkpoint["episodes"])
+            fleet.restore(run.checkpoint["fleet"], state.params, run)
+            state = offpolicy.delay_learning(args, run, state, buffer)
+        run.print(offpolicy.describe(args, buffer, int(state.learn_from)))
 
         def save():
             tree = {"state": state} | ({"replay": buffer} if args.save_replay else {})
             run.save(step, tree, {"fleet": fleet.save(), "episodes": episodes.save()})
 
-        if not run.over(step):
+        if not run.finished(step):
             fleet.start(int(state.iterations), state.params)
         while True:
-            envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params))
-            if run.over(step):
+            envs.evaluate_if_due(args, mesh, run, step, partial(policy, state.params))
+            if run.finished(step):
                 break
             with watch("waiting"):
-                items = fleet.take(run, save)
-            if items is None:
+                batches = fleet.get(run, save)
+            if batches is None:
                 break
             i, before = int(state.iterations), step
             with watch("insert"):
-                buffer, steps = offpolicy.add(args, buffer, items)
-            step += int((~steps.done).sum())
+                rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
+                buffer = jax.block_until_ready(insert(buffer, rollouts, timesteps))
+            timesteps = envs.join_envs(timesteps, axis=-1)
+            step += int((~timesteps.is_reset).sum())
             beta = float(runs.parse_schedule(args.per_beta)(before))
-            k = offpolicy.updates_due(args, int(state.learn_from), before, step)
-            state, buffer, metrics = offpolicy.learn(
-                args, agent, state, buffer, update=update, update_on_batch=update_on_batch, k=k, beta=beta, watch=watch
-            )
-            state = state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1))
-            state = devices.put(args, state, SAME)
+            num_updates = offpolicy.updates_due(args, int(state.learn_from), before, step)
+            state, buffer, metrics = run_updates(state, buffer, num_updates, beta, watch)
+            state = jax.device_put(state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1)), replicated)
             fleet.publish(i + 1, state.params)
             run.check_finite(step, metrics)
-            episodes.add(steps)
-            metrics |= fleet.metrics(i, items) | episodes.metrics() | watch.fractions()
+            episodes.add(timesteps)
+            metrics |= fleet.metrics(i, batches) | episodes.metrics() | watch.fractions()
             charts = {"updates": int(state.updates), "per_beta": beta, "SPS": run.steps_per_second(step)}
             run.log(step, metrics | {f"charts/{name}": value for name, value in charts.items()})
             if run.checkpoint_due(step):
                 save()
         save()
-        fleet.check()  # one that failed after the last unrolls were taken
+        fleet.check()  # an actor may have failed after the last unrolls were taken
     return run
 
 

@@ -8,7 +8,6 @@ Each is the newest checkpoint of a run, or what --export has written of one. Try
     python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish --push-to-hub me/bigfish
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 import dataclasses
 import importlib
 import json
@@ -19,23 +18,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
+from annotated_types import Interval
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from common import agents, checkpoints, devices, envs, files, films, runs
-from common.devices import SAME
+from common.devices import REPLICATED
+from common.flags import Seed
 
 
 @dataclass(frozen=True)
 class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """run directories, or those of exported agents"""
-    episodes: int = 128
+    episodes: Annotated[int, Interval(ge=1, le=10**6)] = 128
     """episodes to play, rounded up so that all games side by side play as many (DoorGym: episodes of each task)"""
     levels: Literal["train", "test"] = "test"
     """Procgen: play the levels trained on, or unseen ones (the same distribution if training levels were unlimited)"""
@@ -46,7 +48,7 @@ class Args:
     --num-levels"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
-    seed: int = 0
+    seed: Seed = 0
     """of the games and the policy's draws"""
     export: str = ""
     """write what is played to this folder, as a small agent that evaluate.py plays too, and play that"""
@@ -65,7 +67,7 @@ def read_results(path: Path) -> dict:
         return files.read(path, dict, "RUN_DIR", "it is set aside")
     except runs.UsageError as error:
         print(error, file=sys.stderr)
-        files.set_aside(path, path.parent / "damaged")
+        files.quarantine(path, path.parent / "damaged")
         return {}
 
 
@@ -100,7 +102,7 @@ def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
         same = there["script"] == script.SCRIPT and there.get("run", run) == run
         same = same and all(there["args"][name] == args[name] for name in kept)
         runs.check(same, f"--export {folder}: has an agent of another run, give another folder")
-    tree = script.trained(saved, script.make_agent(saved), run_dir)
+    tree = script.load_params(saved, script.make_agent(saved), run_dir)
     agents.write(folder, content, jax.device_get(tree))
     print(f"agent: {folder}, {(folder / agents.FILE).stat().st_size / 1e3:,.0f} kB")
 
@@ -110,7 +112,6 @@ def main(args: Args) -> list[dict]:
 
     An eval.json keeps what it says of more episodes at the same step.
     """
-    runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
     runs.check(not (args.push_to_hub and args.random), "--push-to-hub: is for what has learnt, not for --random")
@@ -162,26 +163,28 @@ def script_of(run_dir: str) -> tuple[ModuleType, Any]:
     return script, saved
 
 
-def policy_of(script: ModuleType, saved: envs.GameArgs, run_dir: str) -> tuple[int, Callable]:
-    """The step of a run of Procgen or an exported agent, and its policy as `envs.play_episodes` calls it."""
+def load_policy(script: ModuleType, saved: envs.GameArgs, mesh: Mesh, run_dir: str) -> tuple[int, Callable]:
+    """The step of a run of Procgen or an exported agent, and its policy for `envs.play_episodes`."""
     agent = script.make_agent(saved)
-    state = devices.put(saved, script.trained(saved, agent, run_dir), SAME)
-    return int(state["global_step"]), script.make_policy(saved, agent, state["params"])
+    state = jax.device_put(script.load_params(saved, agent, run_dir), NamedSharding(mesh, REPLICATED))
+    return int(state["global_step"]), partial(script.make_policy(saved, agent, mesh), state["params"])
 
 
-def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, int, Callable]:
-    """The script of a run or an exported agent, its arguments, its step, and its policy as `envs.play_episodes` calls
-    it. Raises UsageError, also if it is not of Procgen."""
+def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, Mesh, int, Callable]:
+    """The script of a run or an exported agent, its arguments, its mesh, its step, and its policy for
+    `envs.play_episodes`. Raises UsageError, also if it is not of Procgen."""
     script, saved = script_of(run_dir)
     runs.check(isinstance(saved, envs.GameArgs), f"RUN_DIR {run_dir}: is of {script.SCRIPT}.py, give a run of Procgen")
-    return script, saved, *policy_of(script, saved, run_dir)
+    mesh = devices.make_mesh(saved)
+    return script, saved, mesh, *load_policy(script, saved, mesh, run_dir)
 
 
-def player(script: ModuleType, saved: Any, run_dir: str) -> Callable[..., runs.Evaluation]:
-    """What plays what a run has learnt, or random actions: Procgen as `envs.evaluate_checkpoint`, all else as its
-    script. Procgen's is read once, since a run that trains writes a newer one meanwhile."""
+def make_evaluate(script: ModuleType, saved: Any, run_dir: str) -> Callable[..., runs.Evaluation]:
+    """The function that evaluates a run: `envs.evaluate_checkpoint` for Procgen, else the script's. Procgen's policy is
+    read once, since a run that trains writes a newer checkpoint meanwhile."""
     if isinstance(saved, envs.GameArgs):
-        return partial(envs.evaluate_checkpoint, saved, *policy_of(script, saved, run_dir))
+        mesh = devices.make_mesh(saved)
+        return partial(envs.evaluate_checkpoint, saved, mesh, *load_policy(script, saved, mesh, run_dir))
     return partial(script.evaluate, saved, run_dir)
 
 
@@ -190,7 +193,7 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> runs.Evalu
     path = Path(args.export or run_dir)
     if args.export:
         export(script, saved, run_dir, path)
-    evaluate = player(script, saved, str(path))
+    evaluate = make_evaluate(script, saved, str(path))
     how = {"seed": args.seed, "random": args.random}
     answer = evaluate(episodes=args.episodes, levels=args.levels, video=args.video, **how)
     old = read_results(path / "eval.json")

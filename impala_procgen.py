@@ -7,12 +7,11 @@ of 200 steps, three passes over each batch, and the same network on the same fra
     python impala_procgen.py --env-id coinrun --num-actors 4 --num-envs 256 --num-steps 32 --update-epochs 1
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -20,82 +19,96 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
+from jax.sharding import Mesh
 
-from common import actors, agents, augment, devices, envs, networks, runs, shaping
+from common import actors, agents, augment, devices, envs, multihost, networks, runs
 from common.actors import Unroll
-from common.devices import GAMES, SAME, STEPS
+from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
 from common.files import check
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    StepCount,
+    UnitInterval,
+    UnitSchedule,
+)
+from common.rewards import (
+    RETURN_FILTER_SPECS,
+    NormalizeArgs,
+    ReturnFilter,
+    init_return_filter,
+    masked_moments,
+    prepare_rewards,
+)
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
 class Args(
-    envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs,
+    envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs,
     actors.FleetArgs, runs.RunArgs,
 ):  # fmt: skip
-    LIMITS: ClassVar = {
-        "num_steps": (1, 65536), "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
-        "replay_size": (1, 2**20), "rho_bar": (1e-6, None), "c_bar": (0, None), "pg_rho_bar": (1e-6, None),
-        "vtrace_lambda": (0, 1), "clip_coef": (0, None), "vf_coef": (0, None), "max_grad_norm": (0, None),
-        "adam_eps": (1e-30, None), "l2": (0, None), "learning_rate": (0, None), "ent_coef": (0, None), "gamma": (0, 1),
-    }  # fmt: skip
-
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 16
-    num_steps: int = 200
+    total_timesteps: StepCount = 8_000_000
+    """total number of environment steps"""
+    num_envs: Size = 16
+    num_steps: PositiveInt = 200
     """steps of each game in an unroll; an update learns from one unroll of every game"""
-    num_minibatches: int = 2
+    num_minibatches: PositiveInt = 2
     """minibatches in an epoch, each of whole unrolls"""
-    update_epochs: int = 3
-    """passes over a batch"""
-    replay_fraction: float = 0.0
+    update_epochs: Iterations = 3
+    """epochs over each batch"""
+    replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
     """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
-    replay_size: int = 128
+    replay_size: PositiveInt = 128
     """unrolls of one game that the buffer holds, on the device (2.4 MiB each at 200 steps)"""
-    learning_rate: str = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; this is for 8M"""
-    gamma: str = "0.99"
+    learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; here for 8M"""
+    gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
-    rho_bar: float = 1.0
+    rho_bar: PositiveFloat = 1.0
     """V-trace: clip each temporal difference's importance ratio; a lower one brings values nearer to those of the
     policy that acted"""
-    c_bar: float = 1.0
+    c_bar: NonNegativeFloat = 1.0
     """V-trace: clip the ratios that carry later differences back; changes how fast values are learnt, not what they
     come to"""
-    pg_rho_bar: float = 1.0
+    pg_rho_bar: PositiveFloat = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
-    vtrace_lambda: float = 1.0
+    vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
-    clip_coef: float = 0.0
+    clip_coef: NonNegativeFloat = 0.0
     """for several passes, as in PPO: V-trace once per update, advantages normalised, and the ratio to the policy before
     the update clipped to 1 +- this; 0 for the paper's loss, with V-trace computed anew in each minibatch"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
-    ent_coef: str = "0.01"
+    ent_coef: NonNegativeSchedule = "0.01"
     """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: NonNegativeFloat = 0.5
     """clip the gradient (of the mean over a minibatch) to this global norm; 0 for no clipping"""
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """Adam, as the competition entry, or RMSProp, as the paper (decay 0.99)"""
-    adam_eps: float = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """epsilon of Adam, or of RMSProp"""
-    l2: float = 0.0
-    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
+    l2: NonNegativeFloat = 0.0
+    """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         runs.check_needs(self, self.replay_fraction, "--replay-fraction", ("replay_size",))
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
         both = f" ({self.num_envs} new and {replayed} replayed)" if self.replay_fraction else ""
         check(
             batch * self.num_steps <= 2**24,
-            f"--num-envs {self.num_envs}: a batch of {batch} unrolls{both}, {batch * self.num_steps} steps, is too "
-            f"large, at most {2**24} steps",
+            f"--num-envs {self.num_envs} --num-steps {self.num_steps}: a batch of {batch} unrolls{both}, "
+            f"{batch * self.num_steps} steps, is too large, at most {2**24} steps",
         )
         check(
             batch % self.num_minibatches == 0,
@@ -111,8 +124,8 @@ class Args(
                 f"--replay-size {self.replay_size}: must be from {self.num_envs}, one unroll of each game, to {most}",
             )
 
-    def shares(self) -> dict[str, int]:
-        """What the devices divide between them."""
+    def sharded_sizes(self) -> dict[str, int]:
+        """The sizes that are divided among the devices that learn, by their descriptions."""
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
         shares = {
@@ -123,7 +136,7 @@ class Args(
 
 
 def num_replayed(args: Args) -> int:
-    """How many of a batch's unrolls come from the replay buffer."""
+    """The number of unrolls in a batch that are drawn from the replay buffer."""
     return round(args.num_envs * args.replay_fraction / (1 - args.replay_fraction))
 
 
@@ -144,107 +157,98 @@ class Agent(nn.Module):
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] and keys for dropout uint32 [B, 2] -> features float32 [B, hidden]."""
+        """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> features float32 [B, hidden]."""
         return networks.dropout(self.encoder(frames), keys, self.dropout)
 
-    def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
-        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the core before them
-        -> logits float32 [B, S, 15], values float32 [B, S] and the core after them."""
-        x, core = self.core(x, first, core)
-        return self.policy(x), self.value(x)[..., 0], core
+    def decode(self, x: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
+        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the hidden state before
+        them -> logits float32 [B, S, 15], values float32 [B, S], and the hidden state after them."""
+        x, hidden_state = self.core(x, is_first, hidden_state)
+        return self.policy(x), self.value(x)[..., 0], hidden_state
 
-    def __call__(self, frames: jax.Array, first: jax.Array, core: networks.Core):
-        """All of it, for frames [B, 64, 64, C] of one step."""
-        return self.decode(self.encode(frames)[:, None], first[:, None], core)
+    def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
+        """Encodes and decodes frames [B, 64, 64, C] of one step."""
+        return self.decode(self.encode(frames)[:, None], is_first[:, None], hidden_state)
 
 
 def make_agent(args: Args) -> Agent:
-    """The networks that these flags describe."""
+    """The network that these flags describe."""
     return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
 
 
-def policy(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core):
-    """Logits [N, 15] and the next core for stacked frames [N, 64, 64, C] of one step."""
-    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
-    logits, _, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
-    return logits[:, 0], core
+def policy_logits(agent: Agent, params: dict, frames: jax.Array, is_first: jax.Array, hidden_state):
+    """Logits [N, 15] and the next hidden state for stacked frames [N, 64, 64, C] of one step."""
+    features = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
+    logits, _, hidden_state = agent.apply(params, features[:, None], is_first[:, None], hidden_state, method="decode")
+    return logits[:, 0], hidden_state
 
 
 # TRAINING STATE
 
 
 class TrainState(NamedTuple):
-    """The learner."""
+    """State of the learner."""
 
     params: dict
     opt_state: optax.OptState
     key: jax.Array
-    global_step: jax.Array  # int32 []: transitions learnt from, replayed ones not counted
-    updates: jax.Array  # int32 []: the parameters' version
+    global_step: jax.Array  # int32 []: transitions learnt from, without those replayed
+    updates: jax.Array  # int32 []: the version of the parameters
 
 
-class Judged(NamedTuple):
-    """V-trace's results for each step, constants to the gradient: float32, of unrolls [T, N] or a minibatch [B, T]."""
+class VTraceTargets(NamedTuple):
+    """What V-trace computes for each step, constants to the gradient: float32, of unrolls [T, N], of a minibatch
+    [B, T]."""
 
-    targets: jax.Array
-    advantages: jax.Array
-    log_prob: jax.Array  # of the action, by the policy that V-trace was computed with
+    targets: jax.Array  # of the value loss
+    advantages: jax.Array  # of the policy gradient
+    log_prob: jax.Array  # of the action, by the learner's policy
 
 
 class Batch(NamedTuple):
-    """Steps to learn from: of unrolls of N games [T, N]; in a minibatch B of them, [B, T]."""
+    """Steps to learn from: of unrolls [T, N]; of a minibatch of B unrolls [B, T]."""
 
     actions: jax.Array  # int32
     logits: jax.Array  # float32 [..., 15], of the policy that acted
     rewards: jax.Array  # float32
     terminated: jax.Array  # bool
-    done: jax.Array  # bool: EnvPool resets here, this step is no transition
-    judged: Judged | None = None  # with clip_coef, in an update
+    is_reset: jax.Array  # bool: EnvPool resets in this step, which is no transition (a junk step)
+    targets_before: VTraceTargets | None = None  # with clip_coef: by the parameters before the update
 
 
-class Unrolls(NamedTuple):
-    """Unrolls of N games as the learner sees them; games are axis 1 of all its arrays."""
+class UnrollBatch(NamedTuple):
+    """Unrolls of N environments, which are axis 1 of all arrays."""
 
     frames: envs.Frames  # of T + 1 steps
-    core: networks.Core  # [1, N, hidden], before the first step
+    hidden_state: networks.HiddenState  # [1, N, hidden], before the first step
     batch: Batch
 
 
-class Memory(NamedTuple):
-    """What the learner remembers of the games."""
+class LearnerBuffers(NamedTuple):
+    """What the learner keeps of the environments between updates."""
 
-    reward_filter: shaping.ReturnFilter
-    replay: Unrolls | None  # N = replay_size
-    written: jax.Array  # int32 []: unrolls put into each device's part of the buffer; once full, size to 2 size - 1
-
-
-MEMORY = devices.layout(Memory, reward_filter=shaping.FILTER, replay=STEPS)
+    reward_filter: ReturnFilter
+    replay: UnrollBatch | None  # N = replay_size
+    written: jax.Array  # int32 []: unrolls written to each device's part of the replay; once full, size to 2 size - 1
 
 
-class Carry(NamedTuple):
-    """What an actor needs besides its games to go on with n of them."""
-
-    history: jax.Array  # uint8 [H, n, 64, 64, 3]: the frames before the newest
-    numbers: jax.Array  # int32 [n]: of these games in the run
-    last_action: jax.Array  # int32 [n]: what the games played last
-    core: networks.Core
+BUFFER_SPECS = devices.partition_specs(LearnerBuffers, reward_filter=RETURN_FILTER_SPECS, replay=TIME_ENV_SHARDED)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's or RMSProp's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a
+    """The direction of Adam or RMSProp, without step size and sign: `optimize` multiplies it by -learning_rate, from a
     schedule."""
-    clip = devices.clip_by_norm(args.max_grad_norm)
+    clip = devices.clip_by_global_norm(args.max_grad_norm)
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
     return optax.chain(clip, optax.scale_by_adam(eps=args.adam_eps))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def initial_state(args: Args, agent: Agent) -> TrainState:
-    """The learner before its first update, from `args.seed`."""
+def init_state(args: Args, agent: Agent) -> TrainState:
+    """The learner's state before its first update, from `args.seed`."""
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
-    params = agent.init(init_key, frames, jnp.ones(1, bool), networks.initial_core(args.core, args.hidden, 1))
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
+    params = agent.init(init_key, frames, jnp.ones(1, bool), networks.init_hidden_state(args.core, args.hidden, 1))
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -254,152 +258,199 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
     )
 
 
-@partial(jax.jit, static_argnums=0)
-def initial_memory(args: Args) -> Memory:
+def init_buffers(args: Args) -> LearnerBuffers:
+    """The buffers before the first update."""
     replay = empty_unrolls(args, args.replay_size) if args.replay_fraction else None
-    return Memory(shaping.new_filter(args.num_envs), replay, jnp.int32(0))
+    return LearnerBuffers(init_return_filter(args.num_envs), replay, jnp.int32(0))
 
 
-def empty_unrolls(args: Args, size: int) -> Unrolls:
-    """Unrolls of `size` games, all zeros."""
-    shape = (args.num_steps, size)
-    return Unrolls(
-        frames=envs.Frames.after(envs.empty_history(size, args.offsets), args.num_steps + 1, args.offsets),
-        core=jax.tree.map(lambda x: x[None], networks.initial_core(args.core, args.hidden, size)),
+def empty_unrolls(args: Args, num_envs: int) -> UnrollBatch:
+    """Unrolls of so many environments, all zeros."""
+    shape = (args.num_steps, num_envs)
+    history = envs.empty_history(num_envs, args.stack_offsets)
+    return UnrollBatch(
+        frames=envs.Frames.after(history, args.num_steps + 1, args.stack_offsets),
+        hidden_state=jax.tree.map(lambda x: x[None], networks.init_hidden_state(args.core, args.hidden, num_envs)),
         batch=Batch(
             actions=jnp.zeros(shape, jnp.int32),
             logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
             rewards=jnp.zeros(shape),
             terminated=jnp.zeros(shape, bool),
-            done=jnp.zeros(shape, bool),
+            is_reset=jnp.zeros(shape, bool),
         ),
     )
 
 
-@partial(jax.jit, static_argnums=0)
-def initial_carry(args: Args, numbers: jax.Array) -> Carry:
-    """Before the first step of the games with these numbers, int32 [n]."""
-    return Carry(
-        history=envs.empty_history(len(numbers), args.offsets),
-        numbers=numbers,
-        last_action=jnp.zeros_like(numbers),
-        core=networks.initial_core(args.core, args.hidden, len(numbers)),
-    )
+def init_env_state(args: Args, env_ids: jax.Array) -> envs.EnvState:
+    """The state before the first step of the environments env_ids int32 [n]."""
+    hidden_state = networks.init_hidden_state(args.core, args.hidden, len(env_ids))
+    return envs.init_env_state(env_ids, args.stack_offsets, hidden_state)
 
 
 # ROLLOUT
 
 
 class Rollout(NamedTuple):
-    """What stays on an actor's device while it plays T steps of n games."""
+    """T steps of an actor's n environments, collected on its device."""
 
     frames: envs.Frames  # of T + 1 steps
     actions: jax.Array  # int32 [T, n]
     logits: jax.Array  # float32 [T, n, 15]
-    numbers: jax.Array  # int32 [n]
-    last_action: jax.Array  # int32 [n]
-    first_core: networks.Core
-    core: networks.Core
+    first_hidden_state: networks.HiddenState
+    env_state: envs.EnvState  # of the newest step; its history is set at the end
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-ROLLOUT = devices.layout(Rollout, steps="frames actions logits", games="numbers last_action first_core core")
+ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 3, ENV_SHARDED, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
 
 
-@partial(jax.jit, static_argnums=0)
-def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
+def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
     """An actor's i-th rollout, before its first step."""
-    shape = (args.num_steps, len(carry.numbers))
+    shape = (args.num_steps, len(env_state.env_ids))
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
+        frames=envs.Frames.after(env_state.history, args.num_steps + 1, args.stack_offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
-        numbers=carry.numbers,
-        last_action=carry.last_action,
-        first_core=carry.core,
-        core=carry.core,
+        first_hidden_state=env_state.hidden_state,
+        env_state=env_state,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
-    """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
-    t = rollout.t
-    frames = rollout.frames.put(t, obs, age)
-    logits, core = policy(agent, params, frames.stack(t), age == 0, rollout.core)
-    choose_keys, stick_keys = envs.step_keys(rollout)
-    actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
-    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, episode_step: jax.Array):
+    """Chooses actions for obs uint8 [n, 3, 64, 64] and episode_step int32 [n]; returns the rollout and actions [n]."""
+    t, env_state = rollout.t, rollout.env_state
+    frames = rollout.frames.write(t, obs, episode_step)
+    logits, hidden_state = policy_logits(agent, params, frames.stack(t), episode_step == 0, env_state.hidden_state)
+    policy_keys, sticky_keys = envs.step_keys(rollout.key, t, env_state.env_ids)
+    actions = jax.vmap(jax.random.categorical)(policy_keys, logits)
+    played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
         logits=rollout.logits.at[t].set(logits),
-        last_action=played,
-        core=core,
+        env_state=env_state._replace(last_action=played, hidden_state=hidden_state),
         t=t + 1,
     )
     return rollout, played
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
-    """Adds the frames uint8 [n, 3, 64, 64] after the last step, and their ages int32 [n]."""
-    rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
-    history = rollout.frames.history(args.num_steps)
-    return rollout, Carry(history, rollout.numbers, rollout.last_action, rollout.core)
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, episode_step: jax.Array) -> Rollout:
+    """Adds the frames uint8 [n, 3, 64, 64] after the last step, and their episode_step int32 [n]."""
+    frames = rollout.frames.write(args.num_steps, obs, episode_step)
+    env_state = rollout.env_state._replace(history=frames.history(args.num_steps))
+    return rollout._replace(frames=frames, env_state=env_state)
 
 
-def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch, check_stop):
-    """Plays an actor's i-th unroll, in its thread, as `actors.Fleet` asks for it.
+def make_collect(args: Args, agent: Agent) -> Callable:
+    """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState, which `actors.Fleet`
+    calls in an actor's thread: it plays the i-th rollout on the device of the parameters."""
+    begin = jax.jit(partial(begin_rollout, args))
+    step = jax.jit(partial(act, args, networks.acting_agent(agent)), donate_argnums=1)
+    end = jax.jit(partial(end_rollout, args), donate_argnums=0)
 
-    Returns an Unroll and the next Carry.
-    """
-    agent, params = networks.for_acting(agent, params)
-    rollout = begin_rollout(args, carry, i)
+    def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, *, i, watch, check_stop):
+        params = networks.acting_params(agent, params)
+        rollout = begin(env_state, i)
 
-    def choose_actions(obs, age):
-        nonlocal rollout
-        rollout, actions = act(args, agent, params, rollout, obs, age)
-        return actions
+        def choose_actions(obs, episode_step):
+            nonlocal rollout
+            rollout, actions = step(params, rollout, obs, episode_step)
+            return actions
 
-    steps = games.play(choose_actions, args.num_steps, watch, check_stop)
-    rollout, carry = end_rollout(args, rollout, games.obs, games.age)
-    return Unroll(rollout, steps), carry
+        timesteps = vec_env.play(choose_actions, args.num_steps, watch, check_stop)
+        rollout = end(rollout, vec_env.obs, vec_env.episode_step)
+        return Unroll(rollout, timesteps), rollout.env_state
+
+    return collect
+
+
+# THE LEARNER'S BATCH
+
+
+def assemble_batch(
+    args: Args,
+    buffers: LearnerBuffers,
+    rollouts: Sequence[Rollout],
+    timesteps: Sequence[envs.Timesteps],
+    step: jax.Array,
+    i: jax.Array,
+) -> tuple[LearnerBuffers, UnrollBatch]:
+    """Joins the actors' i-th rollouts and timesteps [T, n], at environment step `step`; returns the buffers and the
+    update's unrolls, the new ones first, then those replayed."""
+    gamma, timesteps = runs.parse_schedule(args.gamma)(step), envs.join_envs(timesteps, axis=-1)
+    reward_filter, rewards = prepare_rewards(args, buffers.reward_filter, timesteps, gamma)
+    frames, actions, logits = envs.join_envs([(r.frames, r.actions, r.logits) for r in rollouts], axis=1)
+    hidden_state = envs.join_envs([jax.tree.map(lambda x: x[None], r.first_hidden_state) for r in rollouts], axis=1)
+    batch = Batch(actions, logits, rewards, timesteps.terminated, timesteps.is_reset)
+    buffers, unrolls = buffers._replace(reward_filter=reward_filter), UnrollBatch(frames, hidden_state, batch)
+    return add_replayed(args, buffers, unrolls, i) if args.replay_fraction else (buffers, unrolls)
+
+
+def add_replayed(args: Args, buffers: LearnerBuffers, new: UnrollBatch, i: jax.Array):
+    """Draws older unrolls from the replay, then writes the new ones to it; returns the buffers, and both together."""
+    key = devices.fold_in_axis_index(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
+    num_envs, size = new.batch.is_reset.shape[1], args.replay_size // devices.axis_size()  # of this device
+    filled = jnp.minimum(buffers.written, size)
+    is_empty = filled == 0  # in the first update, which draws from the new ones
+    index = jax.random.randint(key, num_replayed(args) // devices.axis_size(), 0, jnp.where(is_empty, num_envs, filled))
+    old = jax.tree.map(lambda x, held: jnp.where(is_empty, x[:, index], held[:, index]), new, buffers.replay)
+    slots = (buffers.written + jnp.arange(num_envs)) % size
+    replay = jax.tree.map(lambda held, x: held.at[:, slots].set(x), buffers.replay, new)
+    written = buffers.written + num_envs
+    # Once full it stays below 2 size, so that it never overflows; modulo the size it is unchanged.
+    written = jnp.where(written < 2 * size, written, written - size)
+    unrolls = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), new, old)
+    return LearnerBuffers(buffers.reward_filter, replay, written), unrolls
+
+
+def make_assemble_batch(args: Args, mesh: Mesh) -> Callable:
+    """Returns the jitted assemble_batch(buffers, rollouts, timesteps, step, i), which donates the buffers."""
+    rollout_specs, timestep_specs = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
+    return jax.jit(
+        jax.shard_map(
+            partial(assemble_batch, args),
+            mesh=mesh,
+            in_specs=(BUFFER_SPECS, rollout_specs, timestep_specs, REPLICATED, REPLICATED),
+            out_specs=(BUFFER_SPECS, TIME_ENV_SHARDED),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
 
 
 # ALGORITHM
 
 
-def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda):
+def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda):
     """V-trace of one sequence (Espeholt et al. 2018, equation 1 and section 4.2).
 
     Args:
       log_ratio: float32 [T], log of the learner's over the actor's probability of the action.
       rewards: float32 [T], terminated: bool [T], of the transition from step t to t + 1.
       values: float32 [T + 1], the learner's.
-      done: bool [T], whether step t is no transition. Its ratio counts as 0: so its target is its value, which stands
-        for the rest of a truncated episode, and nothing of the next episode comes through.
+      is_reset: bool [T], junk steps. Their ratio counts as 0, so that their target is their value, which stands for the
+        rest of a truncated episode, and nothing of the next episode comes through.
       gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda: float32 [].
 
     Returns targets of the values and advantages of the policy gradient, float32 [T].
     """
-    chex.assert_rank([log_ratio, rewards, values, terminated, done], 1)
-    chex.assert_equal_shape([log_ratio, rewards, values[1:], terminated, done])
-    ratio = jnp.where(done, 0.0, jnp.exp(log_ratio))
+    chex.assert_rank([log_ratio, rewards, values, terminated, is_reset], 1)
+    chex.assert_equal_shape([log_ratio, rewards, values[1:], terminated, is_reset])
+    ratio = jnp.where(is_reset, 0.0, jnp.exp(log_ratio))
     discounts = gamma * (1.0 - terminated)
     deltas = jnp.minimum(rho_bar, ratio) * (rewards + discounts * values[1:] - values[:-1])
     decays = discounts * vtrace_lambda * jnp.minimum(c_bar, ratio)
 
-    def backward(correction, step):  # the paper's remark 1: v_s - V(x_s), from that of the step after
+    def backward(correction, step):  # remark 1: v_s - V(x_s), from that of the step after
         delta, decay = step
         correction = delta + decay * correction
         return correction, correction
 
     steps = deltas, decays
-    targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.unroll())[1]
+    targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.scan_unroll())[1]
     # As rlax: with a lambda of 1 the paper's next target, and where nothing is off-policy GAE for any lambda.
     next_targets = jnp.append(vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1], values[-1])
     advantages = jnp.minimum(pg_rho_bar, ratio) * (rewards + discounts * next_targets - values[:-1])
@@ -407,89 +458,87 @@ def vtrace(log_ratio, rewards, values, terminated, done, *, gamma, rho_bar, c_ba
 
 
 class Inputs(NamedTuple):
-    """What the network sees of a minibatch of B unrolls."""
+    """Network inputs of a minibatch of B unrolls."""
 
     frames: jax.Array  # uint8 [B, T + 1, 64, 64, C]; the last is the one after the last step
-    first: jax.Array  # bool [B, T + 1]: whether a frame is its episode's first
-    core: networks.Core  # before the first step, [B, hidden]
+    is_first: jax.Array  # bool [B, T + 1]: whether a frame is its episode's first
+    hidden_state: networks.HiddenState  # before the first step, [B, hidden]
     keys: jax.Array | None  # uint32 [B, T, 2], for augmentation and dropout
 
 
-def of_actions(log_probs: jax.Array, batch: Batch) -> jax.Array:
-    """The log-probabilities float32 [...] of the batch's actions, picked from those of all actions [..., 15]."""
-    return jnp.take_along_axis(log_probs, batch.actions[..., None], axis=-1)[..., 0]
+def action_log_prob(log_probs: jax.Array, actions: jax.Array) -> jax.Array:
+    """The log-probability float32 [...] of each action int32 [...], from those of all actions [..., 15]."""
+    return jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
 
 
-def judge(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> Judged:
-    """V-trace of B unrolls, by a policy's log-probabilities float32 [B, T, 15] and values [B, T + 1]."""
+def vtrace_targets(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> VTraceTargets:
+    """V-trace of B unrolls, from the learner's log-probabilities float32 [B, T, 15] and values [B, T + 1]."""
     chex.assert_equal_shape([log_probs, batch.logits])
-    chex.assert_equal_shape([values[:, 1:], batch.actions, batch.rewards, batch.terminated, batch.done])
-    log_prob = of_actions(log_probs, batch)
-    correct = partial(
-        vtrace,
-        gamma=gamma,
-        rho_bar=args.rho_bar,
-        c_bar=args.c_bar,
-        pg_rho_bar=args.pg_rho_bar,
-        vtrace_lambda=args.vtrace_lambda,
+    chex.assert_equal_shape([values[:, 1:], batch.actions, batch.rewards, batch.terminated, batch.is_reset])
+    log_prob = action_log_prob(log_probs, batch.actions)
+    log_ratio = log_prob - action_log_prob(jax.nn.log_softmax(batch.logits), batch.actions)
+    clips = {"rho_bar": args.rho_bar, "c_bar": args.c_bar, "pg_rho_bar": args.pg_rho_bar}
+    targets, advantages = jax.vmap(partial(vtrace, gamma=gamma, vtrace_lambda=args.vtrace_lambda, **clips))(
+        log_ratio, batch.rewards, values, batch.terminated, batch.is_reset
     )
-    log_ratio = log_prob - of_actions(jax.nn.log_softmax(batch.logits), batch)
-    targets, advantages = jax.vmap(correct)(log_ratio, batch.rewards, values, batch.terminated, batch.done)
-    return jax.lax.stop_gradient(Judged(targets, advantages, log_prob))
+    return jax.lax.stop_gradient(VTraceTargets(targets, advantages, log_prob))
 
 
-def impala_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> dict[str, jax.Array]:
-    """The parts of IMPALA's loss (Espeholt et al. 2018, section 4.2) for each step, float32 [B, T].
+def impala_loss_terms(
+    args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma
+) -> dict[str, jax.Array]:
+    """The terms of IMPALA's loss (Espeholt et al. 2018, section 4.2) per sample, float32 [B, T].
 
     Args:
       log_probs: float32 [B, T, 15], of the policy that learns.
       values: float32 [B, T + 1].
       batch: [B, T].
     """
-    log_prob, old_log_probs = of_actions(log_probs, batch), jax.nn.log_softmax(batch.logits)
-    ratio = jnp.exp(log_prob - of_actions(old_log_probs, batch))
+    log_prob, old_log_probs = action_log_prob(log_probs, batch.actions), jax.nn.log_softmax(batch.logits)
+    ratio = jnp.exp(log_prob - action_log_prob(old_log_probs, batch.actions))
+    terms = {}
     if args.clip_coef:  # Schulman et al. 2017, equation 7
-        targets, advantages, log_prob_before = batch.judged
-        moved = jnp.exp(log_prob - log_prob_before)
-        clipped = jnp.clip(moved, 1 - args.clip_coef, 1 + args.clip_coef)
-        gain = jnp.minimum(moved * advantages, clipped * advantages)
-        of_clip = {"clipfrac": (jnp.abs(moved - 1) > args.clip_coef).astype(jnp.float32)}
+        targets, advantages, log_prob_before = batch.targets_before
+        update_ratio = jnp.exp(log_prob - log_prob_before)
+        ratio_clipped = jnp.clip(update_ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+        terms["clipfrac"] = (jnp.abs(update_ratio - 1) > args.clip_coef).astype(jnp.float32)
+        terms["policy_loss"] = -jnp.minimum(update_ratio * advantages, ratio_clipped * advantages)
     else:
-        targets, advantages, _ = judge(args, log_probs, values, batch, gamma=gamma)
-        gain, of_clip = advantages * log_prob, {}
-    error = values[:, :-1] - targets
-    return of_clip | {
-        "policy_loss": -gain,
-        "value_loss": 0.5 * error**2,
+        targets, advantages, _ = vtrace_targets(args, log_probs, values, batch, gamma=gamma)
+        terms["policy_loss"] = -(advantages * log_prob)
+    value_error = values[:, :-1] - targets
+    return terms | {
+        "value_loss": 0.5 * value_error**2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the usual name
         "rho": jnp.minimum(args.rho_bar, ratio),
         "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
-        "value_error": error,
-        "value_error_square": error**2,
+        "value_error": value_error,
+        "value_error_square": value_error**2,
         "target": targets,
         "target_square": targets**2,
     }
 
 
 def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For T steps with these frames in place of the inputs': log-probabilities float32 [B, T, 15], and values
-    [B, T + 1], of which the last, of the inputs' last frame, is a constant."""
+    """Log-probabilities float32 [B, T, 15] and values [B, T + 1] for `frames` of T steps in place of the inputs' own.
+    The last value, of the inputs' last frame, is a constant to the gradient."""
     batch, steps = frames.shape[:2]
     frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (frames, inputs.keys))
-    features = devices.in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
+    features = devices.map_in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
     features = features.reshape(batch, steps, -1)
-    logits, values, core = agent.apply(params, features, inputs.first[:, :-1], inputs.core, method="decode")
-    last_value = agent.apply(params, inputs.frames[:, -1], inputs.first[:, -1], core)[1]
+    logits, values, hidden_state = agent.apply(
+        params, features, inputs.is_first[:, :-1], inputs.hidden_state, method="decode"
+    )
+    last_value = agent.apply(params, inputs.frames[:, -1], inputs.is_first[:, -1], hidden_state)[1]
     values = jnp.concatenate([values, jax.lax.stop_gradient(last_value)], axis=1)
     return jax.nn.log_softmax(logits), values
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, gamma, ent_coef):
-    """IMPALA's loss, with DrAC's regulariser if asked.
+    """IMPALA's loss, with DrAC's regulariser if the flags ask for it.
 
-    Returns its parts for each step, float32 [B, T], and no means over steps: `devices.gradient` takes them, and its
-    docstring says why.
+    Returns its terms per sample, float32 [B, T]: `devices.gradient` weights and averages them.
     """
     inputs, batch = minibatch
     frames = inputs.frames[:, :-1]
@@ -500,240 +549,221 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
         augmented = jax.vmap(partial(augment.augment, args))(augment_keys, frames)
         frames = augmented if args.augment_mode == "rad" else frames
     log_probs, values = forward(agent, params, inputs, frames)
-    parts = impala_parts(args, log_probs, values, batch, gamma=gamma)
-    total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
+    terms = impala_loss_terms(args, log_probs, values, batch, gamma=gamma)
+    total = terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]
     if args.augment and args.augment_mode == "drac":
         new_log_probs, new_values = forward(agent, params, inputs, augmented)
-        parts["drac_loss"] = augment.drac_loss(log_probs, values[:, :-1], new_log_probs, new_values[:, :-1])
-        total += args.drac_coef * parts["drac_loss"]
-    return parts | {"loss": total}
+        terms["drac_loss"] = augment.drac_loss(log_probs, values[:, :-1], new_log_probs, new_values[:, :-1])
+        total += args.drac_coef * terms["drac_loss"]
+    return terms | {"loss": total}
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-@devices.spread([MEMORY, [ROLLOUT], [envs.STEPS], SAME, SAME], (MEMORY, STEPS))
-def remember(args: Args, memory: Memory, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps], step: int, i: int):
-    """Makes the i-th update's batch of the actors' rollouts and steps [T, n], at environment step `step`: returns the
-    memory and Unrolls, the new ones first, then those replayed."""
-    gamma, steps = runs.parse_schedule(args.gamma)(step), envs.join_games(steps, axis=-1)
-    reward_filter, rewards = shaping.prepare_rewards(args, memory.reward_filter, steps, gamma)
-    frames, actions, logits = envs.join_games([(r.frames, r.actions, r.logits) for r in rollouts], axis=1)
-    core = envs.join_games([jax.tree.map(lambda x: x[None], r.first_core) for r in rollouts], axis=1)
-    new = Unrolls(frames, core, Batch(actions, logits, rewards, steps.terminated, steps.done))
-    if not args.replay_fraction:
-        return memory._replace(reward_filter=reward_filter), new
-    key = devices.own_key(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
-    num_envs, size = steps.done.shape[1], args.replay_size // devices.size()  # of this device
-    filled = jnp.minimum(memory.written, size)
-    empty = filled == 0  # in the first update, which draws from the new ones
-    drawn = jax.random.randint(key, num_replayed(args) // devices.size(), 0, jnp.where(empty, num_envs, filled))
-    old = jax.tree.map(lambda x, held: jnp.where(empty, x[:, drawn], held[:, drawn]), new, memory.replay)
-    places = (memory.written + jnp.arange(num_envs)) % size
-    replay = jax.tree.map(lambda held, x: held.at[:, places].set(x), memory.replay, new)
-    written = memory.written + num_envs
-    # Once full it stays below 2 size, so that it never overflows; modulo the size it is unchanged.
-    written = jnp.where(written < 2 * size, written, written - size)
-    together = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), new, old)
-    return Memory(reward_filter, replay, written), together
-
-
-def minibatch_of(args: Args, unrolls: Unrolls, games: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
-    """The unrolls of games int32 [B], batch axis first; without a key, without augmentation and dropout."""
-    chex.assert_tree_shape_prefix(unrolls.batch, unrolls.batch.done.shape)  # an index beyond an end would be no error
+def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
+    """The unrolls at `index` int32 [B], batch axis first; with a key, also keys for augmentation and dropout."""
+    chex.assert_tree_shape_prefix(unrolls.batch, unrolls.batch.is_reset.shape)  # an index too high would be no error
     steps = jnp.arange(args.num_steps + 1)
-    time, env = steps[None, :-1], games[:, None]
+    time, env = steps[None, :-1], index[:, None]
 
-    def keys_of(game):
-        return devices.keys_of(jax.random.fold_in(key, game), steps[:-1])
+    def step_keys(env):
+        return devices.fold_in_ids(jax.random.fold_in(key, env), steps[:-1])
 
     inputs = Inputs(
         frames=unrolls.frames.stack(steps[None], env),
-        first=unrolls.frames.first[steps[None], env],
-        core=jax.tree.map(lambda x: x[0, games], unrolls.core),
-        keys=jax.vmap(keys_of)(games) if key is not None and (args.augment or args.dropout) else None,
+        is_first=unrolls.frames.is_first[steps[None], env],
+        hidden_state=jax.tree.map(lambda x: x[0, index], unrolls.hidden_state),
+        keys=jax.vmap(step_keys)(index) if key is not None and (args.augment or args.dropout) else None,
     )
     return inputs, jax.tree.map(lambda x: x[time, env], unrolls.batch)
 
 
-def judge_all(args: Args, agent: Agent, params: dict, unrolls: Unrolls, *, gamma) -> Unrolls:
-    """The unrolls and what V-trace makes of them by these parameters, advantages normalised over all."""
+def fix_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBatch, *, gamma) -> UnrollBatch:
+    """Computes V-trace once for all epochs, by the parameters before the update, and normalises its advantages."""
 
-    def some(games):
-        inputs, batch = minibatch_of(args, unrolls, games, None)
-        return judge(args, *forward(agent, params, inputs, inputs.frames[:, :-1]), batch, gamma=gamma)
+    def minibatch_targets(index):
+        inputs, batch = make_minibatch(args, unrolls, index, None)
+        return vtrace_targets(args, *forward(agent, params, inputs, inputs.frames[:, :-1]), batch, gamma=gamma)
 
-    done = unrolls.batch.done
-    games = jnp.arange(done.shape[1]).reshape(args.num_minibatches, -1)  # in no more memory than a minibatch takes
-    judged = jax.tree.map(lambda x: x.reshape(-1, len(done)).T, jax.lax.map(some, games))
-    mean, var = shaping.masked_moments(judged.advantages, ~done)
-    judged = judged._replace(advantages=(judged.advantages - mean) / jnp.sqrt(var + 1e-8))
-    return unrolls._replace(batch=unrolls.batch._replace(judged=judged))
+    is_reset = unrolls.batch.is_reset
+    index = jnp.arange(is_reset.shape[1]).reshape(args.num_minibatches, -1)  # in no more memory than a minibatch takes
+    targets = jax.tree.map(lambda x: x.reshape(-1, len(is_reset)).T, jax.lax.map(minibatch_targets, index))
+    mean, var = masked_moments(targets.advantages, ~is_reset)
+    targets = targets._replace(advantages=(targets.advantages - mean) / jnp.sqrt(var + 1e-8))
+    return unrolls._replace(batch=unrolls.batch._replace(targets_before=targets))
 
 
-def optimize(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls, *, learning_rate, ent_coef, gamma, key):
-    """Epochs of minibatches; returns parameters, the optimiser's state and the last epoch's mean metrics."""
+def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, *, learning_rate, ent_coef, gamma, key):
+    """Epochs of minibatches; returns parameters, the optimizer's state and the last epoch's mean metrics."""
     tx = make_optimizer(args)
     if args.clip_coef:
-        unrolls = judge_all(args, agent, state.params, unrolls, gamma=gamma)
-    objective = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
+        unrolls = fix_targets(args, agent, state.params, unrolls, gamma=gamma)
+    minibatch_loss = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
 
-    def minibatch(learner, key, games):
+    def train_minibatch(learner, key, index):
         params, opt_state = learner
-        inputs, batch = minibatch_of(args, unrolls, games, key)
-        grads, parts, _ = devices.gradient(objective, params, (inputs, batch), ~batch.done)
+        inputs, batch = make_minibatch(args, unrolls, index, key)
+        grads, terms, _ = devices.gradient(minibatch_loss, params, (inputs, batch), ~batch.is_reset)
         grads = networks.add_l2(grads, params, args.l2)
         direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | {"grad_norm": devices.norm(grads)}
+        return (params, opt_state), terms | {"grad_norm": devices.global_norm(grads)}
 
-    def epoch(learner, key):
+    def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        games = unrolls.batch.done.shape[1]
-        order = jax.random.permutation(devices.own_key(shuffle_key), games).reshape(args.num_minibatches, -1)
-        sample_key = devices.own_key(sample_key)
-        learner, parts = jax.lax.scan(lambda learner, games: minibatch(learner, sample_key, games), learner, order)
-        return learner, jax.tree.map(jnp.mean, parts)
+        num_unrolls = unrolls.batch.is_reset.shape[1]  # of this device, which has its part of each minibatch
+        order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), num_unrolls)
+        order = order.reshape(args.num_minibatches, -1)
+        sample_key = devices.fold_in_axis_index(sample_key)
+        learner, terms = jax.lax.scan(
+            lambda learner, index: train_minibatch(learner, sample_key, index), learner, order
+        )
+        return learner, jax.tree.map(jnp.mean, terms)
 
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state), parts = jax.lax.scan(epoch, (state.params, state.opt_state), keys)
-    return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
+    (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-@devices.spread([SAME, STEPS], (SAME, SAME))
-def update(args: Args, agent: Agent, state: TrainState, unrolls: Unrolls) -> tuple[TrainState, dict]:
-    """One IMPALA update: returns the next state and metrics, float32 [].
+def update(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch) -> tuple[TrainState, dict]:
+    """One IMPALA update, on each device's part of the unrolls: returns the next TrainState and metrics, float32 [].
 
-    The losses are means of the last epoch, over replayed unrolls too: rho and approx_kl measure how far the policy has
-    moved since an unroll was played, this update's own steps included.
+    Losses are means over the last epoch, replayed unrolls included. So rho and approx_kl measure how far the policy has
+    moved since it acted, this update's own steps included.
     """
     learning_rate, ent_coef, gamma = (
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     key, shuffle_key = jax.random.split(state.key)
-    new = args.num_envs // devices.size()  # of this device's unrolls, those that were not replayed
-    params, opt_state, parts = optimize(
+    params, opt_state, terms = optimize(
         args, agent, state, unrolls, learning_rate=learning_rate, ent_coef=ent_coef, gamma=gamma, key=shuffle_key
     )
-    variance = parts.pop("target_square") - parts.pop("target") ** 2
-    unexplained = parts.pop("value_error_square") - parts.pop("value_error") ** 2
-    metrics = {f"losses/{name}": value for name, value in parts.items()} | {
-        "losses/explained_variance": 1 - unexplained / jnp.maximum(variance, 1e-8),
-        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
+    target_var = terms.pop("target_square") - terms.pop("target") ** 2
+    error_var = terms.pop("value_error_square") - terms.pop("value_error") ** 2
+    metrics = {f"losses/{name}": value for name, value in terms.items()} | {
+        "losses/explained_variance": 1 - error_var / jnp.maximum(target_var, 1e-8),
+        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
     }
+    new = args.num_envs // devices.axis_size()  # this device's unrolls that are not replayed
     state = state._replace(
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + devices.total((~unrolls.batch.done[:, :new]).sum()),
+        global_step=state.global_step + devices.psum((~unrolls.batch.is_reset[:, :new]).sum()),
         updates=state.updates + 1,
     )
     return state, metrics
 
 
+def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted update(state, unrolls) -> TrainState, metrics, which donates the state."""
+    return jax.jit(
+        jax.shard_map(
+            partial(update, args, agent),
+            mesh=mesh,
+            in_specs=(REPLICATED, TIME_ENV_SHARDED),
+            out_specs=(REPLICATED, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
+
+
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-@devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES), every_host=False)
-def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], steps since each episode's first
-    frame int32 [N], and keys uint32 [N, 2]; returns them and the next core, the policy's memory."""
-    logits, core = policy(agent, params, frames, age == 0, core)
-    return jax.vmap(jax.random.categorical)(keys, logits), core
+def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+
+    def sample_actions(params, frames, episode_step, keys, hidden_state):
+        logits, hidden_state = policy_logits(agent, params, frames, episode_step == 0, hidden_state)
+        return jax.vmap(jax.random.categorical)(keys, logits), hidden_state
+
+    return envs.jit_policy(mesh, sample_actions, partial(networks.init_hidden_state, args.core, args.hidden))
 
 
-def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
-    """A policy as `envs.play_episodes` calls it."""
-    start = partial(networks.initial_core, args.core, args.hidden)
-    return envs.as_recurrent_policy(partial(choose, args, agent, params), start)
-
-
-def trained(args: Args, agent: Agent, run_dir: str) -> dict:
-    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params})
+def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
+    """{"params", "global_step"} of a run's newest checkpoint or an exported agent."""
+    return agents.load(run_dir, partial(init_state, args, agent), lambda state: {"params": state.params})
 
 
 # MAIN
 
 
-def initial(args: Args, agent: Agent) -> dict:
-    """All that a resume needs besides the actors and their games; `main` saves the same."""
-    return {"state": initial_state(args, agent), "memory": initial_memory(args)}
+def init_checkpoint(args: Args, agent: Agent) -> dict:
+    """What `main` saves besides the buffers and the actors, as it is before the first step."""
+    return {"state": init_state(args, agent)}
 
 
-def make_fleet(args: Args, agent: Agent) -> actors.Fleet:
-    return actors.make_fleet(args, partial(collect, args, agent), partial(initial_carry, args))
+def load_checkpoint(args: Args, init_checkpoint: Callable, run_dir: str) -> dict:
+    """`runs.load`, with the learner's buffers."""
+    return runs.load(lambda: init_checkpoint() | {"buffers": init_buffers(args)}, run_dir)
 
 
-def kept(args: Args, agent: Agent) -> tuple:
-    """What a run keeps, for `runs.check_memory`."""
-    carry = initial_carry(args, devices.games_of_host(args))
-    rollouts = (begin_rollout(args, carry, 0),) * (args.max_lag + 1)  # learnt from, waiting or played
-    hosts = devices.hosts(args)
-    memory = initial_memory(replace(args, num_envs=args.num_envs // hosts, replay_size=args.replay_size // hosts))
-    return initial_state(args, agent), memory, rollouts
+def make_buffers(args: Args, mesh: Mesh, run: runs.Run) -> LearnerBuffers:
+    """The checkpoint's buffers, or a new run's, of which each device makes its own part."""
+    if not run.resumed:
+        return jax.jit(partial(init_buffers, args), out_shardings=devices.shardings(mesh, BUFFER_SPECS))()
+    buffers = run.checkpoint.pop("buffers")  # large: not to be kept twice
+    if run.checkpoint["run"]["devices"] != mesh.size:  # a device would draw from parts that were never written
+        buffers = buffers._replace(written=np.int32(0))
+    return multihost.distribute(mesh, buffers, BUFFER_SPECS)
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
-    agent = make_agent(args)
-    names = ("num_envs", "num_steps", "max_lag", "hidden") + (("replay_size",) if args.replay_fraction else ())
-    runs.check_memory(args, names, jax.eval_shape(partial(kept, args, agent)))
+    agent, mesh = make_agent(args), devices.make_mesh(args)
+    collect, policy = make_collect(args, agent), make_policy(args, agent, mesh.local_mesh)
+    assemble_batch, update = make_assemble_batch(args, mesh), make_update(args, agent, mesh)
 
-    load = partial(runs.load, partial(initial, args, agent))
-    with runs.Run(args, SCRIPT, load) as run, make_fleet(args, agent) as fleet:
-        episodes, watch = envs.EpisodeStatistics(len(devices.games_of_host(args))), runs.Stopwatch()
-        saved = run.saved
-        state = devices.share(args, saved["state"] if saved else devices.run_once(initial_state, args, agent), SAME)
-        if saved:
-            memory = saved.pop("memory")  # large: not to lie there twice
-            if int(saved["run"]["devices"]) != devices.mesh(args).size:
-                memory = memory._replace(written=np.int32(0))  # of other parts of the buffer, some never written
-            memory = devices.share(args, memory, MEMORY)
-        else:  # each device makes its own part
-            memory = jax.jit(partial(initial_memory, args), out_shardings=devices.shardings(args, MEMORY))()
-        step, params = int(state.global_step), devices.here(args, state.params)
-        if saved and "fleet" in saved:  # there are as many hosts as there were
-            episodes.restore(saved["episodes"])
-            fleet.restore(saved["fleet"], params, run)
+    with (
+        runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent), partial(load_checkpoint, args)) as run,
+        actors.make_fleet(args, collect, partial(init_env_state, args)) as fleet,
+    ):
+        episodes, watch = envs.EpisodeStatistics(len(devices.local_env_ids(args))), runs.Stopwatch()
+        state = multihost.distribute(mesh, run.checkpoint["state"], REPLICATED)
+        buffers = make_buffers(args, mesh, run)
+        step, params = int(state.global_step), multihost.local_replica(mesh, state.params)
+        if "fleet" in run.checkpoint:  # missing in a new run, and where the number of hosts has changed
+            episodes.restore(run.checkpoint["episodes"])
+            fleet.restore(run.checkpoint["fleet"], params, run)
 
         def save():
-            run.save(step, {"state": state, "memory": memory}, {"fleet": fleet.save(), "episodes": episodes.save()})
+            run.save(step, {"state": state, "buffers": buffers}, {"fleet": fleet.save(), "episodes": episodes.save()})
 
-        if not run.over(step):
+        if not run.finished(step):
             fleet.start(int(state.updates), params)
         while True:
-            envs.evaluate_if_due(args, run, step, make_policy(args, agent, params))
-            if run.over(step):
+            envs.evaluate_if_due(args, mesh, run, step, partial(policy, params))
+            if run.finished(step):
                 break
             with watch("waiting"):
-                items = fleet.take(run, save)
-            if items is None:
+                batches = fleet.get(run, save)
+            if batches is None:
                 break
             i = int(state.updates)
             with watch("transfer"):
-                rollouts, steps = zip(*(item.unroll for item in items), strict=True)
-                given = devices.join(args, (rollouts, steps), ((ROLLOUT,) * len(items), (envs.STEPS,) * len(items)))
-                memory, unrolls = jax.block_until_ready(remember(args, memory, *given, step, i))
+                rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
+                specs = (ROLLOUT_SPECS,) * len(batches), (envs.TIMESTEP_SPECS,) * len(batches)
+                arrays = multihost.host_to_global(mesh, (rollouts, timesteps), specs)
+                buffers, unrolls = jax.block_until_ready(assemble_batch(buffers, *arrays, step, i))
             with watch("update"):
-                state, metrics = update(args, agent, state, unrolls)
+                state, metrics = update(state, unrolls)
                 metrics = jax.device_get(metrics)
-            step, params = int(state.global_step), devices.here(args, state.params)
+            step, params = int(state.global_step), multihost.local_replica(mesh, state.params)
             fleet.publish(i + 1, params)
-            episodes.add(envs.join_games(steps, axis=-1))
-            metrics |= fleet.metrics(i, items) | episodes.metrics() | watch.fractions()
-            metrics["charts/return_std"] = np.sqrt(memory.reward_filter.var)
+            episodes.add(envs.join_envs(timesteps, axis=-1))
+            metrics |= fleet.metrics(i, batches) | episodes.metrics() | watch.fractions()
+            metrics["charts/return_std"] = np.sqrt(buffers.reward_filter.var)
             run.check_finite(step, metrics)
             metrics["charts/SPS"] = run.steps_per_second(step)
             run.log(step, metrics)
             if run.checkpoint_due(step):
                 save()
         save()
-        fleet.check()  # one that failed after the last unrolls were taken
+        fleet.check()  # an actor may have failed after the last unrolls were taken
     return run
 
 

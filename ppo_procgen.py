@@ -7,78 +7,93 @@ wide IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Tr
     python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --learning-rate 5e-4
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Interval
+from jax.sharding import Mesh
 
-from common import agents, augment, bonus, devices, envs, networks, runs, shaping
-from common.devices import GAMES, SAME
+from common import agents, augment, bonus, devices, envs, multihost, networks, runs
+from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    StepCount,
+    UnitInterval,
+    UnitSchedule,
+)
+from common.rewards import (
+    RETURN_FILTER_SPECS,
+    NormalizeArgs,
+    ReturnFilter,
+    init_return_filter,
+    masked_moments,
+    prepare_rewards,
+)
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
 class Args(
-    envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
+    envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    LIMITS: ClassVar = {
-        "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "update_epochs": (1, 1000),
-        "gae_lambda": (0, 1), "clip_coef": (1e-6, None), "kl_coef": (0, 1000), "kl_target": (1e-8, None),
-        "vf_coef": (0, None), "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-        "l2": (0, None), "learning_rate": (0, None), "ent_coef": (0, None), "gamma": (0, 1),
-    }  # fmt: skip
     FIXED: ClassVar = ("kl_coef",)  # what a resume cannot change: it has adapted since
 
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 64
-    """games played side by side, by all devices together"""
-    num_steps: int = 128
-    """steps of each game in a rollout; num_envs x num_steps is the batch"""
-    num_minibatches: int = 8
-    """minibatches in an epoch"""
-    update_epochs: int = 3
-    """passes over a batch"""
-    learning_rate: str = "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; here for 8M"""
-    gamma: str = "0.99"
+    total_timesteps: StepCount = 8_000_000
+    """total number of environment steps"""
+    num_envs: PositiveInt = 64
+    """number of parallel environments, over all devices"""
+    num_steps: PositiveInt = 128
+    """steps per environment in a rollout; the batch is num_envs x num_steps"""
+    num_minibatches: PositiveInt = 8
+    """number of minibatches per epoch"""
+    update_epochs: Iterations = 3
+    """epochs over each batch"""
+    learning_rate: NonNegativeSchedule = (
+        "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
+    )
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; here for 8M"""
+    gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
-    gae_lambda: float = 0.9
-    """lambda of generalised advantage estimation"""
-    clip_coef: float = 0.2
+    gae_lambda: UnitInterval = 0.9
+    """lambda of generalised advantage estimation (GAE)"""
+    clip_coef: PositiveFloat = 0.2
     """clip the probability ratio to 1 +- this; 1e9 for no clip, so that the KL penalty alone holds it"""
-    kl_coef: float = 0.2
+    kl_coef: Annotated[float, Interval(ge=0, le=1000)] = 0.2
     """initial coefficient of the adaptive KL penalty; 0 for none"""
-    kl_target: float = 0.01
+    kl_target: PositiveFloat = 0.01
     """the KL divergence (nats) that the penalty's coefficient is adapted to"""
-    vf_coef: float = 1.0
+    vf_coef: NonNegativeFloat = 1.0
     """coefficient of the value loss, half the mean squared error (RLlib's 0.5, which has no half, is 1.0 here)"""
-    vf_clip: float = 30.0
+    vf_clip: NonNegativeFloat = 30.0
     """clip the change of a value in one update to +- this, in units of the rewards learnt from; 0 for no clipping"""
-    ent_coef: str = "0.01"
+    ent_coef: NonNegativeSchedule = "0.01"
     """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
-    max_grad_norm: float = 0.0
-    """clip the gradient to this global norm; 0 for no clipping"""
-    adam_eps: float = 1e-8
+    max_grad_norm: NonNegativeFloat = 0.0
+    """maximum global norm of the gradient; 0 for no clipping"""
+    adam_eps: PositiveFloat = 1e-8
     """Adam's epsilon"""
-    l2: float = 0.0
-    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
+    l2: NonNegativeFloat = 0.0
+    """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         runs.check_batch(self)
         runs.check_needs(self, self.kl_coef, "--kl-coef", ("kl_target",))
 
@@ -100,76 +115,65 @@ class Agent(nn.Module):
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] and keys for dropout uint32 [B, 2] -> features float32 [B, hidden]."""
+        """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> features float32 [B, hidden]."""
         return networks.dropout(self.encoder(frames), keys, self.dropout)
 
-    def decode(self, x: jax.Array, first: jax.Array, core: networks.Core):
-        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the core before them
-        -> logits float32 [B, S, 15], values float32 [B, S] and the core after them."""
-        x, core = self.core(x, first, core)
-        return self.policy(x), self.value(x)[..., 0], core
+    def decode(self, x: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
+        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the hidden state before
+        them -> logits float32 [B, S, 15], values float32 [B, S], and the hidden state after them."""
+        x, hidden_state = self.core(x, is_first, hidden_state)
+        return self.policy(x), self.value(x)[..., 0], hidden_state
 
-    def __call__(self, frames: jax.Array, first: jax.Array, core: networks.Core):
-        """All of it, for frames [B, 64, 64, C] of one step."""
-        return self.decode(self.encode(frames)[:, None], first[:, None], core)
+    def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
+        """Encodes and decodes frames [B, 64, 64, C] of one step."""
+        return self.decode(self.encode(frames)[:, None], is_first[:, None], hidden_state)
 
 
 def make_agent(args: Args) -> Agent:
-    """The networks that these flags describe."""
+    """The network that these flags describe."""
     return Agent(networks.make_encoder(args), networks.Recurrent(args.core, args.hidden), args.dropout)
 
 
-def policy_and_value(agent: Agent, params: dict, frames: jax.Array, first: jax.Array, core: networks.Core):
-    """Logits [N, 15], values [N] and the next core for stacked frames [N, 64, 64, C] of one step."""
-    features = devices.in_chunks(partial(agent.apply, params, method="encode"), frames)
-    logits, values, core = agent.apply(params, features[:, None], first[:, None], core, method="decode")
-    return logits[:, 0], values[:, 0], core
+def policy_and_value(agent: Agent, params: dict, frames: jax.Array, is_first: jax.Array, hidden_state):
+    """Logits [N, 15], values [N] and the next hidden state for stacked frames [N, 64, 64, C] of one step."""
+    features = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
+    logits, values, hidden_state = agent.apply(
+        params, features[:, None], is_first[:, None], hidden_state, method="decode"
+    )
+    return logits[:, 0], values[:, 0], hidden_state
 
 
 # TRAINING STATE
 
 
 class TrainState(NamedTuple):
-    """The learner."""
+    """State of the learner."""
 
-    params: dict  # of the agent, and of the bonus's predictor where there is one
+    params: dict  # of the agent, and of RND's predictor where there is one
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
     updates: jax.Array  # int32 []
     kl_coef: jax.Array  # float32 []
-    reward_filter: shaping.ReturnFilter
+    reward_filter: ReturnFilter
     bonus: bonus.Bonus
 
 
-STATE = devices.layout(TrainState, reward_filter=shaping.FILTER, bonus=bonus.BONUS)
-
-
-class Carry(NamedTuple):
-    """What is needed besides the games to go on with them."""
-
-    history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
-    numbers: jax.Array  # int32 [N]: of these games in the run
-    last_action: jax.Array  # int32 [N]: what the games played last
-    core: networks.Core
-
-
-CARRY = devices.layout(Carry, steps="history", games="numbers last_action core")
+STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SPECS, bonus=bonus.BONUS_SPECS)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
     """Adam's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a schedule."""
-    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
+    return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def initial_state(args: Args, agent: Agent) -> TrainState:
-    """The learner before its first update, from `args.seed`."""
+def init_state(args: Args, agent: Agent) -> TrainState:
+    """The learner's state before its first update, from `args.seed`."""
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
-    core = networks.initial_core(args.core, args.hidden, 1)
-    params = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), core)}
-    params["predictor"], extra = bonus.init(args, init_key, frames)
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
+    hidden_state = networks.init_hidden_state(args.core, args.hidden, 1)
+    params = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), hidden_state)}
+    params["predictor"], bonus_state = bonus.init(args, init_key, frames)
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -177,106 +181,108 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
         global_step=jnp.int32(0),
         updates=jnp.int32(0),
         kl_coef=jnp.float32(args.kl_coef),
-        reward_filter=shaping.new_filter(args.num_envs),
-        bonus=extra,
+        reward_filter=init_return_filter(args.num_envs),
+        bonus=bonus_state,
     )
 
 
-@partial(jax.jit, static_argnums=0)
-def initial_carry(args: Args, numbers: jax.Array) -> Carry:
-    """Before the first step of the games with these numbers, int32 [N]."""
-    return Carry(
-        history=envs.empty_history(len(numbers), args.offsets),
-        numbers=numbers,
-        last_action=jnp.zeros_like(numbers),
-        core=networks.initial_core(args.core, args.hidden, len(numbers)),
-    )
+def init_env_state(args: Args, env_ids: jax.Array) -> envs.EnvState:
+    """The state before the first step of the environments env_ids int32 [N]."""
+    hidden_state = networks.init_hidden_state(args.core, args.hidden, len(env_ids))
+    return envs.init_env_state(env_ids, args.stack_offsets, hidden_state)
 
 
 # ROLLOUT
 
 
 class Rollout(NamedTuple):
-    """What stays on the device while T steps are played."""
+    """T steps of N environments, collected on the device."""
 
     frames: envs.Frames  # of T + 1 steps
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    numbers: jax.Array  # int32 [N]
-    last_action: jax.Array  # int32 [N]
-    first_core: networks.Core
-    core: networks.Core
+    first_hidden_state: networks.HiddenState
+    env_state: envs.EnvState  # of the newest step; its history is set at the end
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-ROLLOUT = devices.layout(Rollout, steps="frames actions logits values", games="numbers last_action first_core core")
+ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 4, ENV_SHARDED, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
 
 
-@partial(jax.jit, static_argnums=0)
-@devices.spread([CARRY, SAME], ROLLOUT, every_host=False)
-def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
+def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
     """The run's i-th rollout, before its first step."""
-    shape = (args.num_steps, len(carry.numbers))
+    shape = (args.num_steps, len(env_state.env_ids))
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
+        frames=envs.Frames.after(env_state.history, args.num_steps + 1, args.stack_offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         values=jnp.zeros(shape),
-        numbers=carry.numbers,
-        last_action=carry.last_action,
-        first_core=carry.core,
-        core=carry.core,
+        first_hidden_state=env_state.hidden_state,
+        env_state=env_state,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-@devices.spread([SAME, ROLLOUT, GAMES, GAMES], (ROLLOUT, GAMES), every_host=False)
-def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
-    """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
-    t = rollout.t
-    frames = rollout.frames.put(t, obs, age)
-    logits, values, core = policy_and_value(agent, params, frames.stack(t), age == 0, rollout.core)
-    choose_keys, stick_keys = envs.step_keys(rollout)
-    actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
-    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, episode_step: jax.Array):
+    """Chooses actions for obs uint8 [N, 3, 64, 64] and episode_step int32 [N]; returns the rollout and actions [N]."""
+    t, env_state = rollout.t, rollout.env_state
+    frames = rollout.frames.write(t, obs, episode_step)
+    logits, values, hidden_state = policy_and_value(
+        agent, params, frames.stack(t), episode_step == 0, env_state.hidden_state
+    )
+    policy_keys, sticky_keys = envs.step_keys(rollout.key, t, env_state.env_ids)
+    actions = jax.vmap(jax.random.categorical)(policy_keys, logits)
+    played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
         logits=rollout.logits.at[t].set(logits),
         values=rollout.values.at[t].set(values),
-        last_action=played,
-        core=core,
+        env_state=env_state._replace(last_action=played, hidden_state=hidden_state),
         t=t + 1,
     )
     return rollout, played
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-@devices.spread([ROLLOUT, GAMES, GAMES], (ROLLOUT, CARRY), every_host=False)
-def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
-    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their ages int32 [N]."""
-    rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
-    history = rollout.frames.history(args.num_steps)
-    return rollout, Carry(history, rollout.numbers, rollout.last_action, rollout.core)
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, episode_step: jax.Array) -> Rollout:
+    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their episode_step int32 [N]."""
+    frames = rollout.frames.write(args.num_steps, obs, episode_step)
+    env_state = rollout.env_state._replace(history=frames.history(args.num_steps))
+    return rollout._replace(frames=frames, env_state=env_state)
 
 
-def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
-    """Plays the i-th rollout, num_steps steps of each game; returns Rollout, envs.Steps and the next Carry."""
-    agent, params = networks.for_acting(agent, params)
-    rollout = begin_rollout(args, carry, i)
+def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns collect(vec_env, params, env_state, i, watch) -> Rollout, envs.Timesteps: it plays the i-th rollout,
+    num_steps steps of each environment, each device with its own environments."""
+    shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    begin = jax.jit(partial(begin_rollout, args), out_shardings=devices.shardings(mesh, ROLLOUT_SPECS))
+    step = shard_map(
+        partial(act, args, networks.acting_agent(agent)),
+        in_specs=(REPLICATED, ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
+        out_specs=(ROLLOUT_SPECS, ENV_SHARDED),
+    )
+    step = jax.jit(step, donate_argnums=1)
+    end = shard_map(
+        partial(end_rollout, args), in_specs=(ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED), out_specs=ROLLOUT_SPECS
+    )
+    end = jax.jit(end, donate_argnums=0)
 
-    def choose_actions(obs, age):
-        nonlocal rollout
-        rollout, actions = act(args, agent, params, rollout, *devices.feed(args, (obs, age)))
-        return actions
+    def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, i: int, watch: runs.Stopwatch):
+        params = networks.acting_params(agent, params)
+        rollout = begin(env_state, i)
 
-    steps = games.play(choose_actions, args.num_steps, watch)
-    rollout, carry = end_rollout(args, rollout, *devices.feed(args, (games.obs, games.age)))
-    return rollout, steps, carry
+        def choose_actions(obs, episode_step):
+            nonlocal rollout
+            rollout, actions = step(params, rollout, *devices.to_device(mesh, (obs, episode_step)))
+            return actions
+
+        timesteps = vec_env.play(choose_actions, args.num_steps, watch)
+        return end(rollout, *devices.to_device(mesh, (vec_env.obs, vec_env.episode_step))), timesteps
+
+    return collect
 
 
 # ALGORITHM
@@ -290,7 +296,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
+    Returns advantages float32 [T]; those of junk steps are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
@@ -302,7 +308,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True, unroll=devices.unroll())[1]
+    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True, unroll=devices.scan_unroll())[1]
 
 
 class Batch(NamedTuple):
@@ -313,21 +319,21 @@ class Batch(NamedTuple):
     logits: jax.Array  # [..., 15], of the policy that acted
     values: jax.Array
     advantages: jax.Array  # normalised over the rollout
-    returns: jax.Array  # the value loss's targets
+    returns: jax.Array  # targets of the value loss
 
 
 class Inputs(NamedTuple):
-    """What the networks see of a minibatch."""
+    """Network inputs of a minibatch."""
 
     frames: jax.Array  # uint8 [B, S, 64, 64, C]
-    next_frames: jax.Array | None  # the same of the next step, for the bonus
-    first: jax.Array  # bool [B, S]: whether a step is its episode's first
-    core: networks.Core  # before the first step, [B, hidden]
+    next_frames: jax.Array | None  # of the next step, for RND's bonus
+    is_first: jax.Array  # bool [B, S]: whether a step is its episode's first
+    hidden_state: networks.HiddenState  # before the first step, [B, hidden]
     keys: jax.Array | None  # uint32 [B, S, 2], for augmentation and dropout
 
 
-def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-    """The parts of PPO's loss (Schulman et al. 2017, equations 7 to 9) for each sample, float32 [B, S].
+def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """The terms of PPO's loss (Schulman et al. 2017, equations 7 to 9) per sample, float32 [B, S].
 
     Args:
       log_probs: float32 [B, S, 15], of the policy that learns.
@@ -339,13 +345,13 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
     old_log_probs = jax.nn.log_softmax(batch.logits)
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[..., None], axis=-1)[..., 0]
     ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    ratio_clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     value_loss = (values - batch.returns) ** 2
     if args.vf_clip:
-        near = batch.values + jnp.clip(values - batch.values, -args.vf_clip, args.vf_clip)
-        value_loss = jnp.maximum(value_loss, (near - batch.returns) ** 2)
+        value_clipped = batch.values + jnp.clip(values - batch.values, -args.vf_clip, args.vf_clip)
+        value_loss = jnp.maximum(value_loss, (value_clipped - batch.returns) ** 2)
     return {
-        "policy_loss": -jnp.minimum(ratio * batch.advantages, clipped * batch.advantages),
+        "policy_loss": -jnp.minimum(ratio * batch.advantages, ratio_clipped * batch.advantages),
         "value_loss": 0.5 * value_loss,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
         "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the usual name
@@ -354,19 +360,18 @@ def ppo_parts(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch)
 
 
 def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The learner's log-probabilities float32 [B, S, 15] and values [B, S] for `frames` in place of the inputs'."""
+    """Log-probabilities float32 [B, S, 15] and values [B, S] for `frames` in place of inputs.frames."""
     frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (frames, inputs.keys))
-    features = devices.in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
-    features = features.reshape(*inputs.first.shape, -1)
-    logits, values, _ = agent.apply(params, features, inputs.first, inputs.core, method="decode")
+    features = devices.map_in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
+    features = features.reshape(*inputs.is_first.shape, -1)
+    logits, values, _ = agent.apply(params, features, inputs.is_first, inputs.hidden_state, method="decode")
     return jax.nn.log_softmax(logits), values
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, kl_coef, ent_coef, target=None):
-    """PPO's loss, with DrAC's regulariser and the prediction error of the bonus's `target` if asked.
+    """PPO's loss, with DrAC's regulariser and the prediction error of RND's `target` if the flags ask for them.
 
-    Returns its parts for each sample, float32 [B, S], and no means over samples: `devices.gradient` takes them, and its
-    docstring says why.
+    Returns its terms per sample, float32 [B, S]: `devices.gradient` weights and averages them.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -377,17 +382,17 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
         augmented = jax.vmap(partial(augment.augment, args))(augment_keys, frames)
         frames = augmented if args.augment_mode == "rad" else frames
     log_probs, values = forward(agent, params["agent"], inputs, frames)
-    parts = ppo_parts(args, log_probs, values, batch)
-    total = parts["policy_loss"] + args.vf_coef * parts["value_loss"] - ent_coef * parts["entropy"]
+    terms = ppo_loss_terms(args, log_probs, values, batch)
+    total = terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]
     if args.kl_coef:
-        total += kl_coef * parts["approx_kl"]
+        total += kl_coef * terms["approx_kl"]
     if args.augment and args.augment_mode == "drac":
-        parts["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
-        total += args.drac_coef * parts["drac_loss"]
+        terms["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
+        total += args.drac_coef * terms["drac_loss"]
     if args.rnd_coef:
-        parts["rnd_loss"] = bonus.error(target, params["predictor"], inputs.next_frames)
-        total += parts["rnd_loss"]
-    return parts | {"loss": total}
+        terms["rnd_loss"] = bonus.error(target, params["predictor"], inputs.next_frames)
+        total += terms["rnd_loss"]
+    return terms | {"loss": total}
 
 
 def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array:
@@ -399,27 +404,31 @@ def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array
     return jnp.clip(kl_coef * factor, 1e-6, 1e6)
 
 
-def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
-    """Rewards and advantages: returns the state with its filters moved on, a Batch [T, N] and metrics float32 []."""
-    mask = ~steps.done
-    reward_filter, rewards = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
+def compute_advantages(
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps, gamma: jax.Array
+):
+    """Shaped rewards, RND's bonus, GAE: returns the state with its running statistics updated, a Batch [T, N] and
+    metrics float32 []."""
+    mask = ~timesteps.is_reset
+    reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
     state = state._replace(reward_filter=reward_filter)
     metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}
     if args.rnd_coef:
-        moved, extra = bonus.of_transitions(
-            args, state.bonus, state.params["predictor"], frames=rollout.frames, steps=steps, gamma=gamma
+        bonus_state, intrinsic = bonus.of_transitions(
+            args, state.bonus, state.params["predictor"], frames=rollout.frames, timesteps=timesteps, gamma=gamma
         )
-        state, rewards = state._replace(bonus=moved), rewards + args.rnd_coef * extra
-        metrics["charts/intrinsic_reward"] = shaping.masked_moments(extra, mask)[0]
-    stacked, first = rollout.frames.stack(args.num_steps), rollout.frames.first[-1]
-    last_value = policy_and_value(agent, state.params["agent"], stacked, first, rollout.core)[1]
+        state, rewards = state._replace(bonus=bonus_state), rewards + args.rnd_coef * intrinsic
+        metrics["charts/intrinsic_reward"] = masked_moments(intrinsic, mask)[0]
+    stacked, is_first = rollout.frames.stack(args.num_steps), rollout.frames.is_first[-1]
+    hidden_state = rollout.env_state.hidden_state
+    last_value = policy_and_value(agent, state.params["agent"], stacked, is_first, hidden_state)[1]
     advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
-        rewards, jnp.concatenate([rollout.values, last_value[None]]), steps.terminated, steps.truncated
+        rewards, jnp.concatenate([rollout.values, last_value[None]]), timesteps.terminated, timesteps.truncated
     )
     returns = advantages + rollout.values
-    mean, var = shaping.masked_moments(advantages, mask)
-    _, spread = shaping.masked_moments(returns, mask)
-    metrics["losses/explained_variance"] = 1 - var / jnp.maximum(spread, 1e-8)  # advantages are returns - values
+    mean, var = masked_moments(advantages, mask)
+    _, return_var = masked_moments(returns, mask)
+    metrics["losses/explained_variance"] = 1 - var / jnp.maximum(return_var, 1e-8)  # advantages are returns - values
     batch = Batch(
         actions=rollout.actions,
         logits=rollout.logits,
@@ -430,69 +439,73 @@ def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps
     return state, batch, metrics
 
 
-def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, rates, key):
+def optimize(
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, learning_rate, ent_coef, key
+):
     """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
 
     Args:
-      batch, weight: [T, N]; the weight is 0 for what is no transition.
-      rates: learning rate and entropy coefficient, float32 [].
+      batch, weight: [T, N]; the weight is 0 for junk steps.
+      learning_rate, ent_coef: float32 [].
     """
     chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
-    tx, recurrent, num_envs = make_optimizer(args), args.core != "none", len(rollout.numbers)
-    learning_rate, ent_coef = rates
+    env_ids, recurrent = rollout.env_state.env_ids, args.core != "none"
+    num_envs, tx = len(env_ids), make_optimizer(args)
     target = state.bonus.target if args.rnd_coef else None
-    objective = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, target=target)
+    minibatch_loss = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, target=target)
 
-    def minibatch(learner, key, index):
+    def train_minibatch(learner, key, index):
         params, opt_state = learner
-        if recurrent:  # whole rollouts of some games
+        if recurrent:  # whole rollouts of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // num_envs, index[:, None] % num_envs
         # By the sample's number in the run, so that its draws are the same on whichever device it is.
-        keys = jax.vmap(partial(devices.keys_of, key))(time * args.num_envs + rollout.numbers[env])
+        keys = jax.vmap(partial(devices.fold_in_ids, key))(time * args.num_envs + env_ids[env])
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
             next_frames=rollout.frames.stack(time + 1, env) if args.rnd_coef else None,
-            first=rollout.frames.first[time, env],
-            core=jax.tree.map(lambda x: x[index], rollout.first_core),
+            is_first=rollout.frames.is_first[time, env],
+            hidden_state=jax.tree.map(lambda x: x[index], rollout.first_hidden_state),
             keys=keys if args.augment or args.dropout else None,
         )
-        part = jax.tree.map(lambda x: x[time, env], batch)
-        grads, parts, _ = devices.gradient(objective, params, (inputs, part), weight[time, env])
+        minibatch = inputs, jax.tree.map(lambda x: x[time, env], batch)
+        grads, terms, _ = devices.gradient(minibatch_loss, params, minibatch, weight[time, env])
         grads = grads | {"agent": networks.add_l2(grads["agent"], params["agent"], args.l2)}
         direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), parts | {"grad_norm": devices.norm(grads)}
+        return (params, opt_state), terms | {"grad_norm": devices.global_norm(grads)}
 
-    def epoch(learner, key):
+    def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
         samples = num_envs if recurrent else weight.size  # of this device, which has its part of each minibatch
-        order = jax.random.permutation(devices.own_key(shuffle_key), samples).reshape(args.num_minibatches, -1)
-        learner, parts = jax.lax.scan(lambda learner, index: minibatch(learner, sample_key, index), learner, order)
-        return learner, jax.tree.map(jnp.mean, parts)
+        order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), samples)
+        order = order.reshape(args.num_minibatches, -1)
+        learner, terms = jax.lax.scan(
+            lambda learner, index: train_minibatch(learner, sample_key, index), learner, order
+        )
+        return learner, jax.tree.map(jnp.mean, terms)
 
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state), parts = jax.lax.scan(epoch, (state.params, state.opt_state), keys)
-    return params, opt_state, jax.tree.map(lambda x: x[-1], parts)
+    (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-@devices.spread([STATE, ROLLOUT, envs.STEPS], (STATE, SAME))
-def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps) -> tuple[TrainState, dict]:
-    """One PPO update: returns the next state and metrics, float32 []."""
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps):
+    """One PPO update, on each device's part of the rollout: returns the next TrainState and metrics, float32 []."""
     learning_rate, ent_coef, gamma = (
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     key, shuffle_key = jax.random.split(state.key)
-    weight = ~steps.done
-    state, batch, metrics = prepare(args, agent, state, rollout, steps, gamma)
-    params, opt_state, parts = optimize(
-        args, agent, state, rollout, batch, weight=weight, rates=(learning_rate, ent_coef), key=shuffle_key
-    )
-    metrics |= {f"losses/{name}": value for name, value in parts.items()} | {
+    weight = ~timesteps.is_reset
+    state, batch, metrics = compute_advantages(args, agent, state, rollout, timesteps, gamma)
+    params, opt_state, terms = optimize(
+        args, agent, state, rollout, batch,
+        weight=weight, learning_rate=learning_rate, ent_coef=ent_coef, key=shuffle_key,
+    )  # fmt: skip
+    metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
         "losses/kl_coef": state.kl_coef,
-        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
@@ -501,89 +514,91 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + devices.total(weight.sum()),
+        global_step=state.global_step + devices.psum(weight.sum()),
         updates=state.updates + 1,
-        kl_coef=adapt_kl_coef(state.kl_coef, parts["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
+        kl_coef=adapt_kl_coef(state.kl_coef, terms["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
     )
     return state, metrics
+
+
+def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted update(state, rollout, timesteps) -> TrainState, metrics, which donates the state."""
+    return jax.jit(
+        jax.shard_map(
+            partial(update, args, agent),
+            mesh=mesh,
+            in_specs=(STATE_SPECS, ROLLOUT_SPECS, envs.TIMESTEP_SPECS),
+            out_specs=(STATE_SPECS, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
 
 
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-@devices.spread([SAME, GAMES, GAMES, GAMES, GAMES], (GAMES, GAMES), every_host=False)
-def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, age: jax.Array, keys: jax.Array, core):
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], steps since each episode's first
-    frame int32 [N], and keys uint32 [N, 2]; returns them and the next core, the policy's memory."""
-    logits, _, core = policy_and_value(agent, params, frames, age == 0, core)
-    return jax.vmap(jax.random.categorical)(keys, logits), core
+def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+
+    def sample_actions(params, frames, episode_step, keys, hidden_state):
+        logits, _, hidden_state = policy_and_value(agent, params, frames, episode_step == 0, hidden_state)
+        return jax.vmap(jax.random.categorical)(keys, logits), hidden_state
+
+    return envs.jit_policy(mesh, sample_actions, partial(networks.init_hidden_state, args.core, args.hidden))
 
 
-def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
-    """A policy as `envs.play_episodes` calls it."""
-    start = partial(networks.initial_core, args.core, args.hidden)
-    return envs.as_recurrent_policy(partial(choose, args, agent, params), start)
-
-
-def trained(args: Args, agent: Agent, run_dir: str) -> dict:
-    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params["agent"]})
+def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
+    """{"params", "global_step"} of a run's newest checkpoint or an exported agent."""
+    return agents.load(run_dir, partial(init_state, args, agent), lambda state: {"params": state.params["agent"]})
 
 
 # MAIN
 
 
-def initial(args: Args, agent: Agent) -> dict:
-    """All that a resume needs besides the games; `main` saves the same."""
-    return {"state": initial_state(args, agent), "carry": initial_carry(args, devices.games_of_host(args))}
-
-
-def kept(args: Args, agent: Agent) -> tuple:
-    """What a run keeps, for `runs.check_memory`."""
-    carry = initial_carry(args, devices.games_of_host(args))
-    return initial(args, agent), begin_rollout(args, carry, 0)
+def init_checkpoint(args: Args, agent: Agent) -> dict:
+    """What `main` saves besides the environments, as it is before the first step."""
+    return {"state": init_state(args, agent), "env_state": init_env_state(args, devices.local_env_ids(args))}
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
-    agent = make_agent(args)
-    runs.check_memory(args, ("num_envs", "num_steps", "hidden"), jax.eval_shape(partial(kept, args, agent)))
+    agent, mesh = make_agent(args), devices.make_mesh(args)
+    collect, update = make_collect(args, agent, mesh.local_mesh), make_update(args, agent, mesh)
+    policy = make_policy(args, agent, mesh.local_mesh)
 
-    numbers, seed = devices.games_of_host(args), envs.derive_seed(args.seed, 0)
     with (
-        runs.Run(args, SCRIPT, partial(runs.load, partial(initial, args, agent))) as run,
-        closing(envs.Games(partial(envs.make_levels, args), numbers, seed, args.restart_every)) as games,
+        runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent)) as run,
+        closing(envs.make_train_envs(args)) as vec_env,
     ):
-        saved = run.saved
-        episodes, watch = envs.EpisodeStatistics(len(numbers)), runs.Stopwatch()
-        start_from = saved or devices.run_once(initial, args, agent)
-        state = devices.share(args, start_from["state"], STATE)
-        carry = start_from["carry"] if "carry" in start_from else initial_carry(args, numbers)
-        carry = devices.put(args, carry, CARRY)
+        episodes, watch = envs.EpisodeStatistics(vec_env.num_envs), runs.Stopwatch()
+        state = multihost.distribute(mesh, run.checkpoint["state"], STATE_SPECS)
+        env_state_sharding = devices.shardings(mesh.local_mesh, envs.ENV_STATE_SPECS)
+        env_state = jax.device_put(run.checkpoint["env_state"], env_state_sharding)
         step = int(state.global_step)
-        if saved and "games" in saved:  # else there are not as many hosts as there were, and games start anew
-            episodes.restore(saved["episodes"])
-            games.restore(saved["games"], run)
+        if "snapshot" in run.checkpoint:  # missing in a new run, and where the number of hosts has changed
+            episodes.restore(run.checkpoint["episodes"])
+            vec_env.restore(run.checkpoint["snapshot"], run)
 
         def save():
-            own = {"carry": carry, "games": games.mark().save(), "episodes": episodes.save()}
-            run.save(step, {"state": state}, own)
+            per_host = {"env_state": env_state, "snapshot": vec_env.snapshot().save(), "episodes": episodes.save()}
+            run.save(step, {"state": state}, per_host)
 
         while True:
-            params, i = devices.here(args, state.params["agent"]), int(state.updates)
-            envs.evaluate_if_due(args, run, step, make_policy(args, agent, params))
-            if run.over(step):
+            params, i = multihost.local_replica(mesh, state.params["agent"]), int(state.updates)
+            envs.evaluate_if_due(args, mesh, run, step, partial(policy, params))
+            if run.finished(step):
                 break
-            rollout, steps, carry = collect(args, agent, games, params, carry, i=i, watch=watch)
+            rollout, timesteps = collect(vec_env, params, env_state, i, watch)
+            env_state = rollout.env_state
             with watch("update"):
-                given = devices.join(args, (rollout, steps), (ROLLOUT, envs.STEPS))
-                state, metrics = update(args, agent, state, *given)
+                specs = ROLLOUT_SPECS, envs.TIMESTEP_SPECS
+                state, metrics = update(state, *multihost.host_to_global(mesh, (rollout, timesteps), specs))
                 metrics = jax.device_get(metrics)
             step = int(state.global_step)
             run.check_finite(step, metrics)
-            episodes.add(steps)
+            episodes.add(timesteps)
             run.log(step, metrics | episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions())
             if run.checkpoint_due(step):
                 save()

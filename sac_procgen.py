@@ -8,12 +8,11 @@ learns from the critics alone, as in DrQ (Kostrikov et al. 2021, arXiv 2004.1364
     python sac_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --average-q --q-clip 0.5
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -21,10 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
+from jax.sharding import Mesh
 
 from common import agents, augment, devices, envs, networks, offpolicy, replay, runs
-from common.devices import GAMES, SAME
+from common.devices import ENV_SHARDED, REPLICATED
 from common.files import check
+from common.flags import NonNegativeFloat, NonNegativeInt, NonNegativeSchedule, Size, StepCount, UnitInterval
 
 SCRIPT = Path(__file__).stem
 MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses at random
@@ -32,46 +34,41 @@ MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses 
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "alpha": (1e-6, 10), "target_entropy_scale": (0.01, 0.99), "alpha_learning_rate": (1e-6, 1),
-        "min_alpha": (1e-6, 10), "tau": (1e-6, 1), "target_network_frequency": (1, 2**31 - 1), "q_clip": (0, None),
-        "entropy_penalty": (0, None), "max_grad_norm": (0, None), "learning_rate": (0, None),
-    }  # fmt: skip
     FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
 
-    hidden: int = 256
+    hidden: Size = 256
     """units of the encoder's dense layer, and of the hidden layer of the policy and of each Q-function"""
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    learning_starts: int = 20_000
-    per_alpha: float = 0.0
+    total_timesteps: StepCount = 8_000_000
+    """total number of environment steps"""
+    learning_starts: NonNegativeInt = 20_000
+    per_alpha: UnitInterval = 0.0
     autotune: bool = True
     """move the temperature so that the policy's entropy comes to its target"""
-    alpha: float = 0.01
+    alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 0.01
     """temperature, the reward that a nat of entropy is worth: at the start or, with --no-autotune, throughout"""
-    target_entropy_scale: float = 0.3
+    target_entropy_scale: Annotated[float, Interval(ge=0.01, le=0.99)] = 0.3
     """the target of the policy's entropy, as a part of log 15, that of a random policy"""
-    alpha_learning_rate: float = 0.01
+    alpha_learning_rate: Annotated[float, Interval(ge=1e-6, le=1)] = 0.01
     """how far an update moves the temperature's logarithm for each nat between that target and the policy's entropy"""
-    min_alpha: float = 1e-6
+    min_alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 1e-6
     """lower bound of the temperature; one that has sunk far rises again too slowly to save the policy's entropy"""
-    tau: float = 0.005
+    tau: Annotated[float, Interval(ge=1e-6, le=1)] = 0.005
     """how far the target network goes towards the one that learns; 1 copies it"""
-    target_network_frequency: int = 1
+    target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 1
     """updates between two such moves"""
     average_q: bool = False
     """take the mean of both Q-functions, in targets and for the policy; the smaller one, the default, may be too low"""
-    q_clip: float = 0.0
+    q_clip: NonNegativeFloat = 0.0
     """in the critics' loss, clip how far a Q-value is from the target network's to +- this, in reward; 0 for no clip"""
-    entropy_penalty: float = 0.0
+    entropy_penalty: NonNegativeFloat = 0.0
     """coefficient of half the squared difference (nats^2) of the policy's entropy from that of the target network's"""
-    learning_rate: str = "3e-4"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
-    max_grad_norm: float = 10.0
-    """clip the gradient to this global norm; 0 for no clipping"""
+    learning_rate: NonNegativeSchedule = "3e-4"
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    max_grad_norm: NonNegativeFloat = 10.0
+    """maximum global norm of the gradient; 0 for no clipping"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
         # With dropout a target that is copied each time differs too, since it drops nothing.
@@ -89,7 +86,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
 
 
 class Agent(nn.Module):
-    """Two Q-functions and a policy on one encoder, each with a hidden layer of its own."""
+    """Two Q-functions and a policy on one encoder, each with its own hidden layer."""
 
     encoder: nn.Module
     hidden: int
@@ -105,7 +102,7 @@ class Agent(nn.Module):
         self.policy, self.q1, self.q2 = head(), head(), head()
 
     def encode(self, frames: jax.Array, keys: jax.Array | None = None) -> jax.Array:
-        """Frames uint8 [B, 64, 64, C] and keys for dropout uint32 [B, 2] -> features float32 [B, hidden]."""
+        """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> features float32 [B, hidden]."""
         return networks.dropout(self.encoder(frames), keys, self.dropout)
 
     def logits(self, features: jax.Array) -> jax.Array:
@@ -117,13 +114,13 @@ class Agent(nn.Module):
         return jnp.stack([self.q1(features), self.q2(features)], axis=1)
 
     def __call__(self, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """All of it: logits [B, 15] and values [B, 2, 15]."""
+        """Frames [B, 64, 64, C] -> logits [B, 15] and values [B, 2, 15]."""
         features = self.encode(frames)
         return self.logits(features), self.values(features)
 
 
 def make_agent(args: Args) -> Agent:
-    """The networks that these flags describe."""
+    """The network that these flags describe."""
     return Agent(networks.make_encoder(args), args.hidden, args.dropout)
 
 
@@ -131,10 +128,10 @@ def make_agent(args: Args) -> Agent:
 
 
 class TrainState(NamedTuple):
-    """The learner."""
+    """State of the learner."""
 
     params: dict  # of the "agent", and "log_alpha" float32 [], the temperature's logarithm, for actors too
-    target: dict  # of the agent
+    target_params: dict  # of the agent
     opt_state: optax.OptState
     global_step: jax.Array  # int32 []: transitions played
     updates: jax.Array  # int32 []
@@ -143,18 +140,17 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `improve` multiplies it by -learning_rate, from a schedule."""
-    return optax.chain(devices.clip_by_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-8))
+    """Adam's direction, without step size and sign: `train_step` multiplies it by -learning_rate, from a schedule."""
+    return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-8))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def initial_state(args: Args, agent: Agent) -> TrainState:
-    """The learner before its first update, from `args.seed`."""
-    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
+def init_state(args: Args, agent: Agent) -> TrainState:
+    """The learner's state before its first update, from `args.seed`."""
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
     params = {"agent": agent.init(jax.random.PRNGKey(args.seed), frames), "log_alpha": jnp.log(jnp.float32(args.alpha))}
     return TrainState(
         params=params,
-        target=jax.tree.map(jnp.copy, params["agent"]),
+        target_params=jax.tree.map(jnp.copy, params["agent"]),
         opt_state=make_optimizer(args).init(params["agent"]),
         global_step=jnp.int32(0),
         updates=jnp.int32(0),
@@ -166,248 +162,267 @@ def initial_state(args: Args, agent: Agent) -> TrainState:
 # ACTING
 
 
-def soft_value(args: Args, logits: jax.Array, values: jax.Array, alpha: jax.Array) -> jax.Array:
-    """The value float32 [B] of states where a policy with logits [B, 15] acts, its entropy included at temperature
-    alpha float32 [], by two Q-functions [B, 2, 15] (Christodoulou 2019, equation 10: an expectation, no sample)."""
-    chex.assert_equal_shape([logits, values[:, 0], values[:, 1]])
-    log_probs = jax.nn.log_softmax(logits)
-    return (jnp.exp(log_probs) * (lesser_or_mean(args, values) - alpha * log_probs)).sum(axis=-1)
-
-
-def lesser_or_mean(args: Args, values: jax.Array) -> jax.Array:
-    """Two Q-functions [B, 2, ...] -> the lesser one or, if asked, their mean [B, ...] (Zhou et al. 2022, section 4)."""
+def aggregate_q(args: Args, values: jax.Array) -> jax.Array:
+    """The minimum over both Q-functions [B, 2, ...] or their mean: [B, ...] (Zhou et al. 2022, section 4)."""
     return values.mean(axis=1) if args.average_q else values.min(axis=1)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def act(
-    args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs: jax.Array, age: jax.Array
-) -> tuple[offpolicy.Rollout, jax.Array]:
-    """Chooses actions for obs uint8 [n, 3, 64, 64], age int32 [n]; returns the rollout and actions int32 [n]."""
-    frames = rollout.frames.put(rollout.t, obs, age)
-    logits, values = devices.in_chunks(partial(agent.apply, params["agent"]), frames.stack(rollout.t))
-    choose_keys, stick_keys = envs.step_keys(rollout)
-    actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
-    soft = soft_value(args, logits, values, jnp.exp(params["log_alpha"]))
-    mean = values.mean(axis=1)  # as the learner's TD error has it
-    rollout = rollout._replace(frames=frames)
-    return offpolicy.record(args, rollout, age, actions, values=mean, state_value=soft, stick_keys=stick_keys)
+def soft_value(args: Args, logits: jax.Array, values: jax.Array, alpha: jax.Array) -> jax.Array:
+    """The soft state values float32 [B] of a policy with logits [B, 15] by two Q-functions [B, 2, 15], at temperature
+    alpha [] (Christodoulou 2019, equation 10: an exact expectation, not a sample)."""
+    chex.assert_equal_shape([logits, values[:, 0], values[:, 1]])
+    log_probs = jax.nn.log_softmax(logits)
+    return (jnp.exp(log_probs) * (aggregate_q(args, values) - alpha * log_probs)).sum(axis=-1)
+
+
+def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs: jax.Array, episode_step: jax.Array):
+    """Samples actions for obs uint8 [n, 3, 64, 64] and episode_step int32 [n]; returns the rollout and actions [n]."""
+    t = rollout.t
+    frames = rollout.frames.write(t, obs, episode_step)
+    logits, values = devices.map_in_chunks(partial(agent.apply, params["agent"]), frames.stack(t))
+    policy_keys, sticky_keys = envs.step_keys(rollout.key, t, rollout.env_state.env_ids)
+    actions = jax.vmap(jax.random.categorical)(policy_keys, logits)
+    state_value = soft_value(args, logits, values, jnp.exp(params["log_alpha"]))
+    mean_values = values.mean(axis=1)  # as in the learner's TD error
+    return offpolicy.record_step(
+        args, rollout._replace(frames=frames), episode_step, actions,
+        values=mean_values, state_value=state_value, sticky_keys=sticky_keys,
+    )  # fmt: skip
 
 
 # ALGORITHM
 
 
 class Outputs(NamedTuple):
-    """What the networks say of B transitions."""
+    """Network outputs for B transitions."""
 
-    values: jax.Array  # float32 [B, 2, 15], of the Q-functions that learn, for the batch's frames
+    values: jax.Array  # float32 [B, 2, 15], of the online Q-functions
     logits: jax.Array  # float32 [B, 15], of the policy, from features that its loss does not change
-    next_logits: jax.Array  # float32 [B, 15], of the same policy for the next frames
-    next_target: jax.Array  # float32 [B, 2, 15], of the target network for the next frames
-    old_values: jax.Array | None  # float32 [B, 2, 15], of the target network for the batch's frames
-    old_logits: jax.Array | None  # float32 [B, 15]
+    next_logits: jax.Array  # float32 [B, 15], of the policy for the next frames
+    next_target_values: jax.Array  # float32 [B, 2, 15], of the target network for the next frames
+    target_values: jax.Array | None  # float32 [B, 2, 15], of the target network; for --q-clip
+    target_logits: jax.Array | None  # float32 [B, 15], of the target network; for --entropy-penalty
 
 
-def entropy_of(logits: jax.Array) -> jax.Array:
+def policy_entropy(logits: jax.Array) -> jax.Array:
     """The entropy float32 [B] of a policy with logits [B, 15], nats."""
     log_probs = jax.nn.log_softmax(logits)
     return -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
 
 
-def sac_parts(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay.Batch) -> dict[str, jax.Array]:
-    """The parts of SAC's losses of n-step transitions at the temperature alpha [], for each sample, float32 [B].
+def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay.Batch) -> dict[str, jax.Array]:
+    """The terms of SAC's losses of n-step transitions per sample, float32 [B], at temperature alpha [].
 
     Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
-    2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy's penalty, equation 9,
+    2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
     here with the target network's policy as the old one. Importance weights scale the critics' loss only.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
-    held = jax.lax.stop_gradient
+    stop_gradient = jax.lax.stop_gradient
 
-    def pick(values):
+    def select_action(values):
         return jnp.take_along_axis(values, batch.actions[:, None, None], axis=2)[..., 0]
 
-    # Entropy counts where the n steps end; that of the states between is left out, as is usual with n-step returns.
-    goal = batch.returns + batch.discounts * soft_value(args, outputs.next_logits, outputs.next_target, alpha)
-    goal = held(goal)[:, None]
-    chosen = pick(outputs.values)  # [B, 2]
-    squares = (chosen - goal) ** 2
+    # The entropy of the state to bootstrap from counts, not that of those before it, as is usual with n-step returns.
+    next_value = soft_value(args, outputs.next_logits, outputs.next_target_values, alpha)
+    target = stop_gradient(batch.returns + batch.discounts * next_value)[:, None]
+    chosen = select_action(outputs.values)  # [B, 2]
+    q_loss = (chosen - target) ** 2
     if args.q_clip:
-        old = held(pick(outputs.old_values))
-        near = old + jnp.clip(chosen - old, -args.q_clip, args.q_clip)
-        squares = jnp.maximum(squares, (near - goal) ** 2)
-    entropy = entropy_of(outputs.logits)
-    parts = {
-        "q_loss": batch.weight * 0.5 * squares.sum(axis=-1),
-        "policy_loss": -soft_value(args, outputs.logits, held(outputs.values), alpha),
+        old = stop_gradient(select_action(outputs.target_values))
+        value_clipped = old + jnp.clip(chosen - old, -args.q_clip, args.q_clip)
+        q_loss = jnp.maximum(q_loss, (value_clipped - target) ** 2)
+    entropy = policy_entropy(outputs.logits)
+    terms = {
+        "q_loss": batch.weight * 0.5 * q_loss.sum(axis=-1),
+        "policy_loss": -soft_value(args, outputs.logits, stop_gradient(outputs.values), alpha),
         "q_values": chosen.mean(axis=-1),
         "q_difference": jnp.abs(chosen[:, 0] - chosen[:, 1]),
         "entropy": entropy,
-        "td_error": jnp.abs(chosen.mean(axis=-1) - goal[:, 0]),
+        "td_error": jnp.abs(chosen.mean(axis=-1) - target[:, 0]),
     }
-    total = parts["q_loss"] + parts["policy_loss"]
+    total = terms["q_loss"] + terms["policy_loss"]
     if args.entropy_penalty:
-        total += args.entropy_penalty * 0.5 * (entropy - held(entropy_of(outputs.old_logits))) ** 2
-    return parts | {"loss": total}
+        total += args.entropy_penalty * 0.5 * (entropy - stop_gradient(policy_entropy(outputs.target_logits))) ** 2
+    return terms | {"loss": total}
 
 
 def loss(
-    args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target: dict, alpha: jax.Array
+    args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_params: dict, alpha: jax.Array
 ) -> dict[str, jax.Array]:
-    """SAC's losses. Returns their parts for each sample, float32 [B], and no means over samples: `devices.gradient`
-    takes them, and its docstring says why."""
+    """SAC's losses. Returns their terms per sample, float32 [B]: `devices.gradient` weights and averages them."""
     keys, next_keys, dropout_keys = (jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3))
     frames = augment.augment(args, keys, batch.frames)
     next_frames = augment.augment(args, next_keys, batch.next_frames)
     features = agent.apply(params, frames, dropout_keys, method="encode")
-    # The encoder learns from the critics alone: what the policy's loss would do to it, they would have to follow.
+    # The encoder learns from the critics alone: they would have to follow whatever the policy's loss did to it.
     logits = agent.apply(params, jax.lax.stop_gradient(features), method="logits")
-    old_logits, old_values = agent.apply(target, frames) if args.q_clip or args.entropy_penalty else (None, None)
+    target_logits = target_values = None
+    if args.q_clip or args.entropy_penalty:
+        target_logits, target_values = agent.apply(target_params, frames)
     outputs = Outputs(
         values=agent.apply(params, features, method="values"),
         logits=logits,
         next_logits=jax.lax.stop_gradient(agent.apply(params, next_frames)[0]),
-        next_target=agent.apply(target, next_frames)[1],
-        old_values=old_values,
-        old_logits=old_logits,
+        next_target_values=agent.apply(target_params, next_frames)[1],
+        target_values=target_values,
+        target_logits=target_logits,
     )
-    return sac_parts(args, outputs, alpha, batch)
+    return sac_loss_terms(args, outputs, alpha, batch)
 
 
-def tune(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
-    """log alpha, float32 [], after a gradient step on Christodoulou 2019, equation 11; `entropy` [] is a batch's mean.
+def update_temperature(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
+    """log alpha, float32 [], after a gradient step on Christodoulou 2019, equation 11, with a batch's mean entropy [].
 
     As usual the gradient by alpha, entropy - target, is applied to log alpha. A plain step, not Adam's: its averages
     remember the first updates, with entropies far above the target, and would hold back a temperature that must rise.
     """
-    gap = args.target_entropy_scale * MAX_ENTROPY - entropy
-    most = 10.0  # far above what any game's rewards want
-    return jnp.clip(log_alpha + args.alpha_learning_rate * gap, jnp.log(args.min_alpha), jnp.log(most))
+    difference = args.target_entropy_scale * MAX_ENTROPY - entropy
+    max_alpha = 10.0  # far above any game's need
+    log_alpha = log_alpha + args.alpha_learning_rate * difference
+    return jnp.clip(log_alpha, jnp.log(args.min_alpha), jnp.log(max_alpha))
 
 
-def improve(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
+def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
     """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     params, log_alpha = state.params["agent"], state.params["log_alpha"]
-    objective = partial(loss, args, agent, target=state.target, alpha=jnp.exp(log_alpha))
-    # Weights of 1, not batch.weight: `gradient` divides by the sum of its weights, which would undo that importance
-    # weights make the loss smaller. `loss` has multiplied by them already.
-    grads, means, parts = devices.gradient(objective, params, batch, jnp.ones_like(batch.returns))
+    batch_loss = partial(loss, args, agent, target_params=state.target_params, alpha=jnp.exp(log_alpha))
+    # Weights of 1, not batch.weight: `gradient` divides by their sum, which would undo that importance weights scale
+    # the loss down. `loss` has multiplied by them already.
+    grads, means, terms = devices.gradient(batch_loss, params, batch, jnp.ones_like(batch.returns))
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, params)
     params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
     if args.autotune:
-        log_alpha = tune(args, log_alpha, means["entropy"])
+        log_alpha = update_temperature(args, log_alpha, means["entropy"])
     updates = state.updates + 1
-    move = jnp.where(updates % args.target_network_frequency == 0, args.tau, 0.0)
-    target = optax.incremental_update(params, state.target, move)
+    tau = jnp.where(updates % args.target_network_frequency == 0, args.tau, 0.0)
+    target_params = optax.incremental_update(params, state.target_params, tau)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
-        "losses/grad_norm": devices.norm(grads),
-        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
+        "losses/grad_norm": devices.global_norm(grads),
+        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
         "losses/alpha": jnp.exp(log_alpha),
         "charts/learning_rate": learning_rate,
     }
     params = {"agent": params, "log_alpha": log_alpha}
-    state = state._replace(params=params, target=target, opt_state=opt_state, updates=updates)
-    return state, parts["td_error"], metrics
+    state = state._replace(params=params, target_params=target_params, opt_state=opt_state, updates=updates)
+    return state, terms["td_error"], metrics
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-@devices.spread([SAME, replay.REPLAY, SAME, SAME], (SAME, replay.REPLAY, SAME))
-def update(args: Args, agent: Agent, state: TrainState, buffer: replay.Replay, k: jax.Array, beta: jax.Array):
-    """k updates, each device's batches drawn from its own part of the buffer (see `offpolicy.repeat`)."""
-    return offpolicy.repeat(args, partial(improve, args, agent), state, buffer, k, beta)
+def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted update(state, buffer, num_updates, beta) -> TrainState, Replay, metrics, which donates the
+    state and the buffer: each device samples from its own part of the buffer (see `offpolicy.train_steps`)."""
+    return jax.jit(
+        jax.shard_map(
+            partial(offpolicy.train_steps, args, partial(train_step, args, agent)),
+            mesh=mesh,
+            in_specs=(REPLICATED, replay.REPLAY_SPECS, REPLICATED, REPLICATED),
+            out_specs=(REPLICATED, replay.REPLAY_SPECS, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=(0, 1),
+    )
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-@devices.spread([SAME, GAMES], (SAME, GAMES, SAME))
-def update_on_batch(args: Args, agent: Agent, state: TrainState, batch: replay.Batch):
-    """`improve`, each device on its part of a batch that was drawn elsewhere."""
-    return improve(args, agent, state, batch)
+def make_update_on_batch(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted `train_step`(state, batch), which donates the state: for a batch sampled on the host."""
+    return jax.jit(
+        jax.shard_map(
+            partial(train_step, args, agent),
+            mesh=mesh,
+            in_specs=(REPLICATED, ENV_SHARDED),
+            out_specs=(REPLICATED, ENV_SHARDED, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
 
 
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-@devices.spread([SAME, GAMES, GAMES], GAMES)
-def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with keys uint32 [N, 2]."""
-    logits, _ = devices.in_chunks(partial(agent.apply, params), frames)
-    return jax.vmap(jax.random.categorical)(keys, logits)
+def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+
+    def sample_actions(params, frames, episode_step, keys, hidden_state):
+        logits, _ = devices.map_in_chunks(partial(agent.apply, params), frames)
+        return jax.vmap(jax.random.categorical)(keys, logits), hidden_state
+
+    return envs.jit_policy(mesh, sample_actions)
 
 
-def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
-    """A policy as `envs.play_episodes` calls it."""
-    return envs.as_policy(partial(choose, args, agent, params))
-
-
-def trained(args: Args, agent: Agent, run_dir: str) -> dict:
-    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params["agent"]})
+def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
+    """{"params", "global_step"} of a run's newest checkpoint or an exported agent."""
+    return agents.load(run_dir, partial(init_state, args, agent), lambda state: {"params": state.params["agent"]})
 
 
 # MAIN
 
 
-def initial(args: Args, agent: Agent) -> dict:
-    """All that a resume needs besides the actors, their games and the replay buffer; `main` saves the same."""
-    return {"state": initial_state(args, agent)}
+def init_checkpoint(args: Args, agent: Agent) -> dict:
+    """What `main` saves besides the actors and the replay buffer, as it is before the first step."""
+    return {"state": init_state(args, agent)}
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
     args.check_training()
-    agent = make_agent(args)
-    offpolicy.check_memory(args, partial(initial, args, agent))
+    agent, mesh = make_agent(args), devices.make_mesh(args)
+    offpolicy.check_memory(args, mesh)
+    policy, insert = make_policy(args, agent, mesh), offpolicy.make_insert(args, mesh)
+    update, update_on_batch = make_update(args, agent, mesh), make_update_on_batch(args, agent, mesh)
+    run_updates = offpolicy.make_run_updates(args, mesh, update, update_on_batch)
+    replicated = devices.shardings(mesh, REPLICATED)
 
-    load = partial(offpolicy.load, args, partial(initial, args, agent))
-    with runs.Run(args, SCRIPT, load) as run, offpolicy.make_fleet(args, agent, act) as fleet:
-        saved, buffer = run.saved, offpolicy.make_buffer(args, run.saved)
+    with (
+        runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent), partial(offpolicy.load, args)) as run,
+        offpolicy.make_fleet(args, agent, act) as fleet,
+    ):
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        state = devices.put(args, (saved or devices.run_once(initial, args, agent))["state"], SAME)
+        state = jax.device_put(run.checkpoint["state"], replicated)
+        buffer = offpolicy.make_buffer(args, mesh, run.checkpoint)
         step = int(state.global_step)
-        if saved:
-            episodes.restore(saved["episodes"])
-            fleet.restore(saved["fleet"], state.params, run)
-            state = offpolicy.learn_later(args, run, state, buffer)
-        run.say(offpolicy.describe(args, buffer, int(state.learn_from)))
+        if run.resumed:
+            episodes.restore(run.checkpoint["episodes"])
+            fleet.restore(run.checkpoint["fleet"], state.params, run)
+            state = offpolicy.delay_learning(args, run, state, buffer)
+        run.print(offpolicy.describe(args, buffer, int(state.learn_from)))
 
         def save():
             tree = {"state": state} | ({"replay": buffer} if args.save_replay else {})
             run.save(step, tree, {"fleet": fleet.save(), "episodes": episodes.save()})
 
-        if not run.over(step):
+        if not run.finished(step):
             fleet.start(int(state.iterations), state.params)
         while True:
-            envs.evaluate_if_due(args, run, step, make_policy(args, agent, state.params["agent"]))
-            if run.over(step):
+            envs.evaluate_if_due(args, mesh, run, step, partial(policy, state.params["agent"]))
+            if run.finished(step):
                 break
             with watch("waiting"):
-                items = fleet.take(run, save)
-            if items is None:
+                batches = fleet.get(run, save)
+            if batches is None:
                 break
             i, before = int(state.iterations), step
             with watch("insert"):
-                buffer, steps = offpolicy.add(args, buffer, items)
-            step += int((~steps.done).sum())
+                rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
+                buffer = jax.block_until_ready(insert(buffer, rollouts, timesteps))
+            timesteps = envs.join_envs(timesteps, axis=-1)
+            step += int((~timesteps.is_reset).sum())
             beta = float(runs.parse_schedule(args.per_beta)(before))
-            k = offpolicy.updates_due(args, int(state.learn_from), before, step)
-            state, buffer, metrics = offpolicy.learn(
-                args, agent, state, buffer, update=update, update_on_batch=update_on_batch, k=k, beta=beta, watch=watch
-            )
-            state = state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1))
-            state = devices.put(args, state, SAME)
+            num_updates = offpolicy.updates_due(args, int(state.learn_from), before, step)
+            state, buffer, metrics = run_updates(state, buffer, num_updates, beta, watch)
+            state = jax.device_put(state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1)), replicated)
             fleet.publish(i + 1, state.params)
             run.check_finite(step, metrics)
-            episodes.add(steps)
-            metrics |= fleet.metrics(i, items) | episodes.metrics() | watch.fractions()
+            episodes.add(timesteps)
+            metrics |= fleet.metrics(i, batches) | episodes.metrics() | watch.fractions()
             charts = {"updates": int(state.updates), "per_beta": beta, "SPS": run.steps_per_second(step)}
             run.log(step, metrics | {f"charts/{name}": value for name, value in charts.items()})
             if run.checkpoint_due(step):
                 save()
         save()
-        fleet.check()  # one that failed after the last unrolls were taken
+        fleet.check()  # an actor may have failed after the last unrolls were taken
     return run
 
 

@@ -7,69 +7,82 @@ and a line search that takes only what is better. --penalty trades the trust reg
     python trpo_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --penalty 0.5
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Interval
+from jax.sharding import Mesh
 
-from common import agents, devices, envs, networks, runs, shaping
+from common import agents, devices, envs, multihost, networks, runs
 from common.derivatives import forward_mode
-from common.devices import GAMES, SAME
+from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    StepCount,
+    UnitInterval,
+    UnitSchedule,
+)
+from common.rewards import (
+    RETURN_FILTER_SPECS,
+    NormalizeArgs,
+    ReturnFilter,
+    init_return_filter,
+    masked_moments,
+    prepare_rewards,
+)
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
-class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "gae_lambda": (0, 1),
-        "max_kl": (1e-6, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (1e-5, None),
-        "line_search_steps": (1, 100), "value_epochs": (1, 1000), "penalty": (0, None),
-        "learning_rate": (0, None), "gamma": (0, 1),
-    }  # fmt: skip
+class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     FIXED: ClassVar = ("penalty",)  # with one, Adam has the policy's moments too
 
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 64
-    """games played side by side, by all devices together"""
-    num_steps: int = 128
-    """steps of each game in a rollout; num_envs x num_steps is the batch"""
-    num_minibatches: int = 8
+    total_timesteps: StepCount = 8_000_000
+    """total number of environment steps"""
+    num_envs: PositiveInt = 64
+    """number of parallel environments, over all devices"""
+    num_steps: PositiveInt = 128
+    """steps per environment in a rollout; the batch is num_envs x num_steps"""
+    num_minibatches: PositiveInt = 8
     """parts that a batch is cut into: Adam takes a step on each; TRPO's own step adds them up, only to save memory"""
-    gamma: str = "0.99"
+    gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
-    max_kl: float = 0.01
+    gae_lambda: UnitInterval = 0.95
+    """lambda of generalised advantage estimation (GAE)"""
+    max_kl: PositiveFloat = 0.01
     """how far a step may take the policy: mean KL divergence from the old one, nats"""
-    fisher_fraction: float = 0.1
+    fisher_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.1
     """share of the batch to estimate the Fisher matrix on (rounded up to a multiple of 8, in each pass and device)"""
-    cg_iterations: int = 10
+    cg_iterations: Iterations = 10
     """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
-    damping: float = 0.1
+    damping: PositiveFloat = 0.1
     """added to the Fisher matrix's diagonal: the more, the nearer a step is to the plain gradient's, and the shorter"""
-    line_search_steps: int = 10
+    line_search_steps: Iterations = 10
     """lengths of a step that are tried, each half the last, before it is given up"""
-    learning_rate: str = "5e-4"
+    learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's step size for the value network (with a penalty, the policy too): a number, or a schedule like gamma's"""
-    value_epochs: int = 3
+    value_epochs: Iterations = 3
     """passes over a batch to fit the value network (with a penalty, the policy too)"""
-    penalty: float = 0.0
+    penalty: NonNegativeFloat = 0.0
     """learn by Adam from the surrogate minus this times the KL divergence, without a trust region; 0 for TRPO"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         runs.check_batch(self)
         of_trpo = "max_kl", "fisher_fraction", "cg_iterations", "damping", "line_search_steps"
         runs.check_needs(self, not self.penalty, "--penalty 0", of_trpo)
@@ -109,9 +122,9 @@ def make_agent(args: Args) -> Agent:
     )
 
 
-def look(network: Network, params: dict, frames: jax.Array) -> jax.Array:
-    """What a network says of frames uint8 [N, 64, 64, C]: float32 [N, outputs]."""
-    return devices.in_chunks(partial(network.apply, params), frames)
+def apply_network(network: Network, params: dict, frames: jax.Array) -> jax.Array:
+    """Outputs float32 [N, outputs] for stacked frames uint8 [N, 64, 64, C]."""
+    return devices.map_in_chunks(partial(network.apply, params), frames)
 
 
 # TRAINING STATE
@@ -125,25 +138,14 @@ class TrainState(NamedTuple):
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
     updates: jax.Array  # int32 []
-    reward_filter: shaping.ReturnFilter
+    reward_filter: ReturnFilter
 
 
-STATE = devices.layout(TrainState, reward_filter=shaping.FILTER)
+STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SPECS)
 
 
-class Carry(NamedTuple):
-    """What is needed besides the games to go on with them."""
-
-    history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
-    numbers: jax.Array  # int32 [N]: of these games in the run
-    last_action: jax.Array  # int32 [N]: what the games played last
-
-
-CARRY = devices.layout(Carry, steps="history", games="numbers last_action")
-
-
-def of_adam(args: Args, params: dict) -> dict:
-    """The parameters that Adam learns."""
+def adam_params(args: Args, params: dict) -> dict:
+    """The parameters that Adam trains: the value network's; with a penalty, the policy's too."""
     return params if args.penalty else {"value": params["value"]}
 
 
@@ -152,111 +154,110 @@ def make_optimizer() -> optax.GradientTransformation:
     return optax.scale_by_adam(eps=1e-5)  # PPO's in Baselines
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def initial_state(args: Args, agent: Agent) -> TrainState:
-    """The learner before its first update, from `args.seed`."""
+def init_state(args: Args, agent: Agent) -> TrainState:
+    """The learner's state before its first update, from `args.seed`."""
     key, *init_keys = jax.random.split(jax.random.PRNGKey(args.seed), 3)
-    frames = jnp.zeros((1, 64, 64, 3 * len(args.offsets)), jnp.uint8)
+    frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
     networks_and_keys = zip(agent._asdict().items(), init_keys, strict=True)
     params = {name: network.init(init_key, frames) for (name, network), init_key in networks_and_keys}
     return TrainState(
         params=params,
-        opt_state=make_optimizer().init(of_adam(args, params)),
+        opt_state=make_optimizer().init(adam_params(args, params)),
         key=key,
         global_step=jnp.int32(0),
         updates=jnp.int32(0),
-        reward_filter=shaping.new_filter(args.num_envs),
+        reward_filter=init_return_filter(args.num_envs),
     )
-
-
-@partial(jax.jit, static_argnums=0)
-def initial_carry(args: Args, numbers: jax.Array) -> Carry:
-    """Before the first step of the games with these numbers, int32 [N]."""
-    history = envs.empty_history(len(numbers), args.offsets)
-    return Carry(history=history, numbers=numbers, last_action=jnp.zeros_like(numbers))
 
 
 # ROLLOUT
 
 
 class Rollout(NamedTuple):
-    """What stays on the device while T steps are played."""
+    """T steps of N environments, collected on the device."""
 
     frames: envs.Frames  # of T + 1 steps
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    numbers: jax.Array  # int32 [N]
-    last_action: jax.Array  # int32 [N]
+    env_state: envs.EnvState  # of the newest step; its history is set at the end
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-ROLLOUT = devices.layout(Rollout, steps="frames actions logits values", games="numbers last_action")
+ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 4, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
 
 
-@partial(jax.jit, static_argnums=0)
-@devices.spread([CARRY, SAME], ROLLOUT, every_host=False)
-def begin_rollout(args: Args, carry: Carry, i: int) -> Rollout:
+def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
     """The run's i-th rollout, before its first step."""
-    shape = (args.num_steps, len(carry.numbers))
+    shape = (args.num_steps, len(env_state.env_ids))
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps + 1, args.offsets),
+        frames=envs.Frames.after(env_state.history, args.num_steps + 1, args.stack_offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         values=jnp.zeros(shape),
-        numbers=carry.numbers,
-        last_action=carry.last_action,
+        env_state=env_state,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-@devices.spread([SAME, ROLLOUT, GAMES, GAMES], (ROLLOUT, GAMES), every_host=False)
-def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, age: jax.Array):
-    """Chooses actions for obs uint8 [N, 3, 64, 64], age int32 [N]; returns the rollout and actions int32 [N]."""
-    t = rollout.t
-    frames = rollout.frames.put(t, obs, age)
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, episode_step: jax.Array):
+    """Chooses actions for obs uint8 [N, 3, 64, 64] and episode_step int32 [N]; returns the rollout and actions [N]."""
+    t, env_state = rollout.t, rollout.env_state
+    frames = rollout.frames.write(t, obs, episode_step)
     stacked = frames.stack(t)
-    logits = look(agent.policy, params["policy"], stacked)
-    choose_keys, stick_keys = envs.step_keys(rollout)
-    actions = jax.vmap(jax.random.categorical)(choose_keys, logits)
-    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+    logits = apply_network(agent.policy, params["policy"], stacked)
+    policy_keys, sticky_keys = envs.step_keys(rollout.key, t, env_state.env_ids)
+    actions = jax.vmap(jax.random.categorical)(policy_keys, logits)
+    played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         frames=frames,
         actions=rollout.actions.at[t].set(actions),
         logits=rollout.logits.at[t].set(logits),
-        values=rollout.values.at[t].set(look(agent.value, params["value"], stacked)[:, 0]),
-        last_action=played,
+        values=rollout.values.at[t].set(apply_network(agent.value, params["value"], stacked)[:, 0]),
+        env_state=env_state._replace(last_action=played),
         t=t + 1,
     )
     return rollout, played
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-@devices.spread([ROLLOUT, GAMES, GAMES], (ROLLOUT, CARRY), every_host=False)
-def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, age: jax.Array) -> tuple[Rollout, Carry]:
-    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their ages int32 [N]."""
-    rollout = rollout._replace(frames=rollout.frames.put(args.num_steps, obs, age))
-    return rollout, Carry(rollout.frames.history(args.num_steps), rollout.numbers, rollout.last_action)
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, episode_step: jax.Array) -> Rollout:
+    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their episode_step int32 [N]."""
+    frames = rollout.frames.write(args.num_steps, obs, episode_step)
+    env_state = rollout.env_state._replace(history=frames.history(args.num_steps))
+    return rollout._replace(frames=frames, env_state=env_state)
 
 
-def collect(args: Args, agent: Agent, games: envs.Games, params: dict, carry: Carry, *, i: int, watch: runs.Stopwatch):
-    """Plays the i-th rollout, num_steps steps of each game; returns Rollout, envs.Steps and the next Carry."""
-    acting = {name: networks.for_acting(network, params[name]) for name, network in agent._asdict().items()}
-    agent = Agent(**{name: network for name, (network, _) in acting.items()})
-    params = {name: some for name, (_, some) in acting.items()}
-    rollout = begin_rollout(args, carry, i)
+def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns collect(vec_env, params, env_state, i, watch) -> Rollout, envs.Timesteps: it plays the i-th rollout,
+    num_steps steps of each environment, each device with its own environments."""
+    shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    begin = jax.jit(partial(begin_rollout, args), out_shardings=devices.shardings(mesh, ROLLOUT_SPECS))
+    step = shard_map(
+        partial(act, args, Agent(*map(networks.acting_agent, agent))),
+        in_specs=(REPLICATED, ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
+        out_specs=(ROLLOUT_SPECS, ENV_SHARDED),
+    )
+    step = jax.jit(step, donate_argnums=1)
+    end = shard_map(
+        partial(end_rollout, args), in_specs=(ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED), out_specs=ROLLOUT_SPECS
+    )
+    end = jax.jit(end, donate_argnums=0)
 
-    def choose_actions(obs, age):
-        nonlocal rollout
-        rollout, actions = act(args, agent, params, rollout, *devices.feed(args, (obs, age)))
-        return actions
+    def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, i: int, watch: runs.Stopwatch):
+        params = {name: networks.acting_params(getattr(agent, name), params[name]) for name in agent._fields}
+        rollout = begin(env_state, i)
 
-    steps = games.play(choose_actions, args.num_steps, watch)
-    rollout, carry = end_rollout(args, rollout, *devices.feed(args, (games.obs, games.age)))
-    return rollout, steps, carry
+        def choose_actions(obs, episode_step):
+            nonlocal rollout
+            rollout, actions = step(params, rollout, *devices.to_device(mesh, (obs, episode_step)))
+            return actions
+
+        timesteps = vec_env.play(choose_actions, args.num_steps, watch)
+        return end(rollout, *devices.to_device(mesh, (vec_env.obs, vec_env.episode_step))), timesteps
+
+    return collect
 
 
 # ALGORITHM
@@ -270,7 +271,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]; those of steps that are no transition are meaningless and reach no other step.
+    Returns advantages float32 [T]; those of junk steps are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
@@ -282,7 +283,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True, unroll=devices.unroll())[1]
+    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True, unroll=devices.scan_unroll())[1]
 
 
 class Batch(NamedTuple):
@@ -291,12 +292,12 @@ class Batch(NamedTuple):
     actions: jax.Array  # int32; all else is float32
     logits: jax.Array  # [..., 15], of the policy that acted
     advantages: jax.Array  # normalised over the rollout
-    returns: jax.Array  # the value loss's targets
+    returns: jax.Array  # targets of the value loss
 
 
-def policy_parts(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-    """For each sample, float32 [B]: the surrogate objective, negative (Schulman et al. 2015, equation 14), the KL
-    divergence of the policy with logits [B, 15] from the old one, and its entropy."""
+def policy_loss_terms(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """Per sample, float32 [B]: the negative surrogate objective (Schulman et al. 2015, equation 14), the KL divergence
+    of the policy with logits [B, 15] from the old one, and its entropy."""
     chex.assert_equal_shape([logits, batch.logits])
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=-1)[:, 0]
@@ -308,14 +309,14 @@ def policy_parts(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
 
 
 def policy_loss(network: Network, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
-    """`policy_parts` of a network on frames uint8 [B, 64, 64, C], with the policy loss as "loss": each float32 [B]."""
+    """`policy_loss_terms` of a network on frames uint8 [B, 64, 64, C]; the policy loss is the "loss"."""
     frames, batch = minibatch
-    parts = policy_parts(look(network, params, frames), batch)
-    return parts | {"loss": parts["policy_loss"]}
+    terms = policy_loss_terms(apply_network(network, params, frames), batch)
+    return terms | {"loss": terms["policy_loss"]}
 
 
 def fisher_loss(network: Network, params: dict, minibatch: tuple, *, vector: dict) -> dict[str, jax.Array]:
-    """A loss for each sample, float32 [B], whose gradient is the Fisher matrix times a vector v: J' F J v.
+    """A per-sample loss, float32 [B], whose gradient is the Fisher matrix times a vector v: J' F J v.
 
     J is the Jacobian of the logits by the parameters, J' its transpose, and F = diag(p) - p p' the Fisher matrix of a
     categorical in its logits (Schulman et al. 2015, appendix C). J v comes from forward-mode differentiation. The loss
@@ -323,83 +324,87 @@ def fisher_loss(network: Network, params: dict, minibatch: tuple, *, vector: dic
     """
     apply = partial(network.apply, frames=minibatch[0])
     with forward_mode():
-        _, change = jax.jvp(apply, (jax.lax.stop_gradient(params),), (vector,))
+        _, logits_dot = jax.jvp(apply, (jax.lax.stop_gradient(params),), (vector,))
     logits = apply(params)
     probs = jax.nn.softmax(logits)
-    change = probs * (change - (probs * change).sum(axis=-1, keepdims=True))
-    return {"loss": (logits * jax.lax.stop_gradient(change)).sum(axis=-1)}
+    fisher_dot = probs * (logits_dot - (probs * logits_dot).sum(axis=-1, keepdims=True))
+    return {"loss": (logits * jax.lax.stop_gradient(fisher_dot)).sum(axis=-1)}
 
 
-def dot(x: dict, y: dict) -> jax.Array:
-    """The inner product of two trees of arrays, in full float32, []."""
+def tree_vdot(x: dict, y: dict) -> jax.Array:
+    """The inner product of two pytrees, in full float32, []."""
     return sum(jnp.vdot(a, b, precision="highest") for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True))
 
 
-def along(x: dict, scale: jax.Array, direction: dict) -> dict:
-    """x + scale * direction, of trees of arrays."""
-    return jax.tree.map(lambda a, b: a + scale * b, x, direction)
+def tree_add_scale(x: dict, scale: jax.Array, y: dict) -> dict:
+    """x + scale * y, of pytrees."""
+    return jax.tree.map(lambda a, b: a + scale * b, x, y)
 
 
-def conjugate_gradients(product: Callable, target: dict, iterations: int) -> dict:
-    """Solves product(x) = target for a symmetric positive definite linear function of a tree of arrays, from x = 0
-    (Hestenes and Stiefel 1952)."""
+def conjugate_gradients(product: Callable, b: dict, iterations: int) -> dict:
+    """Solves product(x) = b for a symmetric positive definite linear function of a pytree, from x = 0 (Hestenes and
+    Stiefel 1952). `jax.scipy.sparse.linalg.cg` stops by a tolerance, which would differ between devices."""
 
     def step(carry, _):
-        x, rest, direction, square = carry
+        x, residual, direction, square = carry
         image = product(direction)
-        # Where all is solved there is no direction left: 0, and not 0 / 0.
-        length = square / jnp.maximum(dot(direction, image), 1e-30)
-        x, rest = along(x, length, direction), along(rest, -length, image)
-        new = dot(rest, rest)
-        return (x, rest, along(rest, new / jnp.maximum(square, 1e-30), direction), new), None
+        # Once solved there is no direction left: 0, and not 0 / 0.
+        length = square / jnp.maximum(tree_vdot(direction, image), 1e-30)
+        x, residual = tree_add_scale(x, length, direction), tree_add_scale(residual, -length, image)
+        new_square = tree_vdot(residual, residual)
+        direction = tree_add_scale(residual, new_square / jnp.maximum(square, 1e-30), direction)
+        return (x, residual, direction, new_square), None
 
-    start = jax.tree.map(jnp.zeros_like, target), target, target, dot(target, target)
+    start = jax.tree.map(jnp.zeros_like, b), b, b, tree_vdot(b, b)
     return jax.lax.scan(step, start, length=iterations)[0][0]
 
 
 def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, max_kl: float, tries: int):
-    """The first of params + step, + step / 2, ... that has a lower loss than `before`, and a mean KL divergence of at
-    most max_kl; `params` where none of `tries` does. evaluate(params) -> parts, float32 [], as `before`'s.
+    """Backtracks from params + step, params + step / 2, ... to the first with a lower loss than `before` and a mean KL
+    divergence of at most max_kl; evaluate(params) returns the loss's mean terms, float32 [], as `before`'s.
 
-    Returns parameters, their parts, and how much of the step was taken, float32 [] (0: rejected).
+    Returns parameters, their terms, and the fraction of the step taken, float32 [] (0: rejected).
     """
 
-    def good(parts):
-        return (parts["loss"] < before["loss"]) & (parts["approx_kl"] <= max_kl)
+    def accepted(terms):
+        return (terms["loss"] < before["loss"]) & (terms["approx_kl"] <= max_kl)
 
-    def shorter(carry):
-        i, scale, _ = carry
-        return i + 1, scale / 2, evaluate(along(params, scale / 2, step))
+    def halve(carry):
+        i, fraction, _ = carry
+        return i + 1, fraction / 2, evaluate(tree_add_scale(params, fraction / 2, step))
 
-    start = jnp.int32(0), jnp.float32(2), before  # `before` is no gain on itself, so the loop begins with scale 2 / 2
-    _, scale, parts = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~good(carry[2]), shorter, start)
-    scale = jnp.where(good(parts), scale, 0.0)
-    parts = jax.tree.map(partial(jnp.where, scale > 0), parts, before)
+    start = jnp.int32(0), jnp.float32(2), before  # `before` is not accepted, so the loop begins with fraction 2 / 2
+    _, fraction, terms = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~accepted(carry[2]), halve, start)
+    fraction = jnp.where(accepted(terms), fraction, 0.0)
+    terms = jax.tree.map(partial(jnp.where, fraction > 0), terms, before)
     # Not params + 0 * step: where the step is not finite, that would be NaN.
-    return jax.tree.map(partial(jnp.where, scale > 0), along(params, scale, step), params), parts, scale
+    new_params = jax.tree.map(partial(jnp.where, fraction > 0), tree_add_scale(params, fraction, step), params)
+    return new_params, terms, fraction
 
 
-def prepare(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps, gamma: jax.Array):
-    """Rewards and advantages: returns the state with its filter moved on, a Batch [T, N] and metrics float32 []."""
-    mask = ~steps.done
-    reward_filter, rewards = shaping.prepare_rewards(args, state.reward_filter, steps, gamma)
-    last_value = look(agent.value, state.params["value"], rollout.frames.stack(args.num_steps))[:, 0]
+def compute_advantages(
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps, gamma: jax.Array
+):
+    """Shaped rewards and GAE: returns the state with its running statistics updated, a Batch [T, N] and metrics []."""
+    mask = ~timesteps.is_reset
+    reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
+    last_value = apply_network(agent.value, state.params["value"], rollout.frames.stack(args.num_steps))[:, 0]
     advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
-        rewards, jnp.concatenate([rollout.values, last_value[None]]), steps.terminated, steps.truncated
+        rewards, jnp.concatenate([rollout.values, last_value[None]]), timesteps.terminated, timesteps.truncated
     )
     returns = advantages + rollout.values
-    mean, var = shaping.masked_moments(advantages, mask)
-    _, spread = shaping.masked_moments(returns, mask)
+    mean, var = masked_moments(advantages, mask)
+    _, return_var = masked_moments(returns, mask)
     batch = Batch(rollout.actions, rollout.logits, (advantages - mean) / jnp.sqrt(var + 1e-8), returns)
     metrics = {
         "charts/return_std": jnp.sqrt(reward_filter.var),
-        "losses/explained_variance": 1 - var / jnp.maximum(spread, 1e-8),  # advantages are returns - values
+        "losses/explained_variance": 1 - var / jnp.maximum(return_var, 1e-8),  # advantages are returns - values
     }
     return state._replace(reward_filter=reward_filter), batch, metrics
 
 
 class Data(NamedTuple):
-    """A rollout to learn from, and where its samples are in it."""
+    """A rollout to learn from."""
 
     frames: envs.Frames
     batch: Batch  # [T, N]
@@ -415,24 +420,24 @@ class Data(NamedTuple):
 def mean_over(function: Callable, data: Data, order: jax.Array):
     """The mean over the samples `order` int32 [M, B], one minibatch of B after the other, in the memory of one.
 
-    function(minibatch, weight [B]) -> a tree of its means over a minibatch; these are averaged here, weighted by how
-    many transitions each minibatch has on all devices.
+    function(minibatch, weight [B]) -> a pytree of means over a minibatch; these are averaged here, weighted by how many
+    transitions each minibatch has on all devices.
     """
-    total = jnp.maximum(devices.total(data.weight.reshape(-1)[order].sum()), 1)
+    total = jnp.maximum(devices.psum(data.weight.reshape(-1)[order].sum()), 1)
 
     @jax.jit  # so that it is traced once, not for its shapes too
-    def some(index):
+    def weighted(index):
         minibatch, weight = data.take(index)
-        share = devices.total(weight.sum()) / total
-        return jax.tree.map(lambda x: share * x, function(minibatch, weight))
+        fraction = devices.psum(weight.sum()) / total
+        return jax.tree.map(lambda x: fraction * x, function(minibatch, weight))
 
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(some, order[0]))
-    return jax.lax.scan(lambda sums, index: (jax.tree.map(jnp.add, sums, some(index)), None), zero, order)[0]
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(weighted, order[0]))
+    return jax.lax.scan(lambda sums, index: (jax.tree.map(jnp.add, sums, weighted(index)), None), zero, order)[0]
 
 
-def fisher_rows(args: Args, order: jax.Array) -> jax.Array:
-    """`args.fisher_fraction` of this device's samples int32 [M, B]: int32 [rows, width], in as few rows as hold them.
-    Each row is one pass, after which the devices sum."""
+def fisher_order(args: Args, order: jax.Array) -> jax.Array:
+    """`args.fisher_fraction` of this device's samples int32 [M, B], in as few rows as hold them: int32 [rows, width].
+    After each row the devices sum."""
     number = math.ceil(args.fisher_fraction * order.size)
     rows = -(-number // order.shape[1])
     width = min(-(-number // rows // 8) * 8, order.shape[1])  # the CPU's chunks are of 8
@@ -440,92 +445,91 @@ def fisher_rows(args: Args, order: jax.Array) -> jax.Array:
 
 
 def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order: jax.Array) -> tuple[dict, dict]:
-    """TRPO's step of the policy's parameters (Schulman et al. 2015, section 6 and appendix C); also metrics []: those
-    of the loss are after the step."""
-    objective, few = partial(policy_loss, agent.policy), fisher_rows(args, order)
+    """TRPO's step of the policy's parameters (Schulman et al. 2015, section 6 and appendix C); returns them and
+    metrics [], the loss's terms after the step among them."""
+    minibatch_loss, fisher_samples = partial(policy_loss, agent.policy), fisher_order(args, order)
 
     def evaluate(params):
         def means(minibatch, weight):
-            share = weight / jnp.maximum(devices.total(weight.sum()), 1)
-            return devices.total({name: (share * x).sum() for name, x in objective(params, minibatch).items()})
+            weight = weight / jnp.maximum(devices.psum(weight.sum()), 1)
+            return devices.psum({name: (weight * x).sum() for name, x in minibatch_loss(params, minibatch).items()})
 
         return mean_over(means, data, order)
 
     def fisher(vector):
-        parts = partial(fisher_loss, agent.policy, vector=vector)
-        product = mean_over(lambda *some: devices.gradient(parts, params, *some)[0], data, few)
-        return along(product, args.damping, vector)
+        vector_loss = partial(fisher_loss, agent.policy, vector=vector)
+        product = mean_over(lambda *data: devices.gradient(vector_loss, params, *data)[0], data, fisher_samples)
+        return tree_add_scale(product, args.damping, vector)
 
-    grads, before = mean_over(lambda *some: devices.gradient(objective, params, *some)[:2], data, order)
-    downhill = jax.tree.map(jnp.negative, grads)
-    direction = conjugate_gradients(fisher, downhill, args.cg_iterations)
+    grads, before = mean_over(lambda *data: devices.gradient(minibatch_loss, params, *data)[:2], data, order)
+    descent = jax.tree.map(jnp.negative, grads)
+    direction = conjugate_gradients(fisher, descent, args.cg_iterations)
     image = fisher(direction)
     # At this length the quadratic model of the KL divergence, damping included, is max_kl (appendix C).
-    curvature = dot(direction, image)
-    # Not a number where the curvature is not positive; then the line search takes nothing.
+    curvature = tree_vdot(direction, image)
+    # NaN where the curvature is not positive; then the line search takes nothing.
     length = jnp.sqrt(2 * args.max_kl / curvature)
     step = jax.tree.map(lambda d: length * d, direction)
-    params, parts, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
-    del parts["loss"]  # is the policy_loss, and the value's goes by this name
-    grad_norm = devices.norm(grads)
-    residual = devices.norm(along(downhill, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
-    return params, parts | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}
+    params, terms, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
+    del terms["loss"]  # equals policy_loss; the logged loss is Adam's
+    grad_norm = devices.global_norm(grads)
+    residual = devices.global_norm(tree_add_scale(descent, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
+    return params, terms | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
-    """What Adam minimises, for each sample, float32 [B]: the value network's squared error and, with a penalty, the
-    policy's surrogate and KL divergence (Schulman et al. 2017, equation 5)."""
+    """Adam's loss per sample, float32 [B]: the value network's squared error; with a penalty, also the policy's
+    surrogate and KL divergence (Schulman et al. 2017, equation 5)."""
     frames, batch = minibatch
-    value_loss = 0.5 * (look(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
+    value_loss = 0.5 * (apply_network(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
     if not args.penalty:
         return {"loss": value_loss, "value_loss": value_loss}
-    parts = policy_loss(agent.policy, params["policy"], minibatch)
-    total = parts["policy_loss"] + args.penalty * parts["approx_kl"] + value_loss
-    return parts | {"loss": total, "value_loss": value_loss}
+    terms = policy_loss(agent.policy, params["policy"], minibatch)
+    total = terms["policy_loss"] + args.penalty * terms["approx_kl"] + value_loss
+    return terms | {"loss": total, "value_loss": value_loss}
 
 
 def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learning_rate: jax.Array, key: jax.Array):
     """Epochs of Adam's minibatches; returns all parameters, Adam's state and the last epoch's mean metrics."""
     adam = make_optimizer()
 
-    def minibatch(learner, index):
+    def train_minibatch(learner, index):
         params, opt_state = learner
-        grads, parts, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
+        grads, terms, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
         direction, opt_state = adam.update(grads, opt_state, params)
-        params = along(params, -learning_rate, direction)
-        return (params, opt_state), parts | {"grad_norm" if args.penalty else "value_grad_norm": devices.norm(grads)}
+        params = tree_add_scale(params, -learning_rate, direction)
+        norm_name = "grad_norm" if args.penalty else "value_grad_norm"
+        return (params, opt_state), terms | {norm_name: devices.global_norm(grads)}
 
-    def epoch(learner, key):
-        learner, parts = jax.lax.scan(minibatch, learner, shuffled(args, data.weight.size, key))
-        return learner, jax.tree.map(jnp.mean, parts)
+    def train_epoch(learner, key):
+        learner, terms = jax.lax.scan(train_minibatch, learner, shuffled_minibatches(args, data.weight.size, key))
+        return learner, jax.tree.map(jnp.mean, terms)
 
-    start = of_adam(args, state.params), state.opt_state
-    (params, opt_state), parts = jax.lax.scan(epoch, start, jax.random.split(key, args.value_epochs))
-    return state.params | params, opt_state, jax.tree.map(lambda x: x[-1], parts)
-
-
-def shuffled(args: Args, samples: int, key: jax.Array) -> jax.Array:
-    """This device's samples in minibatches, in an order of its own: int32 [M, B]."""
-    return jax.random.permutation(devices.own_key(key), samples).reshape(args.num_minibatches, -1)
+    start = adam_params(args, state.params), state.opt_state
+    (params, opt_state), terms = jax.lax.scan(train_epoch, start, jax.random.split(key, args.value_epochs))
+    return state.params | params, opt_state, jax.tree.map(lambda x: x[-1], terms)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-@devices.spread([STATE, ROLLOUT, envs.STEPS], (STATE, SAME))
-def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps: envs.Steps) -> tuple[TrainState, dict]:
-    """One TRPO update: returns the next state and metrics, float32 []."""
+def shuffled_minibatches(args: Args, samples: int, key: jax.Array) -> jax.Array:
+    """This device's samples in an order of its own, in minibatches: int32 [M, B]."""
+    return jax.random.permutation(devices.fold_in_axis_index(key), samples).reshape(args.num_minibatches, -1)
+
+
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps):
+    """One TRPO update, on each device's part of the rollout: returns the next TrainState and metrics, float32 []."""
     learning_rate, gamma = (runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.gamma))
     key, policy_key, value_key = jax.random.split(state.key, 3)
-    weight = ~steps.done
-    state, batch, metrics = prepare(args, agent, state, rollout, steps, gamma)
+    weight = ~timesteps.is_reset
+    state, batch, metrics = compute_advantages(args, agent, state, rollout, timesteps, gamma)
     data = Data(rollout.frames, batch, weight)
-    moved = {}
+    policy_terms = {}
     if not args.penalty:
-        order = shuffled(args, weight.size, policy_key)
-        policy, moved = trust_region_step(args, agent, state.params["policy"], data, order)
+        order = shuffled_minibatches(args, weight.size, policy_key)
+        policy, policy_terms = trust_region_step(args, agent, state.params["policy"], data, order)
         state = state._replace(params=state.params | {"policy": policy})
-    params, opt_state, parts = optimize(args, agent, state, data, learning_rate=learning_rate, key=value_key)
-    metrics |= {f"losses/{name}": value for name, value in (parts | moved).items()} | {
-        "losses/param_norm": devices.norm(params),  # infinite where the last step went wrong
+    params, opt_state, terms = optimize(args, agent, state, data, learning_rate=learning_rate, key=value_key)
+    metrics |= {f"losses/{name}": value for name, value in (terms | policy_terms).items()} | {
+        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
         "charts/learning_rate": learning_rate,
         "charts/gamma": gamma,
     }
@@ -533,85 +537,91 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, steps:
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + devices.total(weight.sum()),
+        global_step=state.global_step + devices.psum(weight.sum()),
         updates=state.updates + 1,
     )
     return state, metrics
 
 
+def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted update(state, rollout, timesteps) -> TrainState, metrics, which donates the state."""
+    return jax.jit(
+        jax.shard_map(
+            partial(update, args, agent),
+            mesh=mesh,
+            in_specs=(STATE_SPECS, ROLLOUT_SPECS, envs.TIMESTEP_SPECS),
+            out_specs=(STATE_SPECS, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
+
+
 # EVALUATION
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-@devices.spread([SAME, GAMES, GAMES], GAMES, every_host=False)
-def choose(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draws actions int32 [N] from the policy for stacked frames uint8 [N, 64, 64, C], with keys uint32 [N, 2]."""
-    return jax.vmap(jax.random.categorical)(keys, look(agent.policy, params, frames))
+def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+
+    def sample_actions(params, frames, episode_step, keys, hidden_state):
+        logits = apply_network(agent.policy, params, frames)
+        return jax.vmap(jax.random.categorical)(keys, logits), hidden_state
+
+    return envs.jit_policy(mesh, sample_actions)
 
 
-def make_policy(args: Args, agent: Agent, params: dict) -> Callable:
-    """A policy as `envs.play_episodes` calls it."""
-    return envs.as_policy(partial(choose, args, agent, params))
-
-
-def trained(args: Args, agent: Agent, run_dir: str) -> dict:
-    """What evaluation needs of a run's newest checkpoint, or of an agent that `evaluate.py --export` wrote."""
-    return agents.load(run_dir, partial(initial_state, args, agent), lambda state: {"params": state.params["policy"]})
+def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
+    """{"params", "global_step"} of a run's newest checkpoint or an exported agent."""
+    return agents.load(run_dir, partial(init_state, args, agent), lambda state: {"params": state.params["policy"]})
 
 
 # MAIN
 
 
-def initial(args: Args, agent: Agent) -> dict:
-    """All that a resume needs besides the games; `main` saves the same."""
-    return {"state": initial_state(args, agent), "carry": initial_carry(args, devices.games_of_host(args))}
-
-
-def kept(args: Args, agent: Agent) -> tuple:
-    """What a run keeps, for `runs.check_memory`."""
-    carry = initial_carry(args, devices.games_of_host(args))
-    return initial(args, agent), begin_rollout(args, carry, 0)
+def init_checkpoint(args: Args, agent: Agent) -> dict:
+    """What `main` saves besides the environments, as it is before the first step."""
+    env_ids = devices.local_env_ids(args)
+    return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
 
 
 def main(args: Args) -> runs.Run:
     """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
     runs.check_args(args, SCRIPT)
-    agent = make_agent(args)
-    runs.check_memory(args, ("num_envs", "num_steps", "hidden"), jax.eval_shape(partial(kept, args, agent)))
+    agent, mesh = make_agent(args), devices.make_mesh(args)
+    collect, update = make_collect(args, agent, mesh.local_mesh), make_update(args, agent, mesh)
+    policy = make_policy(args, agent, mesh.local_mesh)
 
-    numbers, seed = devices.games_of_host(args), envs.derive_seed(args.seed, 0)
     with (
-        runs.Run(args, SCRIPT, partial(runs.load, partial(initial, args, agent))) as run,
-        closing(envs.Games(partial(envs.make_levels, args), numbers, seed, args.restart_every)) as games,
+        runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent)) as run,
+        closing(envs.make_train_envs(args)) as vec_env,
     ):
-        saved = run.saved
-        episodes, watch = envs.EpisodeStatistics(len(numbers)), runs.Stopwatch()
-        start_from = saved or devices.run_once(initial, args, agent)
-        state = devices.share(args, start_from["state"], STATE)
-        carry = start_from["carry"] if "carry" in start_from else initial_carry(args, numbers)
-        carry = devices.put(args, carry, CARRY)
+        episodes, watch = envs.EpisodeStatistics(vec_env.num_envs), runs.Stopwatch()
+        state = multihost.distribute(mesh, run.checkpoint["state"], STATE_SPECS)
+        env_state_sharding = devices.shardings(mesh.local_mesh, envs.ENV_STATE_SPECS)
+        env_state = jax.device_put(run.checkpoint["env_state"], env_state_sharding)
         step = int(state.global_step)
-        if saved and "games" in saved:  # else there are not as many hosts as there were, and games start anew
-            episodes.restore(saved["episodes"])
-            games.restore(saved["games"], run)
+        if "snapshot" in run.checkpoint:  # missing in a new run, and where the number of hosts has changed
+            episodes.restore(run.checkpoint["episodes"])
+            vec_env.restore(run.checkpoint["snapshot"], run)
 
         def save():
-            own = {"carry": carry, "games": games.mark().save(), "episodes": episodes.save()}
-            run.save(step, {"state": state}, own)
+            per_host = {"env_state": env_state, "snapshot": vec_env.snapshot().save(), "episodes": episodes.save()}
+            run.save(step, {"state": state}, per_host)
 
         while True:
-            params, i = devices.here(args, state.params), int(state.updates)
-            envs.evaluate_if_due(args, run, step, make_policy(args, agent, params["policy"]))
-            if run.over(step):
+            params, i = multihost.local_replica(mesh, state.params), int(state.updates)
+            envs.evaluate_if_due(args, mesh, run, step, partial(policy, params["policy"]))
+            if run.finished(step):
                 break
-            rollout, steps, carry = collect(args, agent, games, params, carry, i=i, watch=watch)
+            rollout, timesteps = collect(vec_env, params, env_state, i, watch)
+            env_state = rollout.env_state
             with watch("update"):
-                given = devices.join(args, (rollout, steps), (ROLLOUT, envs.STEPS))
-                state, metrics = update(args, agent, state, *given)
+                specs = ROLLOUT_SPECS, envs.TIMESTEP_SPECS
+                state, metrics = update(state, *multihost.host_to_global(mesh, (rollout, timesteps), specs))
                 metrics = jax.device_get(metrics)
             step = int(state.global_step)
             run.check_finite(step, metrics)
-            episodes.add(steps)
+            episodes.add(timesteps)
             run.log(step, metrics | episodes.metrics() | {"charts/SPS": run.steps_per_second(step)} | watch.fractions())
             if run.checkpoint_due(step):
                 save()

@@ -57,7 +57,7 @@ def measure(flags: str, steps: int) -> dict[str, float]:
     result["sampling and priorities, % of update"] = 100 * percent("sample") / max(percent("update"), 1e-9)
     if args.replay_device == "device":  # there it is a part of the update's program
         result |= dict.fromkeys(("sampling and priorities %", "sampling and priorities, % of update"), float("nan"))
-    buffer = jax.eval_shape(lambda: offpolicy.initial_replay(args))
+    buffer = jax.eval_shape(lambda: offpolicy.init_replay(args))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(buffer))
     result["bytes a transition"] = size / buffer.priorities.size
     return result

@@ -105,7 +105,7 @@ def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
     clock = threading.Timer(60 * args.minutes, stopping.set)
     clock.start()
     try:
-        with files.take(folder) as lock, contextlib.suppress(trials.Stopped):
+        with files.lock_run(folder) as lock, contextlib.suppress(trials.Stopped):
             trials.run(f"{ppo.SCRIPT}.py", changed | own, folder, lock, stopping)
     except RuntimeError as error:
         raise files.FailedError(f"ours, {flags}: {error}") from None
@@ -150,7 +150,7 @@ def draw(path: Path, rows: list[dict]) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"{rows[0]['game']}: mean return of 100 episodes")
     axes[0].legend()
-    with files.whole(path) as temporary:
+    with files.atomic_write(path) as temporary:
         figure.savefig(temporary, format="png")
     plt.close(figure)
 

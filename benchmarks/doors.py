@@ -174,17 +174,17 @@ def adam_alone(args: hn.Args, learner: dict) -> float:
     tx = hn.make_optimizer(args)
 
     @partial(jax.jit, donate_argnums=0)
-    def ten(carry):
+    def ten(env_state):
         def step(carry, _):
-            learner, opt_state = carry
+            learner, opt_state = env_state
             move, opt_state = tx.update(jax.tree.map(lambda p: 0.1 * p, learner), opt_state)
             return (optax.apply_updates(learner, move), opt_state), None
 
-        return jax.lax.scan(step, carry, length=10)[0]
+        return jax.lax.scan(step, env_state, length=10)[0]
 
-    carry = jax.block_until_ready(ten((jax.tree.map(jnp.copy, learner), tx.init(learner))))
+    env_state = jax.block_until_ready(ten((jax.tree.map(jnp.copy, learner), tx.init(learner))))
     start = time.perf_counter()
-    jax.block_until_ready(ten(carry))
+    jax.block_until_ready(ten(env_state))
     return (time.perf_counter() - start) / 10
 
 
@@ -193,7 +193,7 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
     args = tyro.cli(hn.Args, args=shlex.split(f"{flags} --num-worlds 64"))
     agent = hn.Agent(args)
     doors = make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=args.num_worlds)
-    state = hn.begin_task(args, agent, devices.run_once(hn.initial_state, args, agent))
+    state = hn.begin_task(args, agent, devices.run_once(hn.init_state, args, agent))
     state = hn.begin_task(args, agent, hn.end_task(args, agent, state))
     adam = adam_alone(args, state.learner)
     times = []
@@ -201,7 +201,7 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
         watch = runs.Stopwatch()
         rollout, _ = hn.collect(args, agent, doors, state, watch=watch)
         with watch("update"):
-            given = devices.put(args, (state, rollout), (hn.STATE, devices.STEPS))
+            given = devices.put(args, (state, rollout), (hn.STATE_SPECS, devices.TIME_ENV_SHARDED))
             state, metrics = hn.update(args, agent, args.method == "hnppo", *given)
             jax.device_get(metrics)
         times.append(watch.seconds)

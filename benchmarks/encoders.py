@@ -92,7 +92,7 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
         return {"loss": (encoder.apply(params, frames) ** 2).sum(axis=-1)}
 
     def forward(args, params, frames):
-        return devices.in_chunks(partial(encoder.apply, params), frames)
+        return devices.map_in_chunks(partial(encoder.apply, params), frames)
 
     def both(args, params, frames):
         return devices.gradient(loss, params, frames, jnp.ones(len(frames)))[0]

@@ -66,21 +66,21 @@ def kernels(function: Callable, repeats: int) -> list[dict]:
 
 def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     """Milliseconds of each part, and kernels of `act` and `update`."""
-    agent, numbers = ppo.make_agent(args), devices.games_of_host(args)
-    state = devices.put(args, devices.run_once(ppo.initial_state, args, agent), ppo.STATE)
-    carry = devices.put(args, ppo.initial_carry(args, numbers), ppo.CARRY)
-    games = envs.Games(partial(envs.make_levels, args), numbers, 0, args.restart_every)
-    frames, age = np.array(games.obs), np.array(games.age)
-    seen = devices.put(args, (frames, age), devices.GAMES)
+    agent, numbers = ppo.make_agent(args), devices.local_env_ids(args)
+    state = devices.put(args, devices.run_once(ppo.init_state, args, agent), ppo.STATE_SPECS)
+    env_state = devices.put(args, ppo.init_env_state(args, numbers), ppo.CARRY)
+    games = envs.ReplayableVecEnv(partial(envs.make_procgen, args), numbers, 0, args.restart_every)
+    frames, episode_step = np.array(games.obs), np.array(games.episode_step)
+    seen = devices.put(args, (frames, episode_step), devices.ENV_SHARDED)
     player, params = networks.for_acting(agent, state.params["agent"])
     watch = runs.Stopwatch()
-    rollout, steps, carry = ppo.collect(args, agent, games, state.params["agent"], carry, i=0, watch=watch)
-    given = devices.put(args, (rollout, steps), (ppo.ROLLOUT, envs.STEPS))
-    playing = ppo.begin_rollout(args, carry, 1)
+    rollout, steps, env_state = ppo.collect(args, agent, games, state.params["agent"], env_state, i=0, watch=watch)
+    given = devices.put(args, (rollout, steps), (ppo.ROLLOUT_SPECS, envs.TIMESTEP_SPECS))
+    playing = ppo.begin_rollout(args, env_state, 1)
 
-    def act(obs, age):
+    def act(obs, episode_step):
         nonlocal playing
-        playing, actions = ppo.act(args, player, params, playing, obs, age)
+        playing, actions = ppo.act(args, player, params, playing, obs, episode_step)
         return actions
 
     def update():
@@ -91,13 +91,15 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     def step(bring):
         return np.asarray(act(*bring()))
 
-    put = partial(devices.put, args, (frames, age), devices.GAMES)
+    put = partial(devices.put, args, (frames, episode_step), devices.ENV_SHARDED)
     parts = {
         "frames to the device": median_ms(lambda: jax.block_until_ready(put()), 50),
         "act, launched": median_ms(lambda: act(*seen), 50),
         "act": median_ms(lambda: act(*seen).block_until_ready(), 50),
         "a step but for the game, devices.put": median_ms(lambda: step(put), 50),
-        "a step but for the game, devices.feed": median_ms(lambda: step(lambda: devices.feed(args, (frames, age))), 50),
+        "a step but for the game, devices.feed": median_ms(
+            lambda: step(lambda: devices.feed(args, (frames, episode_step))), 50
+        ),
     }
     rows = [{"program": "act"} | row for row in kernels(lambda: act(*seen).block_until_ready(), 20)]
     parts["update"] = median_ms(update, 5)  # it takes the state's memory, and on a CPU with it the parameters above

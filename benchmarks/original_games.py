@@ -111,21 +111,21 @@ def play(games: Original, policy: Callable, offsets: tuple[int, ...], *, num_env
     float64 [episodes]."""
     quota = -(-episodes // num_envs)
     returns: list[list[float]] = [[] for _ in range(num_envs)]
-    totals, age = np.zeros(num_envs), np.zeros(num_envs, np.int32)
+    totals, episode_step = np.zeros(num_envs), np.zeros(num_envs, np.int32)
     frames = envs.Frames.after(envs.empty_history(num_envs, offsets), 1, offsets)
     key, memory = jax.random.PRNGKey(seed), None
     _, _, obs = games.observe()
     while min(map(len, returns)) < quota:
-        frames, stacked = envs.slide(frames, obs, age)
+        frames, stacked = envs.push_frame(frames, obs, episode_step)
         key, now = jax.random.split(key)
-        actions, memory = policy(stacked, age, now, memory)
+        actions, memory = policy(stacked, episode_step, now, memory)
         games.act(np.asarray(actions))
         rewards, first, obs = games.observe()
         totals += rewards
         for game in np.flatnonzero(first):
             returns[game].append(float(totals[game]))
         totals[first] = 0
-        age = np.where(first, 0, age + 1).astype(np.int32)
+        episode_step = np.where(first, 0, episode_step + 1).astype(np.int32)
     return np.array([some[:quota] for some in returns]).reshape(-1)
 
 
@@ -142,7 +142,7 @@ def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple
     """Both with the same seed and random actions, each game until its first episode ends in either or for so many
     steps: how many frames were compared, the share of their pixels that differ, and how many rewards do."""
     rng, frames, pixels, rewards = np.random.default_rng(args.seed), 0, 0, 0
-    env = envs.make_levels(saved, num_envs, args.seed, "test")
+    env = envs.make_procgen(saved, num_envs, args.seed, "test")
     obs, _ = env.reset()
     with original(args, saved, num_envs) as games:
         _, _, other = games.observe()
@@ -164,9 +164,9 @@ def compare(args: Args, name: str, saved, policy: Callable) -> dict:
     """A row: the policy's mean return and its standard error in both, on unseen levels."""
     frames, pixels, rewards = difference(args, saved)  # first: an interpreter without procgen is noticed here
     ours, *_ = envs.evaluate(saved, policy, "test", episodes=args.episodes, seed=args.seed)
-    num_envs = devices.multiple(saved, min(args.episodes, 64))
+    num_envs = devices.round_to_devices(saved, min(args.episodes, 64))
     with original(args, saved, num_envs) as games:
-        theirs = play(games, policy, saved.offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
+        theirs = play(games, policy, saved.stack_offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
     theirs = envs.summarize(theirs)
     return {
         "policy": name, "game": saved.env_id, "episodes": theirs["episodes"],

@@ -37,7 +37,7 @@ class Args:
 
 def outputs(args: ppo.Args, agent: ppo.Agent, params: dict, frames):
     """Logits and values of the first step of an episode."""
-    core = networks.initial_core(args.core, args.hidden, len(frames))
+    core = networks.init_hidden_state(args.core, args.hidden, len(frames))
     return agent.apply(params, frames, np.ones(len(frames), bool), core)[:2]
 
 
@@ -55,12 +55,12 @@ def game_rate(args, make: Callable, num_actions: int, steps: int) -> float:
 
 
 def procgen_rate(args: ppo.Args) -> float:
-    return game_rate(args, envs.make_levels, envs.NUM_ACTIONS, 500)
+    return game_rate(args, envs.make_procgen, envs.NUM_ACTIONS, 500)
 
 
 def flops(args: ppo.Args) -> tuple[float, float]:
     """FLOPs (a multiply-add is two) a sample of a forward pass, and of a forward and backward pass, in plain Flax."""
-    channels = 3 * len(args.offsets)
+    channels = 3 * len(args.stack_offsets)
     frames = np.zeros((16, *envs.FRAME_SHAPE[:2], channels), np.uint8)
     agent = ppo.make_agent(args)
 
@@ -69,7 +69,7 @@ def flops(args: ppo.Args) -> tuple[float, float]:
 
     with encoders.plain_flax(), jax.default_device(jax.devices("cpu")[0]):
         params = agent.init(
-            jax.random.PRNGKey(0), frames, np.ones(16, bool), networks.initial_core(args.core, args.hidden, 16)
+            jax.random.PRNGKey(0), frames, np.ones(16, bool), networks.init_hidden_state(args.core, args.hidden, 16)
         )  # on the CPU: XLA counts there, on a GPU it does not
         return tuple(jax.jit(f).lower(params).cost_analysis()["flops"] / 16 for f in (total, jax.grad(total)))
 
@@ -101,7 +101,7 @@ def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
 
 def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int = 5) -> float:
     """How many times faster the CPU form of the network's gradient is than plain Flax (not in a scan), 128 samples."""
-    channels = 3 * len(args.offsets)
+    channels = 3 * len(args.stack_offsets)
     frames = np.random.default_rng(0).integers(0, 256, (128, *envs.FRAME_SHAPE[:2], channels), np.uint8)
 
     def loss(params, frames):
@@ -129,19 +129,19 @@ def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int
 def measure(args: ppo.Args, updates: int) -> dict[str, float]:
     """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
     agent = ppo.make_agent(args)
-    numbers = devices.games_of_host(args)
-    state = devices.put(args, devices.run_once(ppo.initial_state, args, agent), ppo.STATE)
-    carry = devices.put(args, ppo.initial_carry(args, numbers), ppo.CARRY)
-    games = envs.Games(partial(envs.make_levels, args), numbers, 0, args.restart_every)
+    numbers = devices.local_env_ids(args)
+    state = devices.put(args, devices.run_once(ppo.init_state, args, agent), ppo.STATE_SPECS)
+    env_state = devices.put(args, ppo.init_env_state(args, numbers), ppo.CARRY)
+    games = envs.ReplayableVecEnv(partial(envs.make_procgen, args), numbers, 0, args.restart_every)
     watch = runs.Stopwatch()
     marks = []
     for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
         watch.fractions()
         start, before = time.perf_counter(), int(state.global_step)
         params, i = state.params["agent"], int(state.updates)
-        rollout, steps, carry = ppo.collect(args, agent, games, params, carry, i=i, watch=watch)
+        rollout, steps, env_state = ppo.collect(args, agent, games, params, env_state, i=i, watch=watch)
         with watch("update"):
-            given = devices.put(args, (rollout, steps), (ppo.ROLLOUT, envs.STEPS))
+            given = devices.put(args, (rollout, steps), (ppo.ROLLOUT_SPECS, envs.TIMESTEP_SPECS))
             state, metrics = ppo.update(args, agent, state, *given)
             jax.device_get(metrics)
         marks.append((time.perf_counter() - start, int(state.global_step) - before, dict(watch.seconds)))

@@ -1,13 +1,13 @@
-"""A fleet of actor threads: each plays its own games and hands the learner one unroll after the other.
+"""A fleet of actor threads: each plays its own environments and hands the learner one unroll after the other.
 
-An actor's i-th unroll is learnt from in iteration i, together with the i-th of every other actor, so what the learner
-sees does not depend on which thread was faster. Parameters have a version, the number of iterations that made them.
-Unroll i is played with the newest parameters, and waits for version i - max_lag where the learner is not so far yet:
-that bounds the policy's lag and the queue, as no more than max_lag + 1 unrolls of an actor can wait. In
-lock-step it is played with exactly version i - max_lag.
+The learner's iteration i takes the i-th unroll of every actor, so what it learns from does not depend on which thread
+was faster. Parameters have a version, the number of iterations that made them. Unroll i is played with the newest
+parameters, and waits for version i - max_lag if that is not published yet: this bounds both the policy's lag and the
+queue, since at most max_lag + 1 unrolls of an actor can wait. With `deterministic` it is played with exactly version
+i - max_lag.
 
-The learner's loop takes unrolls, updates, publishes and logs. A checkpoint does not disturb the actors: it is of the
-moment after the unrolls that were taken last, each of which brought what its actor needs to go on from there.
+A checkpoint does not disturb the actors: it is of the moment after the unrolls that the learner got last, each of which
+brought what its actor needs to continue from there.
 """
 
 import threading
@@ -15,45 +15,44 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 
 from common import checkpoints, devices, envs, runs
-from common.envs import Games, Mark
+from common.envs import EnvSnapshot, ReplayableVecEnv
 from common.files import check
+from common.flags import NonNegativeInt, Size
 
 
 @dataclass(frozen=True)
 class ActorArgs:
     """The actors' devices."""
 
-    LIMITS: ClassVar = {"actor_devices": (0, None)}
-
-    actor_devices: int = 0
-    """how many devices, the last ones of this machine, only actors use; 0: actors share those that learn"""
+    actor_devices: NonNegativeInt = 0
+    """number of devices, the last ones of this host, for actors alone; 0 to share the learner's"""
 
 
 @dataclass(frozen=True)
 class FleetArgs(ActorArgs):
-    """Who plays Procgen, and with how old a policy."""
+    """Actor threads and policy lag."""
 
-    LIMITS: ClassVar = {"num_actors": (1, 256), "num_envs": (1, 65536), "max_lag": (0, 64)}
     FIXED: ClassVar = ("num_envs", "num_actors")  # each has games of its own
 
-    num_actors: int = 2
-    """actor threads, each with its own games"""
-    num_envs: int = 32
-    """games played side by side, all actors' together"""
-    max_lag: int = 1
-    """most iterations of the learner that the policy of an unroll may lag behind; 0: actors and learner take turns"""
+    num_actors: Annotated[int, Interval(ge=1, le=256)] = 2
+    """number of actor threads, which share the environments"""
+    num_envs: Size = 32
+    """number of parallel environments, over all actors"""
+    max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
+    """maximum policy lag of an unroll in learner iterations; 0 for actors and learner in turns"""
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
     for bit on a CPU); without it the threads' timing decides how old (not at --max-lag 0)"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
         check(self.num_envs % self.num_actors == 0, what)
         each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
@@ -73,53 +72,55 @@ def _copy(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
-class Item(NamedTuple):
-    """What an actor hands over."""
-
-    unroll: Any  # what `collect` returned; its `steps` are envs.Steps
-    carry: Any  # what the actor needs to go on after it
-    games: Mark  # where its games were after it
-    version: int  # of the parameters it was played with
-    shares: dict[str, float]  # of the actor's time
-
-
 class Unroll(NamedTuple):
-    """What an actor has played."""
+    """Steps that an actor has played."""
 
-    rollout: Any  # what the script keeps of it on a device
-    steps: envs.Steps
+    rollout: Any  # the script's, on the actor's device
+    timesteps: envs.Timesteps
+
+
+class ActorBatch(NamedTuple):
+    """An actor's unroll and all that is needed to continue after it."""
+
+    unroll: Any  # Unroll, or what else `collect` returned
+    env_state: Any
+    snapshot: EnvSnapshot  # of its environments
+    version: int  # of the parameters it was played with
+    time_fractions: dict[str, float]  # of the actor's time
 
 
 class Fleet:
-    """The actors, their threads and their games. `with` ends them.
+    """Actors with their threads and environments. Leaving its `with` block ends them.
 
     Args:
-      collect: collect(games, params, carry, i=, watch=, check_stop=) -> (unroll, carry), called in an actor's thread
-        for its i-th unroll. It calls check_stop() at every step of the games, and times its parts with `watch`.
-      games: of each actor.
-      carries: what each actor begins with.
-      homes: where each actor's parameters lie, as jax.device_put takes it.
-      carry_homes: where its carry lies; with the parameters if not given.
-      max_lag, lockstep: see above.
+      collect: collect(vec_env, params, env_state, i=, watch=, check_stop=) -> (unroll, env_state), called in an actor's
+        thread for its i-th unroll. It calls check_stop() at every step, and times its parts with `watch`.
+      vec_envs: each actor's environments.
+      env_states: each actor's first environment state.
+      param_shardings: the device or sharding of each actor's parameters.
+      env_state_shardings: of its environment state; by default those of the parameters.
+      max_lag, deterministic: see above.
     """
 
     def __init__(
         self,
         collect: Callable,
-        games: Sequence[Games],
-        carries: Sequence[Any],
+        vec_envs: Sequence[ReplayableVecEnv],
+        env_states: Sequence[Any],
         *,
-        homes: Sequence[jax.Device | jax.sharding.Sharding],
-        carry_homes: Sequence[Any] = (),
+        param_shardings: Sequence[jax.Device | jax.sharding.Sharding],
+        env_state_shardings: Sequence[Any] = (),
         max_lag: int,
-        lockstep: bool,
+        deterministic: bool,
     ):
-        self._collect, self._games, self._max_lag, self._lockstep = collect, games, max_lag, lockstep
-        self._homes, self._carry_homes, self._carries = homes, carry_homes or homes, list(carries)
-        self._marks = [one.mark() for one in games]
+        self._collect, self._vec_envs, self._env_states = collect, vec_envs, list(env_states)
+        self._param_shardings = param_shardings
+        self._env_state_shardings = env_state_shardings or param_shardings
+        self._max_lag, self._deterministic = max_lag, deterministic
+        self._snapshots = [vec_env.snapshot() for vec_env in vec_envs]
         self._changed = threading.Condition()  # guards all that follows
-        self._ready = [deque() for _ in games]
-        self._published: dict[int, dict[jax.Device, Any]] = {}
+        self._ready = [deque() for _ in vec_envs]
+        self._published: dict[int, dict[Any, Any]] = {}
         self._error: tuple[int, BaseException] | None = None
         self._stopping, self._threads, self._waiting = True, [], 0.0
 
@@ -127,29 +128,29 @@ class Fleet:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if kind is KeyboardInterrupt:  # asked twice: do not wait for the games, the threads end with the process
+        if kind is KeyboardInterrupt:  # a second Ctrl-C: do not wait, the threads end with the process
             self._stopping = True
             return
         self.stop()
-        for one in self._games:
-            one.close()
+        for vec_env in self._vec_envs:
+            vec_env.close()
 
     def start(self, version: int, params: Any) -> None:
-        """Starts a thread for each actor, from its unroll number `version` on, with these parameters; after `restore`,
-        with those that were published then."""
+        """Starts a thread for each actor, from unroll number `version` on, with these parameters, or after `restore`
+        with those restored."""
         if not self._published:
             self.publish(version, params)
         self._stopping = False
-        for actor, home in enumerate(self._carry_homes):
-            carry = jax.device_put(self._carries[actor], home)
+        for actor, sharding in enumerate(self._env_state_shardings):
+            env_state = jax.device_put(self._env_states[actor], sharding)
             thread = threading.Thread(
-                target=self._run, args=(actor, version, carry), name=f"actor {actor}", daemon=True
+                target=self._run, args=(actor, version, env_state), name=f"actor {actor}", daemon=True
             )
             thread.start()
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """Ends and joins every thread, within a step of its games; unrolls that were not taken are dropped."""
+        """Ends and joins every thread, within a step of its environments; unrolls that wait are dropped."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -160,69 +161,68 @@ class Fleet:
             queue.clear()
 
     def publish(self, version: int, params: Any) -> None:
-        """Gives the actors new parameters: a copy on the device, since the learner donates its own."""
+        """Gives the actors new parameters: a copy, since the learner donates its own."""
         copy = _copy(params)
-        copies = {home: jax.device_put(copy, home) for home in set(self._homes)}
+        copies = {sharding: jax.device_put(copy, sharding) for sharding in set(self._param_shardings)}
         with self._changed:
             self._published[version] = copies
-            for old in [v for v in self._published if v < version - (self._max_lag if self._lockstep else 0)]:
+            for old in [v for v in self._published if v < version - (self._max_lag if self._deterministic else 0)]:
                 del self._published[old]
             self._changed.notify_all()
 
-    def take(self, run: runs.Run, save: Callable[[], None]) -> list[Item] | None:
-        """Waits for every actor's next unroll; None if `run.stop` says so before. If an actor has failed, calls `save`,
-        on a single host, and raises ActorError."""
+    def get(self, run: runs.Run, save: Callable[[], None]) -> list[ActorBatch] | None:
+        """Waits for every actor's next unroll; returns None if `run.stop` is set before. If an actor has failed, calls
+        `save`, on a single host, and raises ActorError."""
         with self._changed:
             self._waiting = sum(map(len, self._ready)) / len(self._ready)
             while not (self._error or run.stop or all(self._ready)):
                 self._changed.wait(0.2)
-            items = [queue.popleft() for queue in self._ready] if all(self._ready) and not self._error else None
+            batches = [queue.popleft() for queue in self._ready] if all(self._ready) and not self._error else None
         if self._error:
             if jax.process_count() == 1:  # other hosts would have to save too, and do not know
                 save()
-            run.say(f"an actor failed; the last checkpoint is in {run.path}, to continue with --resume")
+            run.print(f"an actor failed; the last checkpoint is in {run.path}, continue with --resume")
             self.check()
-        if items:
-            self._carries = [item.carry for item in items]
-            self._marks = [item.games for item in items]
-        return items
+        if batches:
+            self._env_states = [batch.env_state for batch in batches]
+            self._snapshots = [batch.snapshot for batch in batches]
+        return batches
 
-    def metrics(self, version: int, items: Sequence[Item]) -> dict[str, float]:
-        """Charts of the unrolls that were taken: how many waited when the learner came (a mean over the actors; 0: it
-        is starved), by how many of the learner's iterations their parameters were older than its `version`, and the
-        actors' time."""
+    def metrics(self, version: int, batches: Sequence[ActorBatch]) -> dict[str, float]:
+        """Means over the actors: unrolls that waited when the learner came (0: it is starved), by how many of the
+        learner's iterations their parameters lagged behind its `version`, and how the actors' time was spent."""
 
         def mean(numbers):
-            return sum(numbers) / len(items)
+            return sum(numbers) / len(batches)
 
         charts = {"charts/queue_size": self._waiting}
-        charts["charts/policy_lag"] = version - mean(item.version for item in items)
+        charts["charts/policy_lag"] = version - mean(batch.version for batch in batches)
         for part in ("inference", "game", "blocked"):
-            charts[f"time/actor_{part}"] = mean(item.shares[f"time/{part}"] for item in items)
+            charts[f"time/actor_{part}"] = mean(batch.time_fractions[f"time/{part}"] for batch in batches)
         return charts
 
     def save(self) -> dict[str, Any]:
-        """For a checkpoint: the actors' carries and games after the unrolls taken last, and the parameters published:
-        the newest, and in lock-step the last max_lag + 1."""
+        """For a checkpoint: environment states and snapshots after the unrolls that the learner got last, and the
+        published parameters: the newest, and if deterministic the last max_lag + 1."""
         with self._changed:
-            published = {str(version): copies[self._homes[0]] for version, copies in self._published.items()}
+            published = {str(version): copies[self._param_shardings[0]] for version, copies in self._published.items()}
         return {
-            "carries": {str(actor): carry for actor, carry in enumerate(self._carries)},
-            "games": {str(actor): mark.save() for actor, mark in enumerate(self._marks)},
+            "env_states": {str(actor): env_state for actor, env_state in enumerate(self._env_states)},
+            "snapshots": {str(actor): snapshot.save() for actor, snapshot in enumerate(self._snapshots)},
             "published": published,
         }
 
     def restore(self, saved: dict[str, Any], params: Any, run: runs.Run) -> None:
-        """Goes back to a checkpoint, before `start`; `params` have the shapes of those published."""
+        """Restores what `save` returned, before `start`; `params` have the shapes of those published."""
         template = {
-            "carries": {str(actor): carry for actor, carry in enumerate(self._carries)},
+            "env_states": {str(actor): env_state for actor, env_state in enumerate(self._env_states)},
             "published": dict.fromkeys(saved["published"], params),
         }
         parts = {name: checkpoints.restore_tree(some, saved[name], str(run.path)) for name, some in template.items()}
-        for actor, games in enumerate(self._games):
-            games.restore(saved["games"][str(actor)], run)
-            self._carries[actor] = parts["carries"][str(actor)]
-            self._marks[actor] = games.mark()
+        for actor, vec_env in enumerate(self._vec_envs):
+            vec_env.restore(saved["snapshots"][str(actor)], run)
+            self._env_states[actor] = parts["env_states"][str(actor)]
+            self._snapshots[actor] = vec_env.snapshot()
         for version, published in parts["published"].items():
             self.publish(int(version), published)
 
@@ -232,17 +232,19 @@ class Fleet:
             actor, error = self._error
             raise ActorError(f"actor {actor} failed") from error
 
-    def _run(self, actor: int, i: int, carry: Any) -> None:
-        watch, games = runs.Stopwatch(), self._games[actor]
+    def _run(self, actor: int, i: int, env_state: Any) -> None:
+        watch, vec_env = runs.Stopwatch(), self._vec_envs[actor]
         try:
             while True:
                 with watch("blocked"):
                     version, params = self._parameters(actor, i)
-                unroll, carry = self._collect(games, params, carry, i=i, watch=watch, check_stop=self._check_stop)
-                item = Item(unroll, carry, games.mark(), version, watch.fractions())
+                unroll, env_state = self._collect(
+                    vec_env, params, env_state, i=i, watch=watch, check_stop=self._check_stop
+                )
+                batch = ActorBatch(unroll, env_state, vec_env.snapshot(), version, watch.fractions())
                 with self._changed:
                     self._check_stop()
-                    self._ready[actor].append(item)
+                    self._ready[actor].append(batch)
                     self._changed.notify_all()
                 i += 1
         except Stopped:
@@ -253,34 +255,34 @@ class Fleet:
                 self._changed.notify_all()
 
     def _parameters(self, actor: int, i: int) -> tuple[int, Any]:
-        """Waits for the parameters of unroll i; returns their version and themselves."""
+        """Waits for the parameters of unroll i; returns their version and the parameters."""
         with self._changed:
             oldest = max(i - self._max_lag, min(self._published))
             while max(self._published) < oldest:
                 self._check_stop()
                 self._changed.wait()
             self._check_stop()
-            version = oldest if self._lockstep else max(self._published)
-            return version, self._published[version][self._homes[actor]]
+            version = oldest if self._deterministic else max(self._published)
+            return version, self._published[version][self._param_shardings[actor]]
 
     def _check_stop(self) -> None:
         if self._stopping:
             raise Stopped
 
 
-def make_fleet(args: Any, collect: Callable, initial_carry: Callable) -> Fleet:
-    """The actors of a Procgen script, each with its part of this host's games (`args`: FleetArgs, GameArgs).
+def make_fleet(args: Any, collect: Callable, init_env_state: Callable) -> Fleet:
+    """The actors of a Procgen script, each with its part of this host's environments (`args`: FleetArgs, GameArgs).
 
     Args:
       collect: as Fleet takes it.
-      initial_carry: initial_carry(numbers int32 [n]) -> what an actor of these games begins with.
+      init_env_state: init_env_state(env_ids int32 [n]) -> the first state of these environments.
     """
-    numbers, seed = devices.games_of_host(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
+    env_ids, seed = devices.local_env_ids(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
     return Fleet(
         collect,
-        [Games(partial(envs.make_levels, args), own, seed, args.restart_every) for own in numbers],
-        [initial_carry(own) for own in numbers],
-        homes=devices.of_actors(args, args.num_actors),
+        [ReplayableVecEnv(partial(envs.make_procgen, args), ids, seed, args.restart_every) for ids in env_ids],
+        [init_env_state(ids) for ids in env_ids],
+        param_shardings=devices.actor_devices(args, args.num_actors),
         max_lag=args.max_lag,
-        lockstep=args.deterministic,
+        deterministic=args.deterministic,
     )

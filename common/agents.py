@@ -19,24 +19,24 @@ from common.files import UsageError, check
 FILE = "agent.safetensors"
 
 
-def load(run_dir: str, initial: Callable[[], Any], part: Callable[[Any], dict]) -> dict:
+def load(run_dir: str, init_state: Callable[[], Any], select: Callable[[Any], dict]) -> dict:
     """What evaluation needs of a run's newest checkpoint, or of a folder that `evaluate.py --export` wrote.
 
     Args:
       run_dir: either of them.
-      initial: makes a training state, whose shapes must be those of what is loaded.
-      part: what evaluation needs of such a state besides its `global_step`, which it gets too: dicts of arrays.
+      init_state: returns a training state, whose shapes must be those of what is loaded.
+      select: select(state) -> a dict of pytrees; the state's `global_step` is added to it.
 
     Raises UsageError if there is neither, or it does not fit.
     """
 
-    def trained(state):
-        return part(state) | {"global_step": state.global_step}
+    def params_and_step(state):
+        return select(state) | {"global_step": state.global_step}
 
     path = Path(run_dir, FILE)
     if not path.exists():
-        return trained(runs.load(lambda: {"state": initial()}, run_dir)["state"])
-    template = jax.eval_shape(lambda: trained(initial()))
+        return params_and_step(runs.load(lambda: {"state": init_state()}, run_dir)["state"])
+    template = jax.eval_shape(lambda: params_and_step(init_state()))
     tree = checkpoints.restore_tree(template, read(path), run_dir)
     return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), tree, template)
 
@@ -73,7 +73,7 @@ def write(folder: Path, content: dict, tree: dict) -> None:
 
     arrays = {"/".join(key.key for key in path): np.array(small(x), order="C") for path, x in leaves}
     files.make_folder(folder, "--export")
-    with files.whole(folder / FILE) as temporary:
+    with files.atomic_write(folder / FILE) as temporary:
         temporary.write_bytes(save(arrays))
     files.write_json(folder / "args.json", content)
 

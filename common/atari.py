@@ -1,11 +1,13 @@
-"""Montezuma's Revenge on EnvPool: the game, the rooms of its pyramid, and episodes played for an evaluation."""
+"""Montezuma's Revenge on EnvPool: the game, statistics of the rooms of its pyramid, evaluation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
+from annotated_types import Interval
+from jax.sharding import Mesh
 
 from common import devices, envs
 
@@ -18,44 +20,39 @@ NUM_ROOMS = 24
 
 @dataclass(frozen=True)
 class GameArgs:
-    """The game, and what of it the policy sees."""
+    """Montezuma's Revenge and its observations."""
 
-    LIMITS: ClassVar = {
-        "sticky_actions": (0, 0.99), "max_episode_steps": (2, 10**6), "frame_stack": (1, 64),
-        "restart_every": (1, 10**6),
-    }  # fmt: skip
     FIXED: ClassVar = ("sticky_actions", "max_episode_steps", "restart_every")
 
     env_id: ClassVar[str] = ENV_ID
 
-    sticky_actions: float = 0.25
-    """probability, at each of the emulator's frames, that it repeats its previous action instead of the chosen one"""
-    max_episode_steps: int = 4500
-    """steps of an episode, four frames each, after which it is truncated"""
-    frame_stack: int = 4
-    """how many frames back the policy sees, the newest included; RND sees the newest one only"""
-    restart_every: int = 65_536
-    """at the end of the rollout in which each game has played this many steps, all games start anew, and unfinished
-    episodes are dropped; a resume replays the steps since the last such start"""
+    sticky_actions: Annotated[float, Interval(ge=0, le=0.99)] = 0.25
+    """probability, at each emulator frame, of repeating the previous action (repeat_action_probability)"""
+    max_episode_steps: Annotated[int, Interval(ge=2, le=10**6)] = 4500
+    """time limit of an episode in steps of four frames, after which it is truncated"""
+    frame_stack: Annotated[int, Interval(ge=1, le=64)] = 4
+    """number of stacked frames for the policy; RND sees only the newest"""
+    restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 65_536
+    """steps of each environment between restarts of all games, which drop unfinished episodes; a resume replays the
+    steps since the last restart"""
 
     @property
-    def offsets(self) -> tuple[int, ...]:
+    def stack_offsets(self) -> tuple[int, ...]:
         """How many steps back each frame of a stack lies, oldest first."""
-        return envs.stack_offsets(self.frame_stack, gap_stack=False)
+        return envs.frame_stack_offsets(self.frame_stack, gap_stack=False)
 
 
 def make_montezuma(args, num_envs: int, seed: int | list[int], **frames):
-    """Makes `num_envs` copies of the game as one EnvPool (Gymnasium API, C++ threads).
+    """Makes `num_envs` copies of the game as one EnvPool (Gymnasium API, C++ threads): frames uint8 [N, 1, 84, 84],
+    rewards float32 [N], 18 actions; info["ram"] is uint8 [N, 128].
 
     A step is four of the emulator's frames, the observation the maximum of the last two. Actions are sticky at each of
-    the emulator's frames (Machado et al. 2018, section 5). A life lost is no episode's end.
+    the emulator's frames (Machado et al. 2018, section 5). Losing a life does not end an episode.
 
     Args:
-      args: sticky_actions, and max_episode_steps in steps of the agent.
-      seed: 0 to runs.MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
-      frames: EnvPool's gray_scale, img_height and img_width, if not grey 84 x 84; they change no game.
-
-    Returns an EnvPool: frames uint8 [N, 1, 84, 84], rewards float32 [N], 18 actions; info["ram"] is uint8 [N, 128].
+      args: GameArgs.
+      seed: 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
+      frames: EnvPool's gray_scale, img_height and img_width, if not grey 84 x 84; the game stays the same.
     """
     envpool = envs.import_envpool()
 
@@ -77,44 +74,43 @@ def make_montezuma(args, num_envs: int, seed: int | list[int], **frames):
 
 
 def rooms_of(info: dict) -> np.ndarray:
-    """The room int64 [N] that each game is in: byte 3 of the console's memory, which may hold anything for a moment."""
+    """The room int64 [N] that each game is in: byte 3 of the console's RAM, which may hold anything for a moment."""
     return np.minimum(info["ram"][:, 3], NUM_ROOMS - 1).astype(np.int64)
 
 
-# WHAT TRAINING SEES OF IT
+# STATISTICS
 
 
-class Rooms:
-    """Which rooms the games have been in, for how many steps, and what they look like."""
+class RoomStatistics:
+    """Steps in each room, a picture of it, and the number of rooms per episode."""
 
     def __init__(self, num_envs: int):
         self.visits = np.zeros(NUM_ROOMS, np.int64)
-        self.pictures = np.zeros((NUM_ROOMS, *FRAME_SHAPE[:2]), np.uint8)  # a frame of each room, the newest
-        self._episode = np.zeros((num_envs, NUM_ROOMS), bool)  # where each unfinished episode has been
+        self.pictures = np.zeros((NUM_ROOMS, *FRAME_SHAPE[:2]), np.uint8)  # the newest frame of each room
+        self._episode = np.zeros((num_envs, NUM_ROOMS), bool)  # the rooms of each unfinished episode
         self._most = np.int64(0)  # rooms in one episode
         self._recent = np.full(100, np.nan)  # rooms in each of the last episodes, oldest first
 
-    def add(self, rooms: np.ndarray, steps: envs.Steps, pictures: dict[int, np.ndarray]) -> None:
-        """Takes the rooms int [T, N] of the frames of T steps, what else these steps say, and a frame uint8 [84, 84] of
-        each room."""
+    def add(self, rooms: np.ndarray, timesteps: envs.Timesteps, pictures: dict[int, np.ndarray]) -> None:
+        """Adds T timesteps, the rooms int [T, N] of their frames, and a frame uint8 [84, 84] of each room."""
         self.visits += np.bincount(rooms.reshape(-1), minlength=NUM_ROOMS)
         for room, picture in pictures.items():
             self.pictures[room] = picture
-        over = steps.done.copy()
-        over[-1] |= steps.ended[-1] & steps.restarts  # EnvPool's junk step, by which it would be seen, never comes
-        for now, last in zip(rooms, over, strict=True):
-            self._episode[np.arange(len(now)), now] = True
+        is_last = timesteps.is_reset.copy()  # a junk step shows its episode's last frame
+        is_last[-1] |= timesteps.episode_end[-1] & timesteps.forced_reset  # whose junk step never comes
+        for current, last in zip(rooms, is_last, strict=True):
+            self._episode[np.arange(len(current)), current] = True
             counts = self._episode.sum(axis=1)
             self._most = max(self._most, counts.max())
             self._recent = np.concatenate([self._recent, counts[last]])[-100:]
             self._episode[last] = False
-        self._episode[steps.restarts] = False
+        self._episode[timesteps.forced_reset] = False
 
     def visited(self) -> list[int]:
         return np.flatnonzero(self.visits).tolist()
 
     def metrics(self) -> dict[str, float]:
-        """Rooms that any game has visited, the most that one episode has, and the mean of the last 100 episodes."""
+        """The number of rooms visited so far, the most in one episode, and the mean of the last 100 episodes."""
         recent = self._recent[~np.isnan(self._recent)]
         mean = {"charts/rooms_per_episode": float(recent.mean())} if len(recent) else {}
         return {"charts/rooms_visited": len(self.visited()), "charts/max_room_score": float(self._most)} | mean
@@ -128,36 +124,38 @@ class Rooms:
 
 
 class Statistics:
-    """What a run says of its episodes: their returns in the game's rewards and in the bonus, and their rooms."""
+    """Statistics of a run's episodes: returns of the game's rewards and of the bonus, and rooms."""
 
     def __init__(self, num_envs: int):
         self.episodes = envs.EpisodeStatistics(num_envs)
         self.intrinsic = envs.EpisodeStatistics(num_envs)
-        self.rooms = Rooms(num_envs)
+        self.rooms = RoomStatistics(num_envs)
 
-    def add(self, steps: envs.Steps, bonus: np.ndarray, rooms: np.ndarray, pictures: dict[int, np.ndarray]) -> None:
-        """Takes T steps, their bonuses float32 [T, N], and what `Rooms.add` wants of them."""
-        self.episodes.add(steps)
-        self.intrinsic.add(steps._replace(rewards=bonus))
-        self.rooms.add(rooms, steps, pictures)
+    def add(
+        self, timesteps: envs.Timesteps, bonus: np.ndarray, rooms: np.ndarray, pictures: dict[int, np.ndarray]
+    ) -> None:
+        """Adds T timesteps and their bonuses float32 [T, N]; rooms and pictures as for `RoomStatistics.add`."""
+        self.episodes.add(timesteps)
+        self.intrinsic.add(timesteps._replace(rewards=bonus))
+        self.rooms.add(rooms, timesteps, pictures)
 
     def metrics(self) -> dict[str, float]:
-        charts = self.episodes.metrics() | self.rooms.metrics()
+        metrics = self.episodes.metrics() | self.rooms.metrics()
         intrinsic = self.intrinsic.metrics()
         if intrinsic:
-            charts["charts/episodic_intrinsic_return"] = intrinsic["charts/episodic_return"]
-        return charts
+            metrics["charts/episodic_intrinsic_return"] = intrinsic["charts/episodic_return"]
+        return metrics
 
     def save(self) -> dict[str, dict[str, np.ndarray]]:
-        return {name: part.save() for name, part in vars(self).items()}
+        return {name: statistics.save() for name, statistics in vars(self).items()}
 
     def restore(self, saved: dict[str, dict[str, np.ndarray]]) -> None:
-        for name, part in vars(self).items():
-            part.restore(saved[name])
+        for name, statistics in vars(self).items():
+            statistics.restore(saved[name])
 
 
 def draw_rooms(visits: np.ndarray, pictures: np.ndarray) -> np.ndarray:
-    """The pyramid uint8 [H, W, 3]: a frame of each room that was visited, with the number of frames seen there."""
+    """A map of the pyramid, uint8 [H, W, 3]: a picture of each visited room and its number of visits."""
     from PIL import Image, ImageDraw, ImageFont  # late: only for the picture
 
     size, line, gap = 2 * FRAME_SHAPE[0], 22, 6
@@ -182,62 +180,63 @@ def draw_rooms(visits: np.ndarray, pictures: np.ndarray) -> np.ndarray:
 
 
 class Episode(NamedTuple):
-    """An episode that was played: game `env` from its `first` to its `last` frame."""
+    """An episode of an evaluation."""
 
-    score: float  # raw rewards
+    score: float  # its return, of raw rewards
     rooms: list[int]
-    env: int
-    first: int
+    env: int  # the environment that it was played in
+    first: int  # the environment's steps of its first and its last frame
     last: int
 
 
 class _Recorder:
-    """An EnvPool that remembers the actions, and of every frame the rooms and whether it is an episode's last."""
+    """Wraps an EnvPool; records the actions, and each frame's room and whether it is its episode's last."""
 
     def __init__(self, env):
         self._env, self.actions = env, []
 
     def reset(self):
         obs, info = self._env.reset()
-        self.rooms, self.last = [rooms_of(info)], [np.zeros(len(obs), bool)]
+        self.rooms, self.is_last = [rooms_of(info)], [np.zeros(len(obs), bool)]
         return obs, info
 
     def step(self, actions: np.ndarray):
         obs, reward, terminated, truncated, info = self._env.step(actions)
         self.actions.append(np.array(actions))
         self.rooms.append(rooms_of(info))
-        self.last.append(terminated | truncated)
+        self.is_last.append(terminated | truncated)
         return obs, reward, terminated, truncated, info
 
 
 random_policy = partial(envs.random_policy, actions=NUM_ACTIONS)
 
 
-def play(args, policy: Callable, *, episodes: int, seed: int, record: bool = False):
-    """`envs.play_episodes` on Montezuma's Revenge (`args`: as above, and frame_stack), up to 32 games side by side.
+def play(args, mesh: Mesh, policy: Callable, *, episodes: int, seed: int, record: bool = False):
+    """`envs.play_episodes` on Montezuma's Revenge (`args`: GameArgs), in up to 32 environments side by side.
 
-    Returns `episodes` of Episode (rounded up to a multiple of the games) and, with `record`, the best one's frames in
-    colour, uint8 [T, 210, 160, 3].
+    Returns a list of Episodes (rounded up to a multiple of the environments) and, with `record`, the frames in colour
+    of the best one, uint8 [T, 210, 160, 3].
     """
-    num_envs = devices.multiple(args, min(episodes, 32))
+    num_envs = devices.round_to_devices(mesh, min(episodes, 32))
     env = make_montezuma(args, num_envs, seed)
-    log = _Recorder(env)
-    scores, *_ = envs.play_episodes(log, policy, args.offsets, episodes=episodes, seed=seed)
+    recorder = _Recorder(env)
+    returns = envs.play_episodes(recorder, policy, args.stack_offsets, episodes=episodes, seed=seed).returns
     env.close()
-    rooms, last = np.stack(log.rooms), np.stack(log.last)
+    rooms, is_last = np.stack(recorder.rooms), np.stack(recorder.is_last)
     played = []
-    for n, own in enumerate(scores.reshape(num_envs, -1)):
-        ends = np.flatnonzero(last[:, n])[: len(own)]
+    for n, scores in enumerate(returns.reshape(num_envs, -1)):
+        ends = np.flatnonzero(is_last[:, n])[: len(scores)]
         starts = [0, *(ends[:-1] + 1)]
-        for score, start, end in zip(own, starts, ends, strict=True):
+        for score, start, end in zip(scores, starts, ends, strict=True):
             played.append(Episode(float(score), np.unique(rooms[start : end + 1, n]).tolist(), n, start, int(end)))
     best = max(played, key=lambda episode: (episode.score, len(episode.rooms)))
-    return played, replay(args, num_envs, seed, actions=log.actions, episode=best) if record else None
+    return played, replay(args, num_envs, seed, actions=recorder.actions, episode=best) if record else None
 
 
-def evaluate(args, policy: Callable, *, episodes: int, seed: int, record: bool = False):
-    """Plays episodes: a row for each (score, steps, rooms), a summary with all their rooms, and the best one's film."""
-    played, film = play(args, policy, episodes=episodes, seed=seed, record=record)
+def evaluate(args, mesh: Mesh, policy: Callable, *, episodes: int, seed: int, record: bool = False):
+    """Plays episodes; returns a row for each (score, steps, rooms), a summary with the rooms of all, and the best one's
+    frames."""
+    played, film = play(args, mesh, policy, episodes=episodes, seed=seed, record=record)
     rows = [
         {"episode": i, "score": episode.score, "steps": episode.last - episode.first, "rooms": episode.rooms}
         for i, episode in enumerate(played)
@@ -247,7 +246,7 @@ def evaluate(args, policy: Callable, *, episodes: int, seed: int, record: bool =
 
 
 def replay(args, num_envs: int, seed: int, *, actions: Sequence[np.ndarray], episode: Episode) -> np.ndarray:
-    """Plays the same games again, which the same actions make the same, and returns one episode's frames in colour."""
+    """Replays recorded actions with the same seed; returns an episode's frames in colour, uint8 [T, 210, 160, 3]."""
     env = make_montezuma(args, num_envs, seed, gray_scale=False, img_height=210, img_width=160)
     obs, film = env.reset()[0], []
     for t in range(episode.last + 1):

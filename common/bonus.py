@@ -5,31 +5,30 @@ the episode, and it has no value head of its own; rnd_montezuma.py is the paper'
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from common import devices, envs, networks, shaping
-from common.flags import check_needs
+from common import devices, envs, networks
+from common.flags import NonNegativeFloat, check_needs
+from common.rewards import RETURN_FILTER_SPECS, ReturnFilter, init_return_filter, normalize_rewards
 
 ENCODER = networks.EncoderArgs(width=1)
 
 
 @dataclass(frozen=True)
 class BonusArgs:
-    """A bonus for new frames."""
+    """RND's exploration bonus."""
 
-    LIMITS: ClassVar = {"rnd_coef": (0, None)}
-
-    rnd_coef: float = 0.0
-    """coefficient of RND's bonus for new frames, added to rewards that are shaped and normalised already; 0 for none"""
+    rnd_coef: NonNegativeFloat = 0.0
+    """coefficient of RND's bonus, added to shaped and normalised rewards; 0 for none"""
     rnd_normalize: bool = False
-    """divide the bonus by the running standard deviation of its return and clip it to +-10; else clip it to [0, 2]"""
+    """divide the bonus by the running standard deviation of its return, clip to +-10; if off, clip to [0, 2]"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         check_needs(self, self.rnd_coef, "--rnd-coef", ("rnd_normalize",))
 
 
@@ -37,10 +36,10 @@ class Bonus(NamedTuple):
     """What a resume needs of it, besides the predictor, which learns with the agent."""
 
     target: dict  # a network that never learns; of no arrays without a bonus
-    filter: shaping.ReturnFilter
+    filter: ReturnFilter
 
 
-BONUS = devices.layout(Bonus, filter=shaping.FILTER)
+BONUS_SPECS = devices.partition_specs(Bonus, filter=RETURN_FILTER_SPECS)
 
 
 def _network(hidden: int) -> nn.Module:
@@ -53,9 +52,9 @@ def _network(hidden: int) -> nn.Module:
 def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
     """The predictor's parameters ({} without --rnd-coef) and the Bonus, for stacked frames uint8 [1, 64, 64, C]."""
     if not args.rnd_coef:
-        return {}, Bonus({}, shaping.new_filter(args.num_envs))
+        return {}, Bonus({}, init_return_filter(args.num_envs))
     target, predictor = (_network(hidden).init(jax.random.fold_in(key, i), frames) for i, hidden in enumerate((0, 256)))
-    return predictor, Bonus(target, shaping.new_filter(args.num_envs))
+    return predictor, Bonus(target, init_return_filter(args.num_envs))
 
 
 def novelty(target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
@@ -69,18 +68,20 @@ def novelty(target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
 def error(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
     """The predictor's loss for the stacked frames uint8 [B, S, 64, 64, C] after B sequences of S steps: [B, S]."""
     flat = next_frames.reshape(-1, *next_frames.shape[2:])
-    return devices.in_chunks(lambda x: novelty(target, predictor, x), flat).reshape(next_frames.shape[:2])
+    return devices.map_in_chunks(lambda x: novelty(target, predictor, x), flat).reshape(next_frames.shape[:2])
 
 
-def of_transitions(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, steps: envs.Steps, gamma: jax.Array):
+def of_transitions(
+    args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, timesteps: envs.Timesteps, gamma: jax.Array
+):
     """The bonus of each transition, for the frame it leads to: the Bonus with its filter moved on, and float32 [T, N],
     0 for what is no transition."""
 
     def after(t):
-        return devices.in_chunks(partial(novelty, bonus.target, predictor), frames.stack(t + 1))
+        return devices.map_in_chunks(partial(novelty, bonus.target, predictor), frames.stack(t + 1))
 
-    raw = jax.lax.map(after, jnp.arange(args.num_steps)) * ~steps.done
+    raw = jax.lax.map(after, jnp.arange(args.num_steps)) * ~timesteps.is_reset
     if not args.rnd_normalize:
         return bonus, jnp.clip(raw, 0, 2)
-    new_filter, normalized = shaping.normalize(bonus.filter, raw, steps.last, ~steps.done, gamma)
+    new_filter, normalized = normalize_rewards(bonus.filter, raw, timesteps.sequence_end, ~timesteps.is_reset, gamma)
     return bonus._replace(filter=new_filter), normalized

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from common import files
-from common.files import UsageError, check, full_disk_explained
+from common.files import UsageError, check
 
 NOT_ITS_FAULT = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+VERSION = 2  # of a checkpoint's names
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is not finished
 
 
@@ -62,21 +63,21 @@ def checksum(tree: dict[str, Any]) -> np.ndarray:
 def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
     """Writes a tree of dicts of arrays, with its checksum, and removes all checkpoints but the newest ones.
 
-    Raises FullError if the disk is full, and removes what there is of it.
+    Where that fails, as on a full disk, removes what there is of it.
     """
     import orbax.checkpoint as ocp
 
     tree = jax.device_get(tree)
     folder = (run_dir / "checkpoints").absolute()
     try:
-        with full_disk_explained(folder / str(step)), _orbax() as orbax:
-            orbax.save(folder / str(step), ocp.args.PyTreeSave(tree | {"checksum": checksum(tree)}), force=True)
+        with _orbax() as orbax:
+            marked = tree | {"checksum": checksum(tree), "version": np.int32(VERSION)}
+            orbax.save(folder / str(step), ocp.args.PyTreeSave(marked), force=True)
     except BaseException:
         remove_unfinished(run_dir, seconds=1)
         raise
-    with full_disk_explained(folder / str(step)):
-        for path in (*(folder / str(step)).rglob("*"), folder / str(step), folder):
-            _write_through(path)
+    for path in (*(folder / str(step)).rglob("*"), folder / str(step), folder):
+        _write_through(path)
     for old in steps_in(run_dir)[:-keep]:
         away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}")
         shutil.rmtree(away, ignore_errors=True)  # on NFS what somebody reads can stay; the next resume removes it
@@ -153,17 +154,21 @@ def _read(path: Path) -> dict[str, Any]:
         tree = orbax.restore(path)
     if not tree:
         raise ValueError("it is empty")
-    check("checksum" in tree, f"checkpoint {path}: has no checksum, it is of an earlier version of the scripts")
+    version = int(tree.pop("version", 1))
+    older = (
+        f"checkpoint {path}: is of format {version}, these scripts read {VERSION}; resume it with those that wrote it"
+    )
+    check(version == VERSION, older)
     if not np.array_equal(tree.pop("checksum"), checksum(tree)):
         raise ValueError("its checksum differs")
     return tree
 
 
-def set_aside(run_dir: Path, after: int) -> None:
+def quarantine(run_dir: Path, after: int) -> None:
     """Moves checkpoints of later steps, which are damaged, to the folder `damaged`: nobody is to go on from them."""
     for step in steps_in(run_dir):
         if step > after:
-            files.set_aside(run_dir / "checkpoints" / str(step), run_dir / "damaged")
+            files.quarantine(run_dir / "checkpoints" / str(step), run_dir / "damaged")
 
 
 class MisfitError(UsageError):

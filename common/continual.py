@@ -1,4 +1,4 @@
-"""Task after task: the matrix of success rates, what it says, and how it is shown."""
+"""Continual learning: the matrix of success rates, its metrics, and its table, CSV and picture."""
 
 import csv
 from pathlib import Path
@@ -20,15 +20,16 @@ def report(run: Run, step: int, matrix: np.ndarray, names: tuple[str, ...], *, t
     run.log(step, rates | {f"eval/{name}": value for name, value in summary.items()})
     write_csv(run.path / "matrix.csv", matrix, names)
     run.save_picture(step, "matrix", draw(matrix, names, title))
-    run.show(f"{title}: {note}", table_of(matrix, names), "  ".join(f"{name} {x:.3f}" for name, x in summary.items()))
+    run.print(f"{title}: {note}", table_of(matrix, names), "  ".join(f"{name} {x:.3f}" for name, x in summary.items()))
 
 
 def metrics(matrix: np.ndarray) -> dict[str, float]:
-    """What success rates [N, N] on task j after task i say (Diaz-Rodriguez et al. 2018, section 3).
+    """Metrics of success rates [N, N] on task j after task i (Diaz-Rodriguez et al. 2018, section 3).
 
-    ACC: accuracy on the tasks learnt so far, a mean over all rows; FWT: on those to come; BWT: what later tasks
-    changed; BWT+: for the better; REM: what is remembered. With one task all transfer is 0 and REM is 1. The matrix is
-    NaN where a task was not among --tasks yet; FWT is the mean of the other entries, and is left out if none is left.
+    ACC: mean accuracy on the tasks learnt so far, over all rows; FWT: forward transfer, the same on the tasks to come;
+    BWT: backward transfer, the change by later tasks; BWT+: its positive part; REM: remembering, 1 minus its negative
+    part. With one task all transfer is 0 and REM is 1. Entries of tasks that were not in --tasks yet are NaN; FWT
+    ignores them, and is left out if no other is left.
     """
     n = len(matrix)
     pairs, ahead = max(n * (n - 1) / 2, 1), matrix[np.triu_indices(n, 1)]
@@ -58,22 +59,22 @@ def table_of(matrix: np.ndarray, names: tuple[str, ...]) -> Table:
 
 
 def write_csv(path: Path, matrix: np.ndarray, names: tuple[str, ...]) -> None:
-    """A row for each task learnt (`matrix` [M, N], M of N), a column for each task; whole or not at all."""
-    with files.whole(path) as temporary, temporary.open("w", newline="") as file:
+    """Writes success rates [M, N] atomically: a row for each of the first M tasks learnt, a column for each task."""
+    with files.atomic_write(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["after", *names])
         writer.writerows([name, *(cell(x, 4) for x in row)] for name, row in zip(names, matrix, strict=False))
 
 
 def heat_map(axis, matrix: np.ndarray, **options) -> None:
-    """Success rates [M, N] in colours and numbers, on matplotlib's axes; `options` are those of its text."""
+    """Draws success rates [M, N] in colours and numbers on matplotlib axes; `options` are passed to `axis.text`."""
     axis.imshow(matrix, vmin=0, vmax=1, cmap="cividis")
     for (i, j), value in np.ndenumerate(matrix):
         axis.text(j, i, cell(value, 2), ha="center", va="center", color="k" if value > 0.5 else "w", **options)
 
 
 def draw(matrix: np.ndarray, names: tuple[str, ...], title: str = "") -> np.ndarray:
-    """A heat map of `matrix` [M, N]: uint8 [H, W, 3]."""
+    """Renders a heat map of `matrix` [M, N] as uint8 [H, W, 3]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: it takes a second
     from matplotlib.figure import Figure
 

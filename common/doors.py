@@ -1,4 +1,4 @@
-"""Doors of DoorGym: a series of tasks by its flags, and an episode of many doors side by side."""
+"""DoorGym tasks: flags for a series of them, and episodes of many parallel doors."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import doorgym
-from common import devices
 from common.files import FailedError, check
-from common.flags import check_needs
+from common.flags import NonNegativeInt, check_needs
 
-# The study's tasks, by number (Schoepf et al. 2022).
+# The tasks of Schoepf et al. 2022, by number.
 TASKS = (
     "Pull-Right-Pull",
     "Pull-Left-Pull",
@@ -22,40 +22,36 @@ TASKS = (
     "Lever-Right-Push",
     "Lever-Left-Push",
 )
-SLOTS = len(TASKS)  # a series has at most this many
-ACTION_REPEAT, DECISIONS = 4, 128  # of 80 ms in an episode: 10.24 seconds
-WORLD = 220_000  # bytes of a compiled world
-DOOR = 40_000  # bytes of a door in an environment, its steps in one decision, and its rollout
+MAX_TASKS = len(TASKS)  # in a series
+ACTION_REPEAT, DECISIONS = 4, 128  # an episode has 128 decisions of 80 ms: 10.24 seconds
+MAX_DOORS = 20_000  # of a task; each is compiled
 
 
 @dataclass(frozen=True)
 class DoorArgs:
-    """Tasks of DoorGym, one after another, and how their policies are evaluated."""
+    """A sequence of DoorGym tasks, and evaluation."""
 
-    LIMITS: ClassVar = {
-        "num_worlds": (1, 20_000), "num_threads": (0, 4096), "eval_every": (0, None), "eval_episodes": (1, 20_000),
-    }  # fmt: skip
-    FIXED: ClassVar = ("robot", "hardness", "num_worlds", "eval_episodes")  # the last: best.success is of so many
+    FIXED: ClassVar = ("robot", "hardness", "num_worlds", "eval_episodes")  # best.success depends on the last
     env_id: ClassVar[str] = "DoorGym"
 
     tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"
-    """tasks, in this order: 0, 1: pull handles, hinged on the right, on the left; 2, 3: levers to pull; 4, 5: levers to
-    push; or names such as Round-Right-Pull"""
+    """tasks in order, by number or by name such as Round-Right-Pull; 0, 1: pull handles, hinged on the right and on the
+    left; 2, 3: levers to pull; 4, 5: levers to push"""
     robot: Literal["hook", "gripper"] = "hook"
-    """the robot before the door: a floating wrist with a hook or a gripper"""
+    """a floating wrist with a hook or a gripper"""
     hardness: Literal["hard", "easy"] = "hard"
-    """strength of the spring and damper of a knob that turns; easy: ten times weaker"""
-    num_worlds: int = 512
-    """random doors of each task"""
-    num_threads: int = devices.host_only(0)
-    """threads that step the worlds; 0 for one a core"""
-    eval_every: int = 81_920
-    """decisions between evaluations of a task, counted from its start; 0 for one at its end only"""
-    eval_episodes: int = 100
-    """episodes of an evaluation, each time before the same doors, with mean actions; the best parameters are kept"""
+    """spring and damper of the knob; easy: ten times weaker"""
+    num_worlds: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 512
+    """number of random doors per task"""
+    num_threads: Annotated[int, Interval(ge=0, le=4096)] = 0
+    """simulation threads; 0 for one per core"""
+    eval_every: NonNegativeInt = 81_920
+    """decisions between evaluations within a task; 0 for only one at its end"""
+    eval_episodes: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 100
+    """episodes per evaluation, always of the same doors, with mean actions; the best parameters are kept"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         turns = any(doorgym.TASKS[task].turns for task in task_names(self))
         check_needs(self, turns, "a lever or a round knob in --tasks", ("hardness",))
         for task in task_names(self):
@@ -64,7 +60,7 @@ class DoorArgs:
 
 
 def task_names(args: DoorArgs) -> tuple[str, ...]:
-    """The series, by name; raises UsageError."""
+    """The names of the tasks in `args.tasks`; raises UsageError."""
     names = []
     for word in args.tasks.split(","):
         word = word.strip()
@@ -74,14 +70,14 @@ def task_names(args: DoorArgs) -> tuple[str, ...]:
         check(word in doorgym.TASKS, f"--tasks {args.tasks!r}: {valid}")
         check(word not in names, f"--tasks {args.tasks!r}: {word} is in it twice")
         names.append(word)
-    check(len(names) <= SLOTS, f"--tasks {args.tasks!r}: give at most {SLOTS}")
+    check(len(names) <= MAX_TASKS, f"--tasks {args.tasks!r}: give at most {MAX_TASKS}")
     return tuple(names)
 
 
 def make_doors(
     args: DoorArgs, task: str, num_envs: int, *, seed: int, num_worlds: int, in_turn: bool = False
 ) -> doorgym.DoorVectorEnv:
-    """So many doors of a task, whose episodes have DECISIONS steps; each is begun by `reset`."""
+    """Makes `num_envs` doors of a task, with episodes of DECISIONS steps, without autoreset."""
     return doorgym.make_vec(
         task, num_envs, seed, args.num_threads,
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
@@ -97,24 +93,24 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # float32 [DECISIONS, N]
 
 
-class Ends(NamedTuple):
-    """What became of one episode of each of N doors."""
+class Outcomes(NamedTuple):
+    """Results of one episode of each of N doors."""
 
     returns: np.ndarray  # float32 [N]
     success: np.ndarray  # bool [N]: opened
-    freed: np.ndarray  # bool [N]: the latch was free of the frame; False where there is none
-    max_knob_angle: np.ndarray  # float [N]: radians, either way
+    freed: np.ndarray  # bool [N]: the latch was free of the frame; False without a latch
+    max_knob_angle: np.ndarray  # float [N]: largest absolute angle, radians
 
     def means(self, prefix: str) -> dict[str, np.floating]:
-        """Means over the doors, by metrics' names."""
+        """Means over the doors, by metric name."""
         names = {"success": "success_rate", "freed": "freed_rate", "max_knob_angle": "max_knob_angle"}
         return {prefix + name: getattr(self, field).mean() for field, name in names.items()}
 
 
-def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | None = None) -> tuple[Rollout, Ends]:
-    """One episode of each door, with actions [N, A] = policy(obs, t).
+def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | None = None) -> tuple[Rollout, Outcomes]:
+    """Plays one episode of each door, with actions [N, A] = policy(obs, t).
 
-    `film` is given a frame of the first door before each decision. Raises FailedError where nothing can draw it.
+    Appends a frame of the first door to `film` before each decision. Raises FailedError if it cannot be rendered.
     """
     obs, _ = env.reset(seed=seed)
     seen, actions, rewards = [obs], [], []
@@ -129,12 +125,12 @@ def play(env: doorgym.DoorVectorEnv, policy: Callable, seed: int, film: list | N
         rewards.append(reward)
         seen.append(obs)
     rollout = Rollout(np.stack(seen), np.stack(actions), np.stack(rewards).astype(np.float32))
-    return rollout, Ends(rollout.rewards.sum(axis=0), info["success"], info["freed"], info["max_knob_angle"])
+    return rollout, Outcomes(rollout.rewards.sum(axis=0), info["success"], info["freed"], info["max_knob_angle"])
 
 
 def evaluate(
     args: DoorArgs, policy: Callable, task: str, *, episodes: int, seed: int, film: list | None = None
-) -> Ends:
-    """`play` before as many doors, each another world and the same ones for a seed."""
+) -> Outcomes:
+    """Plays one episode in each of `episodes` different worlds, which `seed` determines."""
     with closing(make_doors(args, task, episodes, seed=seed, num_worlds=episodes, in_turn=True)) as env:
         return play(env, policy, seed, film)[1]

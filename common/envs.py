@@ -2,8 +2,7 @@
 
 EnvPool's automatic reset is NEXT_STEP: the step that ends an episode returns its last frame; the step after
 that ignores its action, resets the game and returns the first frame of the next episode with reward 0. That
-following step is no transition: a "junk step". Whoever collects data here gets `done` for the frame they act on
-and leaves those steps out.
+following step is no transition: a "junk step". `Timesteps.is_reset` marks it; learners leave these steps out.
 """
 
 import ctypes
@@ -15,16 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Interval
 from flax import struct
+from jax.sharding import Mesh
 
 from common import devices
 from common.files import UsageError, check, write_json
-from common.flags import MAX_SEED, check_needs
+from common.flags import MAX_SEED, NonNegativeFloat, NonNegativeInt, check_needs
 from common.runs import Evaluation, Run, Stopwatch
 
 NUM_ACTIONS = 15  # of every Procgen game
@@ -71,64 +72,60 @@ RETURN_RANGES = {
     },
 }
 GAMES = tuple(RETURN_RANGES["easy"])
+Game = Literal[GAMES]
 
 
 @dataclass(frozen=True)
 class GameArgs:
-    """A Procgen game, what of it is seen and learnt from, and how the policy is evaluated."""
+    """The Procgen game, its observations and rewards, and evaluation."""
 
-    LIMITS: ClassVar = {
-        "num_levels": (0, MAX_SEED), "start_level": (0, MAX_SEED), "sticky_actions": (0, 0.99), "frame_stack": (1, 64),
-        "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
-    }  # fmt: skip
-    # With another restart_every, games would restart although the saved steps had not announced it (`Steps.restarts`);
+    # With another restart_every, games would restart although the saved `Timesteps.forced_reset` had not announced it;
     # another stack of as many frames has the saved one's shapes, so that nothing else would notice.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
         "frame_stack", "gap_stack", "restart_every",
     )  # fmt: skip
 
-    env_id: str = "bigfish"
-    """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""
+    env_id: Game = "bigfish"
+    """Procgen game"""
     distribution_mode: Literal["easy", "hard"] = "easy"
     """difficulty of the levels"""
-    num_levels: int = 0
-    """how many levels to train on; 0 for all of them"""
-    start_level: int = 0
-    """the first training level, where num_levels is not 0"""
+    num_levels: NonNegativeInt = 0
+    """number of training levels; 0 for unlimited"""
+    start_level: NonNegativeInt = 0
+    """first training level, if num_levels is not 0"""
     use_backgrounds: bool = True
-    """draw the games' backgrounds, which say nothing of what goes on; without, they are black"""
+    """draw decorative backgrounds (black if off)"""
     restrict_themes: bool = False
-    """draw each kind of thing in one of its themes only"""
-    sticky_actions: float = 0.0
-    """probability that, in training, a game repeats its previous action instead of what the policy chose"""
-    frame_stack: int = 4
-    """how many frames back the policy sees, the newest included; 1 for no stack"""
+    """use a single theme for each kind of object"""
+    sticky_actions: Annotated[float, Interval(ge=0, le=0.99)] = 0.0
+    """probability of repeating the previous action in training instead of the policy's"""
+    frame_stack: Annotated[int, Interval(ge=1, le=64)] = 4
+    """number of stacked frames, the newest included; 1 for no stack"""
     gap_stack: bool = True
-    """of these frames, if more than two, keep the oldest and the newest only"""
+    """keep only the oldest and the newest frame of a stack"""
     reward_shaping: bool = False
-    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards are halved, large ones become roots"""
-    reward_clip: float = 0.0
+    """transform rewards to sign(r)(sqrt(|r| + 1) - 1) + 0.001 r (Pohlen et al. 2018)"""
+    reward_clip: NonNegativeFloat = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
-    restart_every: int = 16_384
-    """at the end of the rollout in which each game has played this many steps, all games start anew, and unfinished
-    episodes are dropped; a resume replays the steps since the last such start"""
-    eval_every: int = devices.host_only(1_000_000)
-    """environment steps between evaluations; 0 for one at the end only"""
-    eval_episodes: int = devices.host_only(128)
-    """episodes of an evaluation on unseen levels, and as many on the training levels where --num-levels limits them;
-    rounded up, so that each of up to 64 games plays as many; 0 for no evaluation"""
-    capture_video: bool = devices.host_only(False)
-    """write a video of one episode at each evaluation"""
+    restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 16_384
+    """steps of each environment between restarts of all games, which drop unfinished episodes; a resume replays the
+    steps since the last restart"""
+    eval_every: NonNegativeInt = 1_000_000
+    """environment steps between evaluations; 0 for a single one at the end"""
+    eval_episodes: Annotated[int, Interval(ge=0, le=10**6)] = 128
+    """evaluation episodes on unseen levels, and on the training levels if --num-levels limits them; rounded up to a
+    multiple of the parallel environments (at most 64); 0 for no evaluation"""
+    capture_video: bool = False
+    """record one episode of each evaluation as a video"""
 
     @property
-    def offsets(self) -> tuple[int, ...]:
+    def stack_offsets(self) -> tuple[int, ...]:
         """How many steps back each frame of a stack lies, oldest first."""
-        return stack_offsets(self.frame_stack, self.gap_stack)
+        return frame_stack_offsets(self.frame_stack, self.gap_stack)
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
-        check_game(self.env_id)
+        """Raises UsageError for inconsistent flags."""
         check(
             self.start_level + self.num_levels < MAX_SEED,
             f"--num-levels {self.num_levels} --start-level {self.start_level}: no level is left above the training "
@@ -191,7 +188,7 @@ def import_envpool() -> ModuleType:
     return envpool
 
 
-def make_levels(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
+def make_procgen(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
     """Makes `num_envs` copies of a script's game (`args`: GameArgs) on "train" or "test" levels, as one EnvPool
     (Gymnasium API, C++ threads): frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
 
@@ -218,35 +215,52 @@ def derive_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] % MAX_SEED)
 
 
-class Steps(NamedTuple):
-    """What T steps of N games say, NumPy on the host. `done[t]`: the frame of step t is an episode's last."""
+class Timesteps(NamedTuple):
+    """T steps of N games, NumPy arrays on the host."""
 
     rewards: np.ndarray  # float32 [T, N]: of the transition that starts at step t
     terminated: np.ndarray  # bool [T, N]: that transition ended the episode
-    truncated: np.ndarray  # bool [T, N]: that transition was the last before the time limit
-    done: np.ndarray  # bool [T, N]: EnvPool resets here, this step is no transition
-    age: np.ndarray  # int32 [T + 1, N]: steps since the episode's first frame
-    restarts: np.ndarray  # bool [N]: the game starts anew after these steps, whatever became of its episode
+    truncated: np.ndarray  # bool [T, N]: that transition reached the time limit
+    is_reset: np.ndarray  # bool [T, N]: EnvPool resets in this step, which is no transition (a junk step)
+    episode_step: np.ndarray  # int32 [T + 1, N]: steps since the episode's first frame
+    forced_reset: np.ndarray  # bool [N]: the game is reset after these steps, its unfinished episode dropped
 
     @property
-    def ended(self) -> np.ndarray:
+    def episode_end(self) -> np.ndarray:
         """bool [T, N]: that transition was its episode's last."""
         return self.terminated | self.truncated
 
     @property
-    def last(self) -> jax.Array:
-        """bool [T, N]: nothing follows that transition, as it was its episode's last or the game starts anew."""
-        return jnp.asarray(self.ended).at[-1].set(self.ended[-1] | self.restarts)
+    def sequence_end(self) -> jax.Array:
+        """bool [T, N]: nothing follows that transition, because its episode ends or the game is reset."""
+        return jnp.asarray(self.episode_end).at[-1].set(self.episode_end[-1] | self.forced_reset)
 
 
-STEPS = devices.layout(Steps, games="restarts", steps="rewards terminated truncated done age")
+TIMESTEP_SPECS = Timesteps(*[devices.TIME_ENV_SHARDED] * 5, forced_reset=devices.ENV_SHARDED)
 
 
-def join_games(parts: Sequence, axis: int):
-    """Joins trees of arrays of several actors along `axis`, that of each actor's n games: every actor's first game,
-    then every actor's second, and so on.
+class EnvState(NamedTuple):
+    """Environment-side state carried between rollouts of N environments."""
 
-    This order is the same on any number of devices, since each device has its part of every actor's games.
+    history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
+    env_ids: jax.Array  # int32 [N]: their numbers in the run
+    last_action: jax.Array  # int32 [N]: the actions played last
+    hidden_state: tuple  # networks.HiddenState, () without a recurrent core
+
+
+ENV_STATE_SPECS = EnvState(devices.TIME_ENV_SHARDED, *[devices.ENV_SHARDED] * 3)
+
+
+def init_env_state(env_ids: jax.Array, stack_offsets: Sequence[int], hidden_state: tuple = ()) -> EnvState:
+    """The state before the first step of the environments env_ids int32 [N]."""
+    env_ids = jnp.asarray(env_ids)
+    return EnvState(empty_history(len(env_ids), stack_offsets), env_ids, jnp.zeros_like(env_ids), hidden_state)
+
+
+def join_envs(parts: Sequence, axis: int):
+    """Joins pytrees of several actors along `axis`, the environments: every actor's first, then every actor's second...
+
+    This order is the same on any number of devices, since each device has its part of every actor's environments.
     """
 
     def join(*x):
@@ -257,12 +271,12 @@ def join_games(parts: Sequence, axis: int):
     return jax.tree.map(join, *parts)
 
 
-class Mark(NamedTuple):
-    """A point in time of some games, which they can be brought back to."""
+class EnvSnapshot(NamedTuple):
+    """A point in time that a ReplayableVecEnv can be restored to."""
 
     seed: int
-    actions: list[np.ndarray]  # uint8 [N] each; games add to this list, `steps` says how many are before this point
-    steps: int
+    actions: list[np.ndarray]  # uint8 [N] each; the environments append to this list
+    steps: int  # how many of these actions come before this point
 
     def save(self) -> dict[str, np.ndarray]:
         """Seed and actions uint8 [steps, N] (left out while there are none)."""
@@ -270,100 +284,105 @@ class Mark(NamedTuple):
         return {"seed": np.int64(self.seed)} | ({"actions": np.stack(actions)} if actions else {})
 
 
-class Games:
-    """An EnvPool whose point in time can be saved: by its seed and the actions played since.
+class ReplayableVecEnv:
+    """An EnvPool that can be restored, by its seed and the actions played since.
 
-    EnvPool cannot save a game's state, but its games are deterministic: a copy with the same seed that plays
-    the same actions arrives at the same frames. So that this list does not grow for ever, all games start anew, from a
-    seed derived from the last, when each has played `restart_every` steps or more at the end of a `play`. It happens
-    after as many steps of a game however many games there are, and wherever checkpoints fall.
-
-    A game's own seed comes of this one and its number, so it is the same game beside whichever others it is played.
+    EnvPool cannot save its state, but it is deterministic: a copy with the same seed that plays the same actions
+    arrives at the same frames. To bound the list of actions, all environments are reset, with a seed derived from the
+    last, after the first `play` that completes `restart_every` steps. This depends neither on their number nor on when
+    checkpoints are written. An environment's own seed comes of this one and its id, so it plays the same beside others.
 
     Attributes:
-      obs: uint8 [N, C, H, W], the newest frames, and info, what EnvPool says besides.
-      age: int32 [N], steps since each episode's first frame (0 on it).
-      done: bool [N], True where `obs` is the last frame of an episode: the next step is no transition.
+      obs: uint8 [N, C, H, W], the newest frames, and info, EnvPool's.
+      episode_step: int32 [N], steps since each episode's first frame (0 on it).
+      is_last: bool [N], whether `obs` is the last frame of an episode: the next step is no transition.
     """
 
-    def __init__(self, make: Callable[[int, list[int]], object], numbers: Sequence[int], seed: int, restart_every: int):
-        """`make(N, seeds)` returns an EnvPool with Gymnasium's API; `numbers` are those of the N games in the run."""
-        self._make, self._numbers, self._restart_every = make, numbers, restart_every
+    def __init__(self, make: Callable[[int, list[int]], object], env_ids: Sequence[int], seed: int, restart_every: int):
+        """`make(N, seeds)` returns an EnvPool with Gymnasium's API; `env_ids` are the ids of its environments."""
+        self._make, self._env_ids, self._restart_every = make, env_ids, restart_every
+        self.num_envs = len(env_ids)
         self._env = None
         self._start(seed)
 
     def _start(self, seed: int) -> None:
-        """Drops all unfinished episodes and starts every game anew from `seed`."""
+        """Drops all unfinished episodes and resets every environment with `seed`."""
         if self._env is not None:
             self._env.close()
         self._seed, self._actions = seed, []
-        self._env = self._make(len(self._numbers), [derive_seed(seed, int(number)) for number in self._numbers])
+        self._env = self._make(self.num_envs, [derive_seed(seed, int(env_id)) for env_id in self._env_ids])
         self.obs, self.info = self._env.reset()
-        self.age = self.info["elapsed_step"]
-        self.done = np.zeros(len(self.age), bool)
+        self.episode_step = self.info["elapsed_step"]
+        self.is_last = np.zeros(self.num_envs, bool)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Plays int [N] actions; returns reward float32 [N], terminated bool [N], truncated bool [N]."""
         self._actions.append(actions.astype(np.uint8))
         self.obs, reward, terminated, truncated, self.info = self._env.step(actions)
-        self.age = self.info["elapsed_step"]
-        self.done = terminated | truncated
+        self.episode_step = self.info["elapsed_step"]
+        self.is_last = terminated | truncated
         return reward, terminated, truncated
 
-    def play(self, act: Callable, num_steps: int, watch: Stopwatch, check_stop: Callable = lambda: None) -> Steps:
-        """Plays `num_steps` steps with actions int [N] = act(obs, age); calls check_stop() before each."""
+    def play(self, act: Callable, num_steps: int, watch: Stopwatch, check_stop: Callable = lambda: None) -> Timesteps:
+        """Plays `num_steps` steps with actions int [N] = act(obs, episode_step); calls check_stop() before each."""
         if len(self._actions) >= self._restart_every:
             self._start(derive_seed(self._seed))
-        shape = (num_steps, len(self.age))
-        rewards, (terminated, truncated, done) = np.zeros(shape, np.float32), np.zeros((3, *shape), bool)
-        age = np.zeros((num_steps + 1, shape[1]), np.int32)
+        shape = (num_steps, self.num_envs)
+        rewards, (terminated, truncated, is_reset) = np.zeros(shape, np.float32), np.zeros((3, *shape), bool)
+        episode_step = np.zeros((num_steps + 1, self.num_envs), np.int32)
         for t in range(num_steps):
             check_stop()
-            age[t], done[t] = self.age, self.done
+            episode_step[t], is_reset[t] = self.episode_step, self.is_last
             with watch("inference"):
-                actions = np.asarray(act(self.obs, self.age))
+                actions = np.asarray(act(self.obs, self.episode_step))
             with watch("game"):
                 rewards[t], terminated[t], truncated[t] = self.step(actions)
-        age[-1] = self.age
-        restarts = np.full(shape[1], len(self._actions) >= self._restart_every)
-        return Steps(rewards, terminated, truncated, done, age, restarts)
+        episode_step[-1] = self.episode_step
+        forced_reset = np.full(self.num_envs, len(self._actions) >= self._restart_every)
+        return Timesteps(rewards, terminated, truncated, is_reset, episode_step, forced_reset)
 
-    def mark(self) -> Mark:
-        """This point in time."""
-        return Mark(self._seed, self._actions, len(self._actions))
+    def snapshot(self) -> EnvSnapshot:
+        return EnvSnapshot(self._seed, self._actions, len(self._actions))
 
     def restore(self, saved: dict[str, np.ndarray], run: Run) -> None:
-        """Plays the games forward to the point in time that a Mark was saved of; says so if that takes long."""
+        """Replays the environments to where `EnvSnapshot.save` was called; prints progress if that takes long."""
         self._start(int(saved["seed"]))
-        actions = saved.get("actions", np.zeros((0, len(self.age)), np.uint8))
-        progress = run.while_replaying("the games since they were last started", actions.size)
-        for i, some in enumerate(actions):
-            progress(i * len(some))
-            self.step(some.astype(np.int32))
+        actions = saved.get("actions", np.zeros((0, self.num_envs), np.uint8))
+        progress = run.replay_progress("the games since they were last started", actions.size)
+        for i, row in enumerate(actions):
+            progress(i * self.num_envs)
+            self.step(row.astype(np.int32))
 
     def close(self) -> None:
         self._env.close()
 
 
-def step_keys(rollout: Any) -> tuple[jax.Array, jax.Array]:
-    """Keys uint32 [N, 2] for the choices and for the sticky actions of a rollout's next step: by game, so that it plays
-    the same on whichever device, and whichever actor it has."""
-    key = jax.random.fold_in(rollout.key, rollout.t)
-    return tuple(devices.keys_of(key, rollout.numbers) for key in jax.random.split(key))
+def make_train_envs(args) -> ReplayableVecEnv:
+    """This host's environments of a Procgen script (`args`: GameArgs, num_envs, seed)."""
+    env_ids, seed = devices.local_env_ids(args), derive_seed(args.seed, 0)
+    return ReplayableVecEnv(partial(make_procgen, args), env_ids, seed, args.restart_every)
 
 
-def stick(keys: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, age: jax.Array) -> jax.Array:
-    """The actions int32 [N] that the games play: with this probability a game repeats its last action, except on an
-    episode's first frame (Machado et al. 2018, section 5). Keys uint32 [N, 2], probability float32 [], all else
-    int32 [N]."""
-    again = jax.vmap(jax.random.bernoulli, (0, None))(keys, probability) & (age > 0)
-    return jnp.where(again, last_action, actions)
+def step_keys(key: jax.Array, t: jax.Array, env_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys uint32 [N, 2] for the policy's draws and for the sticky actions of step t of a rollout: by environment, so
+    that it plays the same on whichever device."""
+    key = jax.random.fold_in(key, t)
+    return tuple(devices.fold_in_ids(key, env_ids) for key in jax.random.split(key))
+
+
+def apply_sticky_actions(
+    keys: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, episode_step: jax.Array
+) -> jax.Array:
+    """The actions int32 [N] that are played: with this probability an environment repeats its last action, except on an
+    episode's first frame (Machado et al. 2018, section 5). Keys are uint32 [N, 2], all other arrays int32 [N]."""
+    repeat = jax.vmap(jax.random.bernoulli, (0, None))(keys, probability) & (episode_step > 0)
+    return jnp.where(repeat, last_action, actions)
 
 
 # FRAMES
 
 
-def stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
+def frame_stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
     """How many steps back each stacked frame lies, oldest first: (3, 2, 1, 0), or (3, 0) with the gap."""
     offsets = tuple(range(frame_stack - 1, -1, -1))
     return (offsets[0], offsets[-1]) if gap_stack and frame_stack > 1 else offsets
@@ -377,37 +396,39 @@ class Frames:
     """
 
     images: jax.Array  # uint8 [past + T, N, H, W, C]: row past + t is what step t sees
-    ages: jax.Array  # int32 [T, N]: steps since the episode's first frame
+    episode_steps: jax.Array  # int32 [T, N]: steps since the episode's first frame
     offsets: tuple[int, ...] = struct.field(pytree_node=False)  # of `stack_offsets`
 
     @classmethod
     def after(cls, history: jax.Array, steps: int, offsets: Sequence[int]) -> "Frames":
         """Room for so many steps after a history uint8 [past, N, H, W, C]."""
         images = jnp.zeros((len(history) + steps, *history.shape[1:]), jnp.uint8)
-        ages = jnp.zeros((steps, history.shape[1]), jnp.int32)
-        return cls(images.at[: len(history)].set(history), ages, tuple(offsets))
+        episode_steps = jnp.zeros((steps, history.shape[1]), jnp.int32)
+        return cls(images.at[: len(history)].set(history), episode_steps, tuple(offsets))
 
     @property
     def past(self) -> int:
         """How many rows come before step 0's."""
-        return len(self.images) - len(self.ages)
+        return len(self.images) - len(self.episode_steps)
 
     @property
-    def first(self) -> jax.Array:
+    def is_first(self) -> jax.Array:
         """bool [T, N]: whether a frame is its episode's first."""
-        return self.ages == 0
+        return self.episode_steps == 0
 
-    def put(self, t: jax.Array, obs: jax.Array, age: jax.Array) -> "Frames":
-        """Writes EnvPool's frames uint8 [N, C, H, W] and their ages int32 [N] as those of step t."""
+    def write(self, t: jax.Array, obs: jax.Array, episode_step: jax.Array) -> "Frames":
+        """Writes EnvPool's frames uint8 [N, C, H, W] and their episode_steps int32 [N] as those of step t."""
         images = self.images.at[self.past + t].set(obs.transpose(0, 2, 3, 1))
-        return self.replace(images=images, ages=self.ages.at[t].set(age))
+        return self.replace(images=images, episode_steps=self.episode_steps.at[t].set(episode_step))
 
     def stack(self, time: jax.Array, env: jax.Array | None = None) -> jax.Array:
         """What is seen at steps `time` of games `env`, both int32 [...]: uint8 [..., H, W, C * len(offsets)], the
         oldest frame first. Without `env`, all games [N] at one step."""
-        env = jnp.arange(self.ages.shape[1]) if env is None else env
-        row, age = self.past + time, self.ages[time, env]
-        return jnp.concatenate([self.images[row - jnp.minimum(age, back), env] for back in self.offsets], axis=-1)
+        env = jnp.arange(self.episode_steps.shape[1]) if env is None else env
+        row, episode_step = self.past + time, self.episode_steps[time, env]
+        return jnp.concatenate(
+            [self.images[row - jnp.minimum(episode_step, back), env] for back in self.offsets], axis=-1
+        )
 
     def history(self, steps: int) -> jax.Array:
         """The frames before those of step `steps`, uint8 [past, N, H, W, C], as `after` takes them."""
@@ -429,16 +450,16 @@ class EpisodeStatistics:
         self._return, self._length = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._recent = np.full((100, 2), np.nan)  # return, length; oldest first
 
-    def add(self, steps: Steps) -> None:
-        """Takes the steps of a rollout; those that are no transition are left out."""
-        for reward, done, valid in zip(steps.rewards, steps.ended, ~steps.done, strict=True):
+    def add(self, timesteps: Timesteps) -> None:
+        """Adds the steps of a rollout, without its junk steps."""
+        for reward, end, valid in zip(timesteps.rewards, timesteps.episode_end, ~timesteps.is_reset, strict=True):
             self._return += reward * valid
             self._length += valid
-            if done.any():
-                ended = np.stack([self._return[done], self._length[done]], axis=1)
-                self._recent = np.concatenate([self._recent, ended])[-100:]
-                self._return[done], self._length[done] = 0, 0
-        self._return[steps.restarts], self._length[steps.restarts] = 0, 0
+            if end.any():
+                finished = np.stack([self._return[end], self._length[end]], axis=1)
+                self._recent = np.concatenate([self._recent, finished])[-100:]
+                self._return[end], self._length[end] = 0, 0
+        self._return[timesteps.forced_reset], self._length[timesteps.forced_reset] = 0, 0
 
     def metrics(self) -> dict[str, float]:
         """Means over the last 100 finished episodes; nothing before the first."""
@@ -459,168 +480,169 @@ class EpisodeStatistics:
 
 
 @partial(jax.jit, donate_argnums=0)
-def slide(frames: Frames, obs: jax.Array, age: jax.Array) -> tuple[Frames, jax.Array]:
-    """Frames of one step, moved on to the next ones, uint8 [N, C, H, W] of ages int32 [N]; and what is seen then, uint8
-    [N, H, W, C * len(offsets)]."""
-    frames = frames.replace(images=jnp.roll(frames.images, -1, axis=0)).put(0, obs, age)
-    return frames, frames.stack(0)
+def push_frame(window: Frames, obs: jax.Array, episode_step: jax.Array) -> tuple[Frames, jax.Array]:
+    """Pushes EnvPool's frames uint8 [N, C, H, W], of episode_step int32 [N], into a window of one step's stack; returns
+    the window and the stacked frames uint8 [N, H, W, C * len(offsets)]."""
+    window = window.replace(images=jnp.roll(window.images, -1, axis=0)).write(0, obs, episode_step)
+    return window, window.stack(0)
+
+
+class EpisodesPlayed(NamedTuple):
+    """Episodes of an evaluation, environment by environment."""
+
+    returns: np.ndarray  # float64 [episodes], of raw rewards
+    levels: np.ndarray  # int64 [episodes]: `level_seed`; 0 in a game without levels
+    action_counts: np.ndarray  # int64 [the highest action + 1]
+    film: np.ndarray  # uint8 [T, H, W, channels]
 
 
 def play_episodes(
     env, policy: Callable, offsets: Sequence[int], *, episodes: int, seed: int, record: bool = False, stop=lambda: False
-):
-    """Plays the same number of episodes in each game, so that short episodes count no more than long ones.
+) -> EpisodesPlayed | None:
+    """Plays the same number of episodes in each environment, so that short episodes count no more than long ones.
 
     Args:
       env: an EnvPool, not yet reset.
-      policy: policy(frames uint8 [N, H, W, C], age int32 [N], key, memory) -> int [N] actions, memory. Its memory,
-        None at first, is handed back to it at the next step; an episode's first frame has age 0.
-      offsets: from `stack_offsets`.
+      policy: policy(frames uint8 [N, H, W, C], episode_step int32 [N], key, hidden_state) -> int [N] actions,
+        hidden_state. It is given its own hidden state of the step before, None at first.
+      offsets: from `frame_stack_offsets`.
       episodes: at least this many in all, rounded up to a multiple of N.
-      record: keep the frames of the first game's first episode (else its first frame only).
-      stop: asked at each step; when it says yes, the answer is None.
-
-    Returns the returns float64 [episodes], raw rewards, game by game, the level of each (`level_seed`; 0 in a game
-    without), int [episodes], how often each action was played in them, int64 [the highest one + 1], and the frames
-    uint8 [T, H, W, channels].
+      record: keep the frames of the first environment's first episode (else its first frame only).
+      stop: asked at each step; once it returns True, the result is None.
     """
     obs, info = env.reset()
     num_envs = len(obs)
     key = jax.random.PRNGKey(seed)
-    memory = None
+    hidden_state = None
     quota = -(-episodes // num_envs)
-    totals, played = np.zeros((quota, num_envs)), np.zeros((quota, num_envs), np.int64)
+    returns, levels = np.zeros((quota, num_envs)), np.zeros((quota, num_envs), np.int64)
     counts = np.zeros(num_envs, np.int64)
-    chosen = []
+    actions_played = []
     done = np.zeros(num_envs, bool)
     columns = np.arange(num_envs)
-    film = [obs[0].copy()]  # a copy: obs[0] keeps all games' frames alive
+    film = [obs[0].copy()]  # a copy: obs[0] keeps the frames of all environments alive
     filming = record
-    frames = Frames.after(empty_history(num_envs, offsets, np.moveaxis(obs[0], 0, -1).shape), 1, offsets)
+    window = Frames.after(empty_history(num_envs, offsets, np.moveaxis(obs[0], 0, -1).shape), 1, offsets)
     while counts.min() < quota:
         if stop():
             return None
-        frames, stacked = slide(frames, obs, info["elapsed_step"])
-        key, now = jax.random.split(key)
-        actions, memory = policy(stacked, info["elapsed_step"], now, memory)
+        window, stacked = push_frame(window, obs, info["elapsed_step"])
+        key, step_key = jax.random.split(key)
+        actions, hidden_state = policy(stacked, info["elapsed_step"], step_key, hidden_state)
         counted = ~done & (counts < quota)
-        played[counts[counted], columns[counted]] = info.get("level_seed", np.zeros(num_envs, np.int64))[counted]
+        levels[counts[counted], columns[counted]] = info.get("level_seed", np.zeros(num_envs, np.int64))[counted]
         actions = np.asarray(actions)
-        chosen.append(actions[counted])
+        actions_played.append(actions[counted])
         obs, reward, terminated, truncated, info = env.step(actions)
-        totals[counts[counted], columns[counted]] += reward[counted]
+        returns[counts[counted], columns[counted]] += reward[counted]
         done = terminated | truncated
         counts += done & counted
         if filming:
             film.append(obs[0].copy())
             filming = not done[0]
-    often = np.bincount(np.concatenate(chosen))
-    return totals.T.reshape(-1), played.T.reshape(-1), often, np.stack(film).transpose(0, 2, 3, 1)
+    action_counts = np.bincount(np.concatenate(actions_played))
+    film = np.stack(film).transpose(0, 2, 3, 1)
+    return EpisodesPlayed(returns.T.reshape(-1), levels.T.reshape(-1), action_counts, film)
+
+
+def jit_policy(mesh: Mesh, choose: Callable, init_hidden_state: Callable = lambda num_envs: ()) -> Callable:
+    """Jits choose(params, frames, episode_step, keys uint32 [N, 2], hidden_state) -> actions, hidden_state, with the
+    environments sharded over the mesh. Returns policy(params, ...), with the other arguments as in `play_episodes`."""
+    env_sharded = devices.ENV_SHARDED
+    choose = jax.jit(
+        jax.shard_map(
+            choose,
+            mesh=mesh,
+            in_specs=(devices.REPLICATED, env_sharded, env_sharded, env_sharded, env_sharded),
+            out_specs=(env_sharded, env_sharded),
+            check_vma=False,
+        )
+    )
+
+    def policy(params, frames, episode_step, key, hidden_state):
+        hidden_state = init_hidden_state(len(frames)) if hidden_state is None else hidden_state
+        return choose(params, frames, episode_step, jax.random.split(key, len(frames)), hidden_state)
+
+    return policy
 
 
 def evaluate(
-    args, policy: Callable, levels: str, *, episodes: int, seed: int, record: bool = False, stop=lambda: False
+    args, mesh: Mesh, policy: Callable, levels: str, *, episodes: int, seed: int, record=False, stop=lambda: False
 ):
-    """`play_episodes` on a script's "train" or "test" levels, up to 64 games side by side, and a summary of it.
+    """`play_episodes` on "train" or "test" levels, in up to 64 environments side by side.
 
-    Returns what `summarize` says of the raw returns, their mean normalised by RETURN_RANGES and the share of steps with
-    the commonest action, near 1 if it is the same whatever is seen; the returns by level; and the frames. Or None if
-    `stop` said yes.
+    Returns a summary (see `summarize`) with the mean return normalised by RETURN_RANGES and the share of the commonest
+    action; the returns by level; and the frames. Returns None if `stop` did.
     """
-    env = make_levels(args, devices.multiple(args, min(episodes, 64)), seed, levels)
-    played = play_episodes(env, policy, args.offsets, episodes=episodes, seed=seed, record=record, stop=stop)
+    env = make_procgen(args, devices.round_to_devices(mesh, min(episodes, 64)), seed, levels)
+    played = play_episodes(env, policy, args.stack_offsets, episodes=episodes, seed=seed, record=record, stop=stop)
     env.close()
     if played is None:
         return None
-    returns, seeds, chosen, film = played
     low, high = RETURN_RANGES[args.distribution_mode][args.env_id]
-    by_level = {}
-    for level, value in sorted(zip(seeds.tolist(), returns.tolist(), strict=True)):
-        by_level.setdefault(str(level), []).append(value)
-    summary = summarize(returns) | {"normalized": float((returns.mean() - low) / (high - low))}
-    return summary | {"commonest_action": float(chosen.max() / chosen.sum())}, by_level, film
+    returns_by_level = {}
+    for level, value in sorted(zip(played.levels.tolist(), played.returns.tolist(), strict=True)):
+        returns_by_level.setdefault(str(level), []).append(value)
+    summary = summarize(played.returns) | {
+        "normalized": float((played.returns.mean() - low) / (high - low)),
+        "commonest_action": float(played.action_counts.max() / played.action_counts.sum()),
+    }
+    return summary, returns_by_level, played.film
 
 
 def summarize(returns: np.ndarray) -> dict[str, float]:
-    """What an evaluation says of its episodes' returns [episodes]."""
+    """Statistics of the returns [episodes] of an evaluation."""
     error = returns.std() / max(len(returns) - 1, 1) ** 0.5  # of the unbiased variance; 0 for a single episode
     statistics = {"mean_return": returns.mean(), "standard_error": error, "std": returns.std()}
     statistics |= {"min": returns.min(), "max": returns.max()}
     return {name: float(value) for name, value in statistics.items()} | {"episodes": len(returns)}
 
 
-def evaluate_if_due(args, run: Run, step: int, policy: Callable) -> None:
-    """Evaluation within training, where one is due: `args.eval_episodes` episodes on test levels and, if they are
-    limited, on training levels; writes eval.json and, with `args.capture_video`, a video. Its randomness is its own.
+def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> None:
+    """Evaluates within training where `args.eval_every` says so: `args.eval_episodes` episodes on test levels and, if
+    training levels are limited, on these. Writes eval.json and, with `args.capture_video`, a video.
 
     Logs eval/{train,test}_levels/{mean_return,standard_error,std,min,max,normalized,episodes,commonest_action}; nothing
     if a signal came.
     """
     if not (args.eval_episodes and run.evaluation_due(step)):
         return
-    results, films, content = {}, {}, {"global_step": step}
+    summaries, films, content = {}, {}, {"global_step": step}
     for i, levels in enumerate(("train", "test") if args.num_levels else ("test",)):
         record = args.capture_video and levels == "test"
         seed = derive_seed(args.seed, step, 1 + i)
-        answer = evaluate(
-            args, policy, levels, episodes=args.eval_episodes, seed=seed, record=record, stop=lambda: run.interrupted
-        )
-        if answer is None:
+        result = evaluate(
+            args, mesh, policy, levels,
+            episodes=args.eval_episodes, seed=seed, record=record, stop=lambda: run.interrupted,
+        )  # fmt: skip
+        if result is None:
             return
-        results[levels], by_level, films[levels] = answer
-        content[f"{levels}_levels"] = results[levels] | {"returns_by_level": by_level}
+        summaries[levels], returns_by_level, films[levels] = result
+        content[f"{levels}_levels"] = summaries[levels] | {"returns_by_level": returns_by_level}
     if args.capture_video:
         run.save_video(step, films["test"])
     write_json(run.path / "eval.json", content)
-    run.say(
+    run.print(
         f"{step:,} steps: "
-        + ", ".join(f"{k} levels {r['mean_return']:.2f} +- {r['standard_error']:.2f}" for k, r in results.items())
+        + ", ".join(f"{k} levels {s['mean_return']:.2f} +- {s['standard_error']:.2f}" for k, s in summaries.items())
         + ("" if args.num_levels else " (training levels are unlimited: test levels come from the same distribution)")
     )
-    metrics = {f"eval/{levels}_levels/{k}": v for levels, summary in results.items() for k, v in summary.items()}
+    metrics = {f"eval/{levels}_levels/{k}": v for levels, summary in summaries.items() for k, v in summary.items()}
     run.log_evaluation(step, metrics)
 
 
-def as_policy(choose: Callable) -> Callable:
-    """A policy without a memory, as `play_episodes` calls it.
-
-    Args:
-      choose: choose(frames, keys uint32 [N, 2]) -> actions int32 [N].
-    """
-
-    def play(frames, age, key, memory):
-        return choose(frames, jax.random.split(key, len(frames))), None
-
-    return play
-
-
-def as_recurrent_policy(choose: Callable, start: Callable) -> Callable:
-    """A policy with a memory, as `play_episodes` calls it.
-
-    Args:
-      choose: choose(frames, age, keys uint32 [N, 2], memory) -> actions int32 [N], memory.
-      start: start(N) -> the memory before the first step.
-    """
-
-    def play(frames, age, key, memory):
-        memory = start(len(frames)) if memory is None else memory
-        return choose(frames, age, jax.random.split(key, len(frames)), memory)
-
-    return play
-
-
-def random_policy(frames, age, key, memory, actions: int = NUM_ACTIONS):
-    """Uniformly random actions int32 [N], as `play_episodes` calls a policy."""
+def random_policy(frames, episode_step, key, hidden_state, actions: int = NUM_ACTIONS):
+    """Uniformly random actions int32 [N], a policy for `play_episodes`."""
     return jax.random.randint(key, len(frames), 0, actions), None
 
 
 def evaluate_checkpoint(
-    args, step: int, policy: Callable, *, episodes: int, seed: int, levels: str, random: bool, video: bool
+    args, mesh: Mesh, step: int, policy: Callable, *, episodes: int, seed: int, levels: str, random: bool, video: bool
 ) -> Evaluation:
-    """For evaluate.py: plays a policy of environment step `step`, or random actions, on "train" or "test" levels."""
-    played = random_policy if random else policy
-    summary, by_level, film = evaluate(args, played, levels, episodes=episodes, seed=seed, record=video)
+    """For evaluate.py: a policy of environment step `step`, or random actions, on "train" or "test" levels."""
+    policy = random_policy if random else policy
+    summary, returns_by_level, film = evaluate(args, mesh, policy, levels, episodes=episodes, seed=seed, record=video)
     name = f"{'random_' if random else ''}{levels}_levels"
     title = name.replace("_", " ")
     title += "" if args.num_levels else "; training levels were unlimited: these come from the same distribution"
-    return Evaluation(step, name, title, [], summary, film, details={"returns_by_level": by_level})
+    return Evaluation(step, name, title, [], summary, film, details={"returns_by_level": returns_by_level})

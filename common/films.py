@@ -42,7 +42,7 @@ def write_picture(path: Path, picture: np.ndarray) -> None:
     """Writes uint8 [H, W, 3] as png, under a temporary name first."""
     from PIL import Image
 
-    with files.whole(path) as temporary:
+    with files.atomic_write(path) as temporary:
         Image.fromarray(picture).save(temporary, format="png")
 
 
@@ -54,7 +54,7 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: float = 15) -> No
     first = next(frames)
     scale = round(400 / len(first))
 
-    with files.whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+    with files.atomic_write(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "18"})
         stream.height, stream.width = (scale * size for size in first.shape[:2])
         stream.pix_fmt = "yuv420p"

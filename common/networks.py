@@ -10,22 +10,23 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 
 from common import cpu, devices, gpu
 from common.derivatives import custom_vjp
 from common.files import UsageError, check
+from common.flags import Size
 
 
 @dataclass(frozen=True)
 class EncoderArgs:
-    """The network that sees the frames."""
+    """The image encoder."""
 
-    LIMITS: ClassVar = {"width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536)}
     # What was learnt with one network makes no sense in another, also where it would fit.
     FIXED: ClassVar = (
         "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
@@ -36,36 +37,36 @@ class EncoderArgs:
     """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see docs)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
-    width: int = 2
+    width: Annotated[int, Interval(ge=1, le=64)] = 2
     """multiplies the encoder's own channels (impala: 16, 32, 32; nature: 32, 64, 64; mobilenet: 8, 12, 16, 32)"""
-    blocks: int = 2
+    blocks: Annotated[int, Interval(ge=0, le=64)] = 2
     """residual blocks in a stage (impala, mobilenet)"""
     downsample: Literal["auto", "maxpool", "stride"] = "auto"
-    """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
-    separable: int = 0
-    """filters per channel of depthwise-separable convolutions; 0 for plain convolutions (impala, xresnet)"""
+    """max pooling or strided convolutions (impala, xresnet); auto is maxpool in impala and stride in xresnet"""
+    separable: Annotated[int, Interval(ge=0, le=16)] = 0
+    """depth multiplier of depthwise-separable convolutions; 0 for plain convolutions (impala, xresnet)"""
     norm: Literal["auto", "none", "group"] = "auto"
-    """GroupNorm after each convolution, or none; auto is group in mobilenet and none in the others"""
+    """normalisation after each convolution; auto is group (GroupNorm) in mobilenet and none in the others"""
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     center: Literal["auto", "yes", "no"] = "auto"
     """subtract 128 from pixels, then divide; auto is no in nature, and yes, as the competition entry, in the others"""
     init: Literal["glorot", "orthogonal", "kaiming", "pytorch"] = "glorot"
-    """initial weights of the encoder's layers; pytorch is PyTorch's default, whose biases are random too"""
+    """initializer of the encoder's layers; pytorch is PyTorch's default, biases included"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
     """the encoder's nonlinearity"""
     spectral_norm: bool = False
-    """divide the kernels of residual blocks by their largest singular value (impala)"""
+    """spectral normalisation of the residual blocks' kernels (impala)"""
     pool: Literal["avg", "act_avg", "max", "max6", "flatten"] = "avg"
-    """what the dense layer gets: avg or max over all positions (act_avg, impala: avg after its last nonlinearity, not
-    before), max6 over each of 6 x 6 parts, flatten all positions"""
-    hidden: int = 256
+    """pooling before the dense layer: avg or max over all positions (act_avg: avg after impala's last nonlinearity),
+    max6 over each of 6 x 6 parts, or flatten"""
+    hidden: Size = 256
     """units of the dense layer, and of a recurrent core where there is one"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
+    """dtype of the encoder's computation; auto is bfloat16 on an accelerator and float32 on a CPU"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags describe no encoder."""
+        """Raises UsageError for inconsistent flags."""
         name = self.encoder.partition(":")[0]
         check(
             self.encoder in CHANNELS or self.encoder.startswith("xresnet:"),
@@ -477,45 +478,51 @@ def _parse_xresnet(text: str) -> dict:
 
 
 # PARAMETERS TO ACT WITH
+# Done once for a rollout instead of in each step: parameters are cast to the encoder's dtype, where the learner keeps
+# float32, and kernels are divided by their spectral norm.
 
 
-def for_acting(agent: nn.Module, params: dict) -> tuple[nn.Module, dict]:
-    """The agent and parameters that a rollout is played with: what each `act` would do to them anew is done.
-
-    The encoder's are in its own dtype, where the learner keeps float32, and kernels are divided by their spectral norm.
-    """
+def _encoder_layers(agent: nn.Module) -> Layers | None:
+    """The Layers of an agent whose parameters need to be prepared for acting; a fork's own encoder may have none."""
     layers = getattr(getattr(agent, "encoder", None), "layers", None)
-    ours = isinstance(layers, Layers)  # a fork's own encoder may have none, or call something else so
-    if not ours or (layers.dtype == jnp.float32 and layers.residual_norm == "none"):
-        return agent, params
-    agent, params = acting(agent), prepare(layers, params)
-    return agent, params if devices.on_cpu() else jax.device_put(params, gpu.layouts(params))
+    if not isinstance(layers, Layers) or (layers.dtype == jnp.float32 and layers.residual_norm == "none"):
+        return None
+    return layers
 
 
-def acting(agent: nn.Module) -> nn.Module:
-    """An agent that takes the parameters that `prepare` returns."""
-    layers = agent.encoder.layers
-    if layers.residual_norm == "none":
+def acting_agent(agent: nn.Module) -> nn.Module:
+    """The agent that takes what `acting_params` returns."""
+    layers = _encoder_layers(agent)
+    if layers is None or layers.residual_norm == "none":
         return agent
     return agent.clone(encoder=agent.encoder.clone(layers=dataclasses.replace(layers, residual_norm="spectral, done")))
 
 
+def acting_params(agent: nn.Module, params: dict) -> dict:
+    """The learner's parameters in the form that a rollout is played with."""
+    layers = _encoder_layers(agent)
+    if layers is None:
+        return params
+    params = cast_encoder(layers, params)
+    return params if devices.on_cpu() else jax.device_put(params, gpu.layouts(params))
+
+
 @partial(jax.jit, static_argnums=0)
-def prepare(layers: Layers, params: dict) -> dict:
+def cast_encoder(layers: Layers, params: dict) -> dict:
     """An agent's parameters with the encoder's convolutions and dense layers in the encoder's dtype, as Flax would
     convert them, and kernels of a SpectralConv divided by their norm; GroupNorm's and all others as they are."""
 
-    def one(path, x):
+    def cast(path, x):
         names = [key.key for key in path]
         if "encoder" not in names or not names[-2].startswith(("Conv", "SpectralConv", "Dense")):
             return x
         divided = spectral(x) if names[-2].startswith("SpectralConv") and names[-1] == "kernel" else x
         return divided.astype(layers.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
-# DROPOUT AND MEMORY
+# DROPOUT AND RECURRENT CORES
 
 
 def dropout(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
@@ -527,7 +534,9 @@ def dropout(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
     return jnp.where(keep, x / (1 - rate), 0)
 
 
-Core = tuple[jax.Array, ...]  # float32 [B, hidden] each: an LSTM's cell and hidden state, a GRU's state, or nothing
+HiddenState = tuple[
+    jax.Array, ...
+]  # float32 [B, hidden] each: an LSTM's cell and hidden state, a GRU's state, or nothing
 
 
 class Recurrent(nn.Module):
@@ -537,27 +546,27 @@ class Recurrent(nn.Module):
     hidden: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, first: jax.Array, core: Core) -> tuple[jax.Array, Core]:
-        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the core before them
-        -> features [B, S, hidden] and the core after them."""
+    def __call__(self, x: jax.Array, is_first: jax.Array, hidden_state: HiddenState) -> tuple[jax.Array, HiddenState]:
+        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the hidden
+        state before them -> features [B, S, hidden] and the hidden state after them."""
         if self.kind == "none":
-            return x, core
+            return x, hidden_state
 
-        def step(cell, core, inputs):
-            x, first = inputs
-            core = jax.tree.map(lambda c: jnp.where(first[:, None], 0, c), core)
-            core, x = cell(core if self.kind == "lstm" else core[0], x)
-            return core if self.kind == "lstm" else (core,), x
+        def step(cell, hidden_state, inputs):
+            x, is_first = inputs
+            hidden_state = jax.tree.map(lambda c: jnp.where(is_first[:, None], 0, c), hidden_state)
+            hidden_state, x = cell(hidden_state if self.kind == "lstm" else hidden_state[0], x)
+            return hidden_state if self.kind == "lstm" else (hidden_state,), x
 
         cell = {"lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}[self.kind](self.hidden)
         scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
         with jax.default_matmul_precision("highest"):  # in full float32 on a GPU too
-            core, x = scan(cell, core, (x, first))
-        return x, core
+            hidden_state, x = scan(cell, hidden_state, (x, is_first))
+        return x, hidden_state
 
 
-def initial_core(kind: str, hidden: int, size: int) -> Core:
-    """The core before a first step: zeros float32 [size, hidden], two arrays of an LSTM, one of a GRU."""
+def init_hidden_state(kind: str, hidden: int, size: int) -> HiddenState:
+    """The hidden state before a first step: zeros float32 [size, hidden], two arrays of an LSTM, one of a GRU."""
     return (jnp.zeros((size, hidden)),) * {"none": 0, "gru": 1, "lstm": 2}[kind]
 
 

@@ -1,61 +1,64 @@
-"""What scripts that learn from a replay buffer share: actors that fill it, and how often it is learnt from.
+"""What Ape-X and SAC share: actors that fill a replay buffer, and when and how it is learnt from.
 
-A script has the network, how it acts, and what an update is. Here is what lies between: an actor's unroll of steps, how
-unrolls become rows of the buffer, where the buffer is, and the loop over updates, on the devices or from the host.
+A script has the network, `act` and `train_step`. Between them are an actor's rollout, its insertion into the buffer,
+and the loop over updates. The buffer is on the mesh, each device with the part of its own environments, or in the
+host's memory.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Interval
+from jax.sharding import Mesh
 
-from common import actors, checkpoints, devices, envs, networks, replay, runs, shaping
-from common.actors import Item, Unroll
+from common import actors, checkpoints, devices, envs, networks, replay, runs
+from common.actors import Unroll
+from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
 from common.files import check
+from common.flags import NonNegativeInt, PositiveInt, Size, UnitInterval, UnitSchedule
+from common.rewards import shape_and_clip
 
 
 @dataclass(frozen=True)
 class OffPolicyArgs(actors.FleetArgs):
-    """Who plays, what is kept of it, and how often that is learnt from."""
+    """Actors, the replay buffer, and how often to learn from it."""
 
-    LIMITS: ClassVar = {
-        "num_steps": (1, 4096), "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536),
-        "per_alpha": (0, 1), "per_beta": (0, 1), "n_step": (1, 1024), "gamma": (0, 1),
-    }  # fmt: skip
     # What is in the replay buffer came of these, and when learning starts.
     FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
 
-    num_steps: int = 16
-    """steps of each game in an unroll, after which actors hand over and fetch parameters"""
-    buffer_size: int = 200_000
+    num_steps: PositiveInt = 16
+    """steps per environment in an unroll, after which actors fetch new parameters"""
+    buffer_size: Annotated[int, Interval(ge=1, le=2**27)] = 200_000
     """transitions in the replay buffer, 12 kB each"""
     replay_device: Literal["device", "host"] = "device"
-    """where the replay buffer is: on the devices that learn, each its own games' part, or in the host's memory"""
+    """location of the replay buffer: sharded over the learner's devices, or in host memory"""
     save_replay: bool = True
-    """keep the replay buffer in each checkpoint (12 kB a transition); else a resumed run refills it first"""
-    learning_starts: int = 50_000
-    """environment steps played before the first update"""
-    replay_ratio: float = 2.0
-    """transitions learnt from for each one played: an update each batch_size / replay_ratio steps, at any speed"""
-    batch_size: int = 128
-    """transitions in an update"""
-    per_alpha: float = 0.5
-    """prioritised replay: probabilities are proportional to |TD error| to this power; 0 for uniform"""
-    per_beta: str = "0:0.4,2000000:1"
-    """prioritised replay: how far importance weights undo the priorities; a number, or a schedule such as
-    0:0.4,2000000:1 in environment steps"""
-    n_step: int = 3
-    """rewards before the bootstrap"""
-    gamma: float = 0.99
-    """discount"""
+    """include the replay buffer in checkpoints (12 kB a transition); if off, a resumed run refills it first"""
+    learning_starts: NonNegativeInt = 50_000
+    """environment steps before the first update"""
+    replay_ratio: Annotated[float, Interval(ge=0, le=1024)] = 2.0
+    """transitions sampled per environment step: an update every batch_size / replay_ratio steps"""
+    batch_size: Size = 128
+    """transitions per update"""
+    per_alpha: UnitInterval = 0.5
+    """exponent of the priorities, |TD error|^alpha, in prioritised replay; 0 for uniform sampling"""
+    per_beta: UnitSchedule = "0:0.4,2000000:1"
+    """exponent of the importance weights in prioritised replay: a number, or a schedule such as 0:0.4,2000000:1 in
+    environment steps"""
+    n_step: PositiveInt = 3
+    """steps of the n-step return"""
+    gamma: UnitInterval = 0.99
+    """discount factor"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         games, unroll = self.num_envs, self.n_step + self.num_steps
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
@@ -73,7 +76,7 @@ class OffPolicyArgs(actors.FleetArgs):
         )
         runs.check_needs(self, self.per_alpha, "--per-alpha", ("per_beta",))
 
-    def shares(self) -> dict[str, int]:
+    def sharded_sizes(self) -> dict[str, int]:
         """What the devices divide between them."""
         games = self.num_envs // self.num_actors
         return {"an actor's games, --num-envs / --num-actors": games, "--batch-size": self.batch_size}
@@ -82,210 +85,200 @@ class OffPolicyArgs(actors.FleetArgs):
 # ACTORS
 
 
-class Carry(NamedTuple):
-    """What an actor needs besides its games to go on with n of them."""
-
-    history: jax.Array  # uint8 [H, n, 64, 64, 3]: the frames before the newest
-    numbers: jax.Array  # int32 [n]: of these games in the run
-    last_action: jax.Array  # int32 [n]: what the games played last
-
-
 class Rollout(NamedTuple):
-    """What stays on an actor's device while it plays T steps of n games."""
+    """T steps of n environments, collected on an actor's device."""
 
     frames: envs.Frames  # of T steps
     actions: jax.Array  # int32 [T, n]
     action_value: jax.Array  # float32 [T, n]: of that action
-    state_value: jax.Array  # float32 [T, n]: of the state, as the learner would bootstrap from it
-    numbers: jax.Array  # int32 [n]
-    last_action: jax.Array  # int32 [n]
+    state_value: jax.Array  # float32 [T, n]: of that state, as the learner would bootstrap from it
+    env_state: envs.EnvState  # of the newest step; its history is set at the end
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-ROLLOUT = devices.layout(Rollout, steps="frames actions action_value state_value", games="numbers last_action")
+ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 4, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
 
 
-@partial(jax.jit, static_argnums=0)
-def initial_carry(args: Any, numbers: jax.Array) -> Carry:
-    """Before the first step of the games with these numbers, int32 [n]."""
-    return Carry(envs.empty_history(len(numbers), args.offsets), numbers, last_action=jnp.zeros_like(numbers))
-
-
-@partial(jax.jit, static_argnums=0)
-def begin_rollout(args: Any, carry: Carry, i: int) -> Rollout:
+def begin_rollout(args: Any, env_state: envs.EnvState, i: int) -> Rollout:
     """An actor's i-th rollout, before its first step."""
-    shape = (args.num_steps, len(carry.numbers))
+    shape = (args.num_steps, len(env_state.env_ids))
     return Rollout(
-        frames=envs.Frames.after(carry.history, args.num_steps, args.offsets),
+        frames=envs.Frames.after(env_state.history, args.num_steps, args.stack_offsets),
         actions=jnp.zeros(shape, jnp.int32),
         action_value=jnp.zeros(shape),
         state_value=jnp.zeros(shape),
-        numbers=carry.numbers,
-        last_action=carry.last_action,
+        env_state=env_state,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
     )
 
 
-def record(args: Any, rollout: Rollout, age: jax.Array, actions: jax.Array, *, values, state_value, stick_keys):
-    """Writes down a step's actions int32 [n], chosen by values float32 [n, 15] in a state worth float32 [n]; returns
-    the rollout and what the games play, sticky actions included."""
-    t = rollout.t
-    played = envs.stick(stick_keys, args.sticky_actions, actions, last_action=rollout.last_action, age=age)
+def record_step(
+    args: Any, rollout: Rollout, episode_step: jax.Array, actions: jax.Array, *, values, state_value, sticky_keys
+) -> tuple[Rollout, jax.Array]:
+    """Records a step: the actions int32 [n] chosen by values float32 [n, 15], and state_value float32 [n]. Returns the
+    rollout and the actions that are played, with sticky ones in place of some."""
+    t, env_state = rollout.t, rollout.env_state
+    played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         actions=rollout.actions.at[t].set(actions),
         action_value=rollout.action_value.at[t].set(jnp.take_along_axis(values, actions[:, None], axis=-1)[:, 0]),
         state_value=rollout.state_value.at[t].set(state_value),
-        last_action=played,
+        env_state=env_state._replace(last_action=played),
         t=t + 1,
     )
     return rollout, played
 
 
-def collect(
-    act: Callable, args: Any, agent: nn.Module, games: envs.Games, params: dict, carry: Carry, *, i, watch, check_stop
-) -> tuple[Unroll, Carry]:
-    """Plays an actor's i-th unroll, as `actors.Fleet` asks for it in its thread: Unroll and the next Carry.
+def make_collect(args: Any, agent: nn.Module, act: Callable) -> Callable:
+    """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState, which `actors.Fleet`
+    calls in an actor's thread: it plays the i-th rollout on the device of the parameters.
 
     Args:
-      act: the script's act(args, agent, params, rollout, obs, age) -> (rollout, actions).
+      act: the script's act(args, agent, params, rollout, obs, episode_step) -> rollout, actions.
     """
-    agent, params = networks.for_acting(agent, params)
-    rollout = begin_rollout(args, carry, i)
+    begin = jax.jit(partial(begin_rollout, args))
+    step = jax.jit(partial(act, args, networks.acting_agent(agent)), donate_argnums=1)
 
-    def choose_actions(obs, age):
-        nonlocal rollout
-        rollout, actions = act(args, agent, params, rollout, obs, age)
-        return actions
+    def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, *, i, watch, check_stop):
+        params = networks.acting_params(agent, params)
+        rollout = begin(env_state, i)
 
-    steps = games.play(choose_actions, args.num_steps, watch, check_stop)
-    history = rollout.frames.history(args.num_steps)
-    return Unroll(rollout, steps), Carry(history, rollout.numbers, rollout.last_action)
+        def choose_actions(obs, episode_step):
+            nonlocal rollout
+            rollout, actions = step(params, rollout, obs, episode_step)
+            return actions
+
+        timesteps = vec_env.play(choose_actions, args.num_steps, watch, check_stop)
+        env_state = rollout.env_state._replace(history=rollout.frames.history(args.num_steps))
+        return Unroll(rollout._replace(env_state=env_state), timesteps), env_state
+
+    return collect
 
 
 def make_fleet(args: Any, agent: nn.Module, act: Callable) -> actors.Fleet:
-    """The actors of a script, which choose by its `act`, as `collect` calls it."""
-    return actors.make_fleet(args, partial(collect, act, args, agent), partial(initial_carry, args))
+    """The actors of a script; for `act` see `make_collect`."""
+    init_env_state = partial(envs.init_env_state, stack_offsets=args.stack_offsets)
+    return actors.make_fleet(args, make_collect(args, agent, act), init_env_state)
 
 
 # THE BUFFER
 
 
-def initial_replay(args: Any) -> replay.Replay:
-    """An empty buffer of --buffer-size transitions, or a few more: of each game whole unrolls."""
+def init_replay(args: Any) -> replay.Replay:
+    """An empty buffer of --buffer-size transitions, rounded up to whole unrolls of all environments."""
     rows = -(-args.buffer_size // (args.num_envs * args.num_steps)) * args.num_steps
-    return replay.empty(rows, args.num_envs, args.offsets)
+    return replay.init(rows, args.num_envs, args.stack_offsets)
 
 
-def make_buffer(args: Any, saved: dict | None) -> replay.Replay:
-    """The replay buffer where it is to lie, as it was saved or empty."""
-    if args.replay_device == "host":
-        home = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+def host_memory() -> jax.Device:
+    """The device whose memory is the host's."""
+    return jax.devices("cpu")[0]
+
+
+def check_memory(args: Any, mesh: Mesh) -> None:
+    """Raises UsageError if the replay buffer is larger than the free memory of the devices that learn, or than the
+    host's memory."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(partial(init_replay, args))))
+    stats = [device.memory_stats() for device in mesh.devices.flat]
+    if args.replay_device == "device" and all(stats):  # a CPU has none
+        there, free = "the devices that learn have", sum(x["bytes_limit"] - x["bytes_in_use"] for x in stats)
     else:
-        home = devices.shardings(args, replay.REPLAY)
-    if saved and "replay" in saved:
-        return jax.device_put(saved.pop("replay"), home)
-    return jax.jit(partial(initial_replay, args), out_shardings=home)()
+        there, free = "this host has", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    check(size <= free, f"--buffer-size {args.buffer_size}: needs {size / 1e9:.2f} GB, {there} {free / 1e9:.2f} GB")
 
 
-def learn_later(args: Any, run: runs.Run, state: Any, buffer: replay.Replay) -> Any:
-    """A resumed run's state, which learns once the buffer is filled again where that was not saved; `run` says so."""
+def load(args: Any, init_checkpoint: Callable[[], dict], run_dir: str) -> dict:
+    """Loads the newest checkpoint of a run as `runs.load`, with the replay buffer if it was saved."""
+    checkpoint = runs.load(init_checkpoint, run_dir)
+    if "replay" in checkpoint:
+        template = jax.eval_shape(partial(init_replay, args))
+        checkpoint["replay"] = checkpoints.restore_tree(template, checkpoint["replay"], run_dir)
+    return checkpoint
+
+
+def make_buffer(args: Any, mesh: Mesh, checkpoint: dict) -> replay.Replay:
+    """Moves the replay buffer from a checkpoint to the mesh or to the host's memory, or makes an empty one there."""
+    sharding = devices.shardings(mesh, replay.REPLAY_SPECS)
+    if args.replay_device == "host":
+        sharding = jax.sharding.SingleDeviceSharding(host_memory())
+    if "replay" in checkpoint:
+        return jax.device_put(checkpoint.pop("replay"), sharding)
+    return jax.jit(partial(init_replay, args), out_shardings=sharding)()
+
+
+def delay_learning(args: Any, run: runs.Run, state: Any, buffer: replay.Replay) -> Any:
+    """Returns the state of a resumed run. If its buffer was not saved, it learns again once that has been refilled."""
     if buffer.written or not state.global_step or state.global_step >= args.total_timesteps:
         return state
-    run.say(f"the replay buffer was not saved: learning goes on after {args.learning_starts:,} more steps")
+    run.print(f"the replay buffer was not saved: learning resumes after {args.learning_starts:,} more steps")
     return state._replace(learn_from=state.global_step + args.learning_starts)
 
 
 def describe(args: Any, buffer: replay.Replay, learn_from: int) -> str:
-    """Where the buffer is and how large, and whether anything is learnt from it."""
+    """A sentence on the buffer's size and place, and on whether the run will learn from it."""
     size, count = sum(x.nbytes for x in jax.tree.leaves(buffer)), buffer.priorities.size
-    where = ", ".join(map(str, buffer.written.devices()))
+    place = ", ".join(map(str, buffer.written.devices()))
     idle = updates_due(args, learn_from, 0, args.total_timesteps) == 0
     note = "; no update is due in this run, by --learning-starts, --replay-ratio and --total-timesteps" if idle else ""
-    return f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {where}{note}"
+    return f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {place}{note}"
 
 
-def check_memory(args: Any, initial: Callable[[], dict]) -> None:
-    """Raises UsageError if a run, what `initial` makes included, keeps more than there is memory for."""
-
-    def kept():
-        rollout = begin_rollout(args, initial_carry(args, devices.games_of_host(args)), 0)
-        return initial(), (rollout,) * (args.max_lag + 1)  # learnt from, waiting or played
-
-    buffer, others = jax.eval_shape(partial(initial_replay, args)), jax.eval_shape(kept)
-    on_host = args.replay_device == "host"
-    names, copies = ("num_envs", "num_steps", "buffer_size"), 0
-    if args.save_replay:  # a checkpoint has one for Orbax, and one before that where parts have to be brought together
-        in_one_piece = on_host or (devices.on_cpu() and devices.count(args) == 1)
-        names, copies = (*names, "save_replay"), 1 if in_one_piece else 2
-    runs.check_memory(args, names, (others, () if on_host else buffer), on_host=(buffer,) * (on_host + copies))
-
-
-def load(args: Any, initial: Callable[[], dict], run_dir: str) -> dict:
-    """The newest checkpoint of a run, with its replay buffer if it was saved."""
-    saved = runs.load(initial, run_dir)
-    if "replay" in saved:
-        template = jax.eval_shape(partial(initial_replay, args))
-        saved["replay"] = checkpoints.restore_tree(template, saved["replay"], run_dir)
-    return saved
-
-
-def add(args: Any, buffer: replay.Replay, items: Sequence[Item]) -> tuple[replay.Replay, envs.Steps]:
-    """The buffer with what the actors hand over, and their steps side by side."""
-    rollouts, steps = zip(*(item.unroll for item in items), strict=True)
-    buffer = jax.block_until_ready(insert(args, buffer, *move(args, rollouts, steps)))
-    return buffer, envs.join_games(steps, axis=-1)
-
-
-def move(args: Any, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]) -> tuple:
-    """The actors' rollouts and steps where the replay buffer is."""
-    if args.replay_device == "host":
-        return jax.device_put((rollouts, steps), jax.devices("cpu")[0])
-    return devices.put(args, (rollouts, steps), ((ROLLOUT,) * len(rollouts), (envs.STEPS,) * len(steps)))
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-@devices.spread(
-    [replay.REPLAY, [ROLLOUT], [envs.STEPS]], replay.REPLAY, when=lambda args: args.replay_device == "device"
-)
-def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], steps: Sequence[envs.Steps]):
-    """Adds the actors' rollouts and steps [T, n], side by side; each device has the part of its own games."""
-    parts = [(r.frames, r.actions, r.action_value, r.state_value) for r in rollouts]
-    frames, actions, action_value, state_value = envs.join_games(parts, axis=1)
-    steps = envs.join_games(steps, axis=-1)
-    new = replay.Rows(
+def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], timesteps: Sequence[envs.Timesteps]):
+    """Adds the actors' rollouts and timesteps [T, n] to the buffer, whose N environments are those of all actors."""
+    arrays = [(r.frames, r.actions, r.action_value, r.state_value) for r in rollouts]
+    frames, actions, action_value, state_value = envs.join_envs(arrays, axis=1)
+    timesteps = envs.join_envs(timesteps, axis=-1)
+    rows = replay.Rows(
         frames=frames,
         actions=actions,
-        rewards=shaping.shape_and_clip(args, steps.rewards),
-        terminated=steps.terminated,
-        ended=steps.ended,
-        done=steps.done,
+        rewards=shape_and_clip(args, timesteps.rewards),
+        terminated=timesteps.terminated,
+        episode_end=timesteps.episode_end,
+        is_reset=timesteps.is_reset,
         action_value=action_value,
         state_value=state_value,
     )
-    return replay.insert(buffer, new, steps.restarts, n_step=args.n_step, gamma=args.gamma, per_alpha=args.per_alpha)
+    return replay.insert(
+        buffer, rows, timesteps.forced_reset, n_step=args.n_step, gamma=args.gamma, per_alpha=args.per_alpha
+    )
+
+
+def make_insert(args: Any, mesh: Mesh) -> Callable:
+    """Returns insert(buffer, rollouts, timesteps) -> Replay, which donates the buffer, and moves the rest to it."""
+    specs = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
+    if args.replay_device == "host":
+        sharding, function = host_memory(), partial(insert, args)
+    else:
+        sharding = devices.shardings(mesh, specs)
+        function = jax.shard_map(
+            partial(insert, args),
+            mesh=mesh,
+            in_specs=(replay.REPLAY_SPECS, *specs),
+            out_specs=replay.REPLAY_SPECS,
+            check_vma=False,
+        )
+    function = jax.jit(function, donate_argnums=0)
+
+    def move_and_insert(buffer, rollouts, timesteps):
+        return function(buffer, *jax.device_put((rollouts, timesteps), sharding))
+
+    return move_and_insert
 
 
 # UPDATES
 
 
-@partial(jax.jit, static_argnums=0)
 def sample(args: Any, buffer: replay.Replay, i: jax.Array, beta: jax.Array) -> replay.Batch:
-    """Draws the i-th update's batch, or a device's part of it."""
-    key = devices.own_key(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
-    size = args.batch_size // devices.size()
+    """Samples this device's part of the i-th update's batch, from its part of the buffer."""
+    key = devices.fold_in_axis_index(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
+    size = args.batch_size // devices.axis_size()
     return replay.sample(buffer, key, beta, batch_size=size, n_step=args.n_step, gamma=args.gamma)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def set_priorities(args: Any, buffer: replay.Replay, batch: replay.Batch, td: jax.Array) -> replay.Replay:
-    """Takes what an update has found: absolute TD errors [B]."""
-    return replay.set_priorities(buffer, batch, td, per_alpha=args.per_alpha)
-
-
 def updates_due(args: Any, learn_from: int, before: int, after: int) -> int:
-    """How many updates belong between two environment steps."""
+    """The number of updates that are due between two environment steps."""
 
     def due(step):
         return int(args.replay_ratio * max(step - learn_from, 0) / args.batch_size)
@@ -293,63 +286,66 @@ def updates_due(args: Any, learn_from: int, before: int, after: int) -> int:
     return due(after) - due(before)
 
 
-def repeat(args: Any, improve: Callable, state: Any, buffer: replay.Replay, k: jax.Array, beta: jax.Array):
-    """k updates on batches of the buffer, for a script to jit as one program, so that nothing waits for Python.
+def train_steps(
+    args: Any, train_step: Callable, state: Any, buffer: replay.Replay, num_updates: jax.Array, beta: jax.Array
+):
+    """Updates on batches from the buffer, in one program, so that none waits for Python.
 
     Args:
-      improve: improve(state, batch) -> (state, absolute TD errors [B], metrics).
+      train_step: train_step(state, batch) -> state, absolute TD errors [B], metrics.
 
     Returns the state, the buffer with new priorities, and mean metrics.
     """
 
     @jax.jit  # so that it is traced once, not for its shapes too
-    def once(state, buffer):
+    def step(state, buffer):
         batch = sample(args, buffer, state.updates, beta)
-        state, td, metrics = improve(state, batch)
-        return state, set_priorities(args, buffer, batch, td), metrics
+        state, td_errors, metrics = train_step(state, batch)
+        return state, replay.set_priorities(buffer, batch, td_errors, per_alpha=args.per_alpha), metrics
 
-    def one_more(_, carry):
-        state, buffer, metrics = once(*carry[:2])
-        return state, buffer, jax.tree.map(jnp.add, carry[2], metrics)
+    def body(_, carry):
+        state, buffer, sums = carry
+        state, buffer, metrics = step(state, buffer)
+        return state, buffer, jax.tree.map(jnp.add, sums, metrics)
 
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, state, buffer)[2])
-    state, buffer, sums = jax.lax.fori_loop(0, k, one_more, (state, buffer, zero))
-    return state, buffer, jax.tree.map(lambda x: x / k, sums)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(step, state, buffer)[2])
+    state, buffer, sums = jax.lax.fori_loop(0, num_updates, body, (state, buffer, zeros))
+    return state, buffer, jax.tree.map(lambda x: x / num_updates, sums)
 
 
-def learn(
-    args: Any,
-    agent: nn.Module,
-    state: Any,
-    buffer: replay.Replay,
-    *,
-    update,
-    update_on_batch,
-    k: int,
-    beta: float,
-    watch,
-) -> tuple[Any, replay.Replay, dict]:
-    """k updates: returns the state, the buffer with new priorities, and mean metrics, of none if there is no update.
+def make_run_updates(args: Any, mesh: Mesh, update: Callable, update_on_batch: Callable) -> Callable:
+    """Returns run_updates(state, buffer, num_updates, beta, watch) -> state, the buffer with new priorities, and mean
+    metrics, {} if there is no update.
 
     Args:
-      update: the script's update(args, agent, state, buffer, k, beta), which is `repeat`, jitted.
-      update_on_batch: its update_on_batch(args, agent, state, batch), of a batch that was drawn elsewhere.
+      update: the script's update(state, buffer, num_updates, beta), which is `train_steps`, jitted.
+      update_on_batch: its update_on_batch(state, batch) -> state, absolute TD errors [B], metrics, jitted; for a buffer
+        in the host's memory.
     """
-    if k == 0:
-        return state, buffer, {}
-    if args.replay_device == "device":
+    sample_on_host = jax.jit(partial(sample, args))
+    set_priorities = jax.jit(partial(replay.set_priorities, per_alpha=args.per_alpha), donate_argnums=0)
+    batch_sharding = devices.shardings(mesh, ENV_SHARDED)
+
+    def update_from_host(state, buffer, num_updates, beta, watch):
+        metrics = []
+        for i in range(int(state.updates), int(state.updates) + num_updates):
+            with watch("sample"):
+                batch = sample_on_host(buffer, i, beta)
+                batch_on_mesh = jax.block_until_ready(jax.device_put(batch, batch_sharding))
+            with watch("update"):
+                state, td_errors, step_metrics = update_on_batch(state, batch_on_mesh)
+                metrics.append(jax.device_get(step_metrics))
+            with watch("sample"):
+                buffer = set_priorities(buffer, batch, jax.device_put(td_errors, buffer.written.sharding))
+        return state, buffer, jax.tree.map(lambda *x: float(np.mean(x)), *metrics)
+
+    def run_updates(state, buffer, num_updates, beta, watch):
+        if num_updates == 0:
+            return state, buffer, {}
+        if args.replay_device == "host":
+            return update_from_host(state, buffer, num_updates, beta, watch)
         with watch("update"):
-            state, buffer, metrics = update(args, agent, state, buffer, k, beta)
+            state, buffer, metrics = update(state, buffer, num_updates, beta)
             return state, buffer, jax.device_get(metrics)
-    # The buffer is in the host's memory: batches come from there, TD errors go back.
-    home, metrics = buffer.written.sharding, []
-    for i in range(int(state.updates), int(state.updates) + k):
-        with watch("sample"):
-            batch = sample(args, buffer, i, beta)
-            given = jax.block_until_ready(devices.put(args, batch, devices.GAMES))
-        with watch("update"):
-            state, td, some = update_on_batch(args, agent, state, given)
-            metrics.append(jax.device_get(some))
-        with watch("sample"):
-            buffer = set_priorities(args, buffer, batch, jax.device_put(td, home))
-    return state, buffer, jax.tree.map(lambda *x: float(np.mean(x)), *metrics)
+
+    return run_updates

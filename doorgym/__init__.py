@@ -1,4 +1,4 @@
-"""Doors to open with a floating hook or gripper: random worlds on MuJoCo, many at a time.
+"""Doors to open with a floating hook or gripper: a Gymnasium vector environment of random MuJoCo worlds.
 
     import doorgym
     doors = doorgym.make_vec("Lever-Right-Pull", num_envs=64, seed=1, num_threads=8)
@@ -15,8 +15,8 @@ import sys
 
 
 def _renderer() -> str:
-    """What MuJoCo draws with where there is no display; osmesa is another one. Without its libraries even the import of
-    MuJoCo would fail."""
+    """MuJoCo's rendering backend without a display: egl, or disabled if its libraries are missing, since then even the
+    import of MuJoCo would fail. (osmesa is another one.)"""
     try:
         for library in ("libEGL.so.1", "libOpenGL.so.0"):
             ctypes.CDLL(library)
@@ -37,7 +37,7 @@ __all__ = ["TASKS", "DoorEnv", "DoorVectorEnv", "make_vec"]
 
 
 def make_vec(task: str, num_envs: int, seed: int = 0, num_threads: int | None = None, **options) -> DoorVectorEnv:
-    """Doors side by side: see `DoorVectorEnv`. Raises ValueError for an argument that is not valid."""
+    """Makes a `DoorVectorEnv`. Raises ValueError for invalid arguments."""
     return DoorVectorEnv(task, num_envs, seed, num_threads, **options)
 
 

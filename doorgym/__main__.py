@@ -23,13 +23,13 @@ from doorgym.vector import HARDNESS
 @dataclass(frozen=True)
 class Args:
     path: Annotated[str, tyro.conf.Positional] = "doors.png"
-    """picture to write, unless doors are opened"""
+    """picture to write"""
     check: bool = False
-    """instead, open doors of every task that a hook can do, and print how many; exit code 1 below 90 %"""
+    """instead, open doors of every task that the hook can do, and print the success rates; exit code 1 below 90 %"""
     num_worlds: int = 64
-    """random doors of each task that --check opens"""
+    """number of random doors per task for --check"""
     seed: int = 0
-    """of the doors that --check opens"""
+    """seed of the doors for --check"""
 
 
 DRAWN = (  # in rows
@@ -39,7 +39,7 @@ DRAWN = (  # in rows
 
 
 def picture(task: str, seed: int) -> np.ndarray:
-    """A robot before a door, and the task's name: uint8 [400, 400, 3]."""
+    """Renders a robot in front of a door, with the task's name: uint8 [400, 400, 3]."""
     doors = doorgym.make_vec(task, 1, seed, 1, num_worlds=1, width=400, height=400)
     doors.reset(seed=3)
     image = Image.fromarray(doors.frame())
@@ -49,7 +49,8 @@ def picture(task: str, seed: int) -> np.ndarray:
 
 
 def check(args: Args) -> bool:
-    """Opens doors of each task with a lever, easy and hard, or a pull handle; whether at least 90 % of each opened."""
+    """Opens doors of each task with a lever (hard and easy) or a pull handle; returns whether at least 90 % of each
+    opened."""
     worst = 1.0
     for name, task in doorgym.TASKS.items():
         if task.knob != "round":
@@ -61,7 +62,7 @@ def check(args: Args) -> bool:
 
 
 def main(args: Args) -> None:
-    """Raises ValueError or OSError, one sentence, for bad arguments, RuntimeError if nothing can be drawn."""
+    """Raises ValueError or OSError for bad arguments, RuntimeError if rendering is not possible."""
     given = f"--num-worlds {args.num_worlds}, --seed {args.seed}"
     if args.num_worlds < 1 or args.seed < 0:
         raise ValueError(f"{given}: give 1 or more worlds, and a seed of 0 or more")
@@ -72,7 +73,7 @@ def main(args: Args) -> None:
     if args.check:
         sys.exit(0 if check(args) else 1)
     path = Path(args.path)
-    kind = Image.registered_extensions().get(path.suffix.lower())  # it may be one that can only be read
+    kind = Image.registered_extensions().get(path.suffix.lower())  # may be read-only, such as .psd
     if kind not in Image.SAVE or not path.absolute().parent.is_dir():
         raise ValueError(f"{args.path}: give the name of a picture in a folder that is there, such as doors.png")
     rows = [

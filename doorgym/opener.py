@@ -1,8 +1,8 @@
-"""Opens doors by a script that reads the simulator's state: a proof that a task can be done, not that it is learnt.
+"""Opens doors by a script that reads the simulator's state: shows that a task is feasible, not that it can be learnt.
 
-The hook comes over a lever from above (round the bar of a pull handle from the side), is rolled back so that link and
-tip turn the lever between them, and pulls or pushes. Merely pushing a handle's end with a motor's 2 N would turn a
-hard lever by only 0.2 rad, and its latch comes free at 0.836.
+The hook reaches over a lever from above (around the bar of a pull handle from the side), rolls back so that its link
+and tip turn the lever between them, and pulls or pushes. Pushing the end of a lever with a motor's 2 N would turn a
+hard one by only 0.2 rad; its latch comes free at 0.836.
 """
 
 from contextlib import closing
@@ -13,7 +13,7 @@ from scipy.spatial.transform import Rotation
 from doorgym import worlds
 from doorgym.vector import FREE, DoorVectorEnv
 
-REACH = 0.82  # of a lever's length, where it is gripped: thin enough to go through the hook's mouth
+REACH = 0.82  # where a lever is gripped, as a fraction of its length: thin enough for the hook's mouth
 PIVOT = np.array((1 - 0.06416, 0, 1.2053))  # of the wrist's joints, in the world where they are 0
 MIDDLE = np.array((-0.07084, 0, -0.0053))  # of the hook's inside, from the pivot
 INSIDE = 0.0185  # metres from there to the finger
@@ -23,7 +23,7 @@ BEFORE, ABOVE, AROUND, TURN, MOVE = range(5)  # phases
 
 
 class Opener:
-    """Acts on all doors of a vector environment with hooks; to be made anew for each episode."""
+    """Chooses actions for all doors of a vector environment with hooks; make a new one for each episode."""
 
     def __init__(self, doors: DoorVectorEnv):
         if doors.robot != "hook" or doors.task.knob == "round":
@@ -40,7 +40,7 @@ class Opener:
         door, knob = doors._angles(doors._state)
         phase = self._phase
 
-        # Where the hook's middle should be, from the point that it grips; all in the door's own axes.
+        # The target of the hook's middle, relative to the point that it grips, in the door's own axes.
         further = np.where(phase >= TURN, -0.3 * task.side * lever, 0)  # rad: also presses the lever down
         point, inner = self._grip(positions, knob + further)
         away = np.array((0, 0, 0.075) if lever else (0, 0.075, 0))
@@ -55,7 +55,7 @@ class Opener:
         angles = np.stack([yaw, np.zeros_like(yaw), roll], axis=1)
         error = np.concatenate([goal - middle, angles - joints[:, 3:]], axis=1)
 
-        # As fast as the motors can stop again.
+        # As fast as the motors can still brake.
         speed = np.minimum(np.sqrt(1.4 * FASTEST * np.abs(error)), np.abs(error) / 0.25)
         force = MASS * (np.sign(error) * speed - velocities) / 0.12
         if lever:
@@ -76,8 +76,8 @@ class Opener:
         return np.clip(force / 2, -1, 1)
 
     def _grip(self, positions: np.ndarray, knob: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The middle of the part of the handle to grip, from the door's hinge in its own axes [N, 3], and how far from
-        there its face towards the slab is [N] (negative)."""
+        """The middle of the part of the handle to grip [N, 3], from the door's hinge in its own axes, and the offset
+        from there to its face towards the slab [N] (negative)."""
         doors, side = self._doors, self._doors.task.side
         drawn = [doors.worlds[world] for world in doors._world]
         shapes = np.array([world.shape for world in drawn]).T
@@ -100,12 +100,12 @@ class Opener:
 
 
 def _about_z(angle: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Points [N, 3] turned by angles [N]."""
+    """Rotates points [N, 3] by angles [N]."""
     return Rotation.from_euler("z", angle[:, None]).apply(points)
 
 
 def open_doors(task: str, num_worlds: int, seed: int, hardness: str = "hard") -> dict[str, np.ndarray]:
-    """One episode before each of so many random doors; returns the last `info` of `DoorVectorEnv`.
+    """Plays one episode in each of `num_worlds` random worlds; returns the last `info` of `DoorVectorEnv`.
 
     Raises ValueError for a round knob, which the hook cannot turn.
     """

@@ -1,4 +1,4 @@
-"""Door worlds as a Gymnasium vector environment, stepped in MuJoCo's own threads, and as a single one."""
+"""Door worlds as a Gymnasium vector environment, stepped in MuJoCo's own threads, and as a single environment."""
 
 import os
 from typing import Any
@@ -13,20 +13,20 @@ from mujoco.rollout import Rollout
 
 from doorgym import worlds
 
-FRAME_SKIP = 20  # of MuJoCo's steps of 1 ms in one of the environment's
-OPEN = 0.2  # radians: a door that is this far open counts as opened
-FREE = 0.836  # radians: a knob that is turned this far takes its latch out of the frame
-ROBOTS = {"hook": 6, "gripper": 7}  # and their joints that are observed, as many as actions
+FRAME_SKIP = 20  # MuJoCo steps of 1 ms per environment step
+OPEN = 0.2  # radians: a door opened this far counts as a success
+FREE = 0.836  # radians: a knob turned this far takes its latch out of the frame
+ROBOTS = {"hook": 6, "gripper": 7}  # number of observed joints, and of actions
 HARDNESS = ("hard", "easy")
 
 
 def sizes(robot: str) -> tuple[int, int]:
-    """Numbers in an observation and in an action."""
+    """The sizes of an observation and an action."""
     return 2 * ROBOTS[robot] + 3, ROBOTS[robot]
 
 
 def action_space(robot: str) -> gym.spaces.Box:
-    """Motors' controls, +-1; the gripper's last is its fingers' angle, from 0 (open) to 1.05."""
+    """Motor controls, +-1; the gripper's last action is its fingers' angle, from 0 (open) to 1.05."""
     low, high = -np.ones(ROBOTS[robot], np.float32), np.ones(ROBOTS[robot], np.float32)
     if robot == "gripper":
         low[-1], high[-1] = 0.0, 1.05
@@ -34,15 +34,15 @@ def action_space(robot: str) -> gym.spaces.Box:
 
 
 def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> np.ndarray:
-    """DoorGym's reward float64 [N] (Urakami et al. 2019, arXiv 1908.01887), of the state before a step and the actions
-    in it.
+    """DoorGym's reward float64 [N] (Urakami et al. 2019, arXiv 1908.01887), from the state before a step and its
+    actions.
 
     Args:
       offset: [N, 3] from knob to finger, metres.
-      pitch, yaw: [N] of the finger to the knob, radians; those of the joints, which turn about z, y and x in this order
-        (the original's Euler angles are of another order, and the same for small angles).
+      pitch, yaw: [N] of the finger relative to the knob, radians; the angles of the joints, which turn about z, y and x
+        in this order (the original's Euler angles have another order; small angles are the same).
       door, knob: [N] angles; 0 for a knob that does not turn.
-      actions: [N, A] as they were given, before they are clipped.
+      actions: [N, A] before clipping.
     """
     distance = np.linalg.norm(offset, axis=-1)
     reach = -distance - np.log(distance**2 + 0.005) - 5
@@ -50,18 +50,19 @@ def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> n
 
 
 class DoorVectorEnv(gym.vector.VectorEnv):
-    """N doors side by side, each episode with a world from a pool that is compiled once.
+    """N parallel doors, each episode in a world from a pool that is compiled once.
 
     Observations float32 [N, 15] (gripper: 17): the robot's joint positions and velocities, then finger minus knob.
     Actions float32 [N, 6] (gripper: 7) are motor controls. An episode is truncated after `max_episode_steps`, never
     terminated, and the next one begins in the same step: the last observation and infos are then in
-    info["final_obs"] and info["final_info"]. info["door_angle"] and info["knob_angle"] [N]: radians, the door's in its
-    direction. Of this episode: info["success"] [N], whether the door has been 0.2 rad open, info["freed"] [N], whether
-    its latch was free of the frame (a pull handle has none: False), and info["max_knob_angle"] [N], the largest either
-    way.
+    info["final_obs"] and info["final_info"].
 
-    The same seed gives the same trajectory whatever the number of threads, and each environment's does not depend on
-    how many there are beside it, but with `in_turn`.
+    info["door_angle"] and info["knob_angle"] [N] are in radians, the door's positive as it opens. Of the episode so
+    far: info["success"] [N], whether the door has been 0.2 rad open, info["freed"] [N], whether its latch was free of
+    the frame (False for a pull handle, which has none), and info["max_knob_angle"] [N], the largest absolute angle.
+
+    The same seed gives the same trajectory for any number of threads; without `in_turn`, an environment's trajectory
+    does not depend on the number of environments either.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50, "autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
@@ -87,16 +88,16 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         """
         Args:
           task: a name in `doorgym.TASKS`, such as Lever-Right-Pull.
-          seed: of the worlds, and of the episodes until `reset` gets another.
-          num_threads: None or 0 for one a core.
-          num_worlds: how many to draw and compile.
-          action_repeat: an action is held for this many steps of 20 ms, and the reward is the last one's.
+          seed: of the worlds, and of the episodes until `reset` is given another.
+          num_threads: None or 0 for one per core.
+          num_worlds: number of worlds to draw and compile.
+          action_repeat: hold an action for this many steps of 20 ms; the reward is the last step's.
           max_episode_steps: of 20 ms.
-          autoreset: whether the next episode begins at once; otherwise `reset` has to be called.
-          in_turn: take the worlds in turn, counted from the last reset with a seed: environment i plays world i, then
+          autoreset: whether the next episode begins at once; otherwise call `reset`.
+          in_turn: use the worlds in turn, counted from the last reset with a seed: environment i plays world i, then
             i + N, i + 2 N, ... (modulo num_worlds); otherwise each episode draws one at random.
 
-        Raises ValueError if an argument is none of those that are valid.
+        Raises ValueError for invalid arguments.
         """
         for name, value, valid in (
             ("task", task, tuple(worlds.TASKS)), ("robot", robot, tuple(ROBOTS)), ("hardness", hardness, HARDNESS),
@@ -140,7 +141,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self.worlds = [worlds.draw(self.task.knob, hardness, rng) for _ in range(num_worlds)]
         self.models = [worlds.build(self.task, robot, world).compile() for world in self.worlds]
         model = self.models[0]
-        # A thread's data goes from world to world; with arrays of other sizes it would be written past its end.
+        # A thread's data is used for one world after another: arrays of other sizes would be written out of bounds.
         if len({model.signature for model in self.models}) > 1:
             raise RuntimeError(f"worlds of {task} differ in structure")
         self._nq, self._door = model.nq, model.joint("door").qposadr[0]
@@ -161,7 +162,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._rngs, self._turn = [None] * num_envs, np.zeros(num_envs, int)
         self.reset(seed=seed)
 
-    # The state's parts, of self._state or of others like it.
+    # Parts of a state: self._state, or another array of its layout.
 
     def _positions(self, state: np.ndarray) -> np.ndarray:
         return state[..., 1 : 1 + self._nq]
@@ -195,7 +196,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         return info | {f"_{name}": np.ones(self.num_envs, bool) for name in info}
 
     def _begin(self, i: int) -> None:
-        """Starts an episode of environment i: another world, and a robot placed at random."""
+        """Starts an episode of environment i: picks a world, and places the robot at random."""
         rng = self._rngs[i]
         drawn = rng.integers(len(self.models))
         self._world[i] = self._turn[i] % len(self.models) if self._in_turn else drawn
@@ -205,7 +206,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         positions[:6] = rng.uniform(-0.3, 0.3, 6)
         positions[5] = rng.uniform(0, 3.13)
         sideways, up = rng.uniform(-0.05, 0.15) * self.task.side, rng.uniform(-0.15, 0.15)
-        # As published: a knob that turns moves up and down only.
+        # As published: a turning knob varies only in height.
         positions[self._door + 1 : self._door + 3] = (0.0 if self._turns else sideways), up
         self._state[i] = 0
         self._positions(self._state[i])[:] = positions
@@ -216,9 +217,9 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._steps[i], self._success[i], self._max_knob[i] = 0, False, 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
-        """Starts all episodes anew, or those of options["reset_mask"] bool [N]; `seed` seeds them (not the worlds).
+        """Resets all environments, or those of options["reset_mask"] bool [N]; `seed` seeds them (not the worlds).
 
-        Raises ValueError for a mask of another shape or type, or several seeds.
+        Raises ValueError for a mask of another shape or dtype, or several seeds.
         """
         mask = np.asarray((options or {}).get("reset_mask", np.ones(self.num_envs, bool)))
         if (mask.shape, mask.dtype) != ((self.num_envs,), bool):
@@ -233,12 +234,12 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         return self._observe(), self._info()
 
     def step(self, actions: np.ndarray):
-        """Moves all worlds by `action_repeat` times 20 ms; rewards float64 [N]."""
+        """Steps all environments by `action_repeat` times 20 ms; rewards are float64 [N]."""
         actions = np.asarray(actions, np.float64)
         if actions.shape != self.action_space.shape:
             raise ValueError(f"actions of shape {actions.shape}: give {self.action_space.shape}")
         last = (self.action_repeat - 1) * FRAME_SKIP
-        # MuJoCo would clip them too, but takes one beyond 1e10 for a fault.
+        # MuJoCo would clip them too, but treats one beyond 1e10 as an error.
         controls = np.clip(actions, self.single_action_space.low, self.single_action_space.high)
         if self.robot == "gripper":
             controls = np.concatenate([controls[:, :6], *(s * controls[:, 6:] for s in (1, -1, 1, -1))], axis=1)
@@ -270,8 +271,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         return observations, rewards, np.zeros(self.num_envs, bool), truncated, info
 
     def frame(self, i: int = 0) -> np.ndarray:
-        """A picture of environment i, whatever `render_mode` is: uint8 [height, width, 3]. Raises RuntimeError after
-        `close`, and where there is no way to draw."""
+        """Renders environment i, whatever `render_mode` is: uint8 [height, width, 3].
+
+        Raises RuntimeError after `close`, and if rendering is not possible.
+        """
         if self.closed:
             raise RuntimeError("frame: these doors are closed")
         world, size = int(self._world[i]), self._picture
@@ -280,7 +283,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
                 self._renderers.pop(next(iter(self._renderers))).close()
             try:
                 self._renderers[world] = mujoco.Renderer(self.models[world], **size)
-            except Exception as error:  # each driver has its own
+            except Exception as error:  # its type depends on the driver
                 reason = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
                 raise RuntimeError(
                     f"no offscreen rendering with MUJOCO_GL={os.environ.get('MUJOCO_GL')} ({reason}): "
@@ -293,7 +296,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         return self._renderers[world].render()
 
     def render(self) -> tuple[np.ndarray, ...] | None:
-        """A picture of every environment, if render_mode is rgb_array."""
+        """Renders all environments if render_mode is rgb_array."""
         return tuple(self.frame(i) for i in range(self.num_envs)) if self.render_mode else None
 
     def close_extras(self, **kwargs) -> None:
@@ -304,9 +307,10 @@ class DoorVectorEnv(gym.vector.VectorEnv):
 
 
 class DoorEnv(gym.Env):
-    """One door: the vector environment's, for code that wants a `gymnasium.Env`; no autoreset.
+    """One door as a `gymnasium.Env`, without autoreset.
 
-    `gymnasium.make` takes a max_episode_steps for its own wrapper, which counts actions: give it here, by the class.
+    `gymnasium.make` passes max_episode_steps to its own wrapper, which counts actions: to set the vector environment's,
+    make this class directly.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012

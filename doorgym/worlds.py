@@ -17,7 +17,7 @@ LATCH_THICKNESS = 0.015
 GAP = 1.3 * LATCH_THICKNESS  # between the front and the back of the frame, where the latch is
 LATCH = np.array((LATCH_THICKNESS / 2, 0.18333, 0.05))  # half sizes
 
-# Who collides with whom: robots with everything but themselves, the latch with the frame (by explicit pairs).
+# Collisions: robots with everything but themselves, the latch with the frame (by explicit pairs).
 ROBOT, WORLD = {"contype": 1, "conaffinity": 0}, {"contype": 0, "conaffinity": 1}
 NOTHING = {"contype": 0, "conaffinity": 0}
 
@@ -33,17 +33,17 @@ class Task(NamedTuple):
 
     @property
     def side(self) -> int:
-        """+1 where the hinge is on the side of +y (right), -1 on that of -y."""
+        """+1 if the hinge is at +y (right), -1 if at -y (left)."""
         return 1 if self.hinge == "right" else -1
 
     @property
     def turns(self) -> bool:
-        """Whether the knob does, and holds the door by a latch until then."""
+        """Whether the knob turns, with a latch that holds the door until it does."""
         return self.knob != "pull"
 
     @property
     def direction(self) -> int:
-        """Sign of the door's angle as it opens."""
+        """Sign of the angle of the open door."""
         return -self.side if self.opening == "push" else self.side
 
 
@@ -57,7 +57,7 @@ TASKS = {
 
 
 class World(NamedTuple):
-    """What is random about a world."""
+    """The random parameters of a world."""
 
     height: float
     thickness: float
@@ -65,9 +65,9 @@ class World(NamedTuple):
     door_stiffness: float  # N m/rad
     knob_damping: float
     knob_stiffness: float
-    knob_limit: float  # rad, either way
-    # Sliding, torsional, rolling: as the original's, without effect, since MuJoCo takes the larger of two geoms'
-    # frictions and the robots' are larger.
+    knob_limit: float  # rad, in both directions
+    # Sliding, torsional, rolling: as in the original without effect, since MuJoCo uses the larger of two geoms'
+    # frictions, and the robots' are larger.
     knob_friction: tuple[float, float, float]
     robot_damping: float
     shape: tuple[float, ...]  # of the knob, see `add_knob`
@@ -75,9 +75,9 @@ class World(NamedTuple):
     lights: np.ndarray  # [2 to 5, 3]: directions
 
 
-TAPER = 0.68  # how far out a lever's handle still is halfway to its free end, as a share of its `rise + bump`
-# Metres of each knob's dimensions, uniform. A lever's are about those of the five that the original publishes; theirs
-# also taper in height, from up to 32 mm at the shaft to 17 at the free end.
+TAPER = 0.68  # protrusion of a lever's handle halfway to its free end, as a fraction of its `rise + bump`
+# Uniform ranges of each knob's dimensions, metres. A lever's are fitted to the five that the original publishes; those
+# also taper in height, from up to 32 mm at the shaft to 17 mm at the free end.
 SHAPES = {
     # plate's width and height, grip bar's distance, half length and radius
     "pull": ((0.102, 0.145), (0.255, 0.287), (0.070, 0.117), (0.077, 0.096), (0.0065, 0.0099)),
@@ -93,7 +93,7 @@ SHAPES = {
 
 
 def draw(knob: str, hardness: str, rng: np.random.Generator) -> World:
-    """A random world; a door's numbers are discrete, as the original's, shapes of knobs, colours and lights are not."""
+    """Draws a random world. As in the original a door's numbers are discrete; shapes, colours and lights are not."""
 
     def steps(low: int, high: int, unit: float) -> float:
         return float(rng.integers(low, high)) * unit
@@ -120,28 +120,28 @@ def door_mass(world: World) -> float:
 
 
 def door_inertia(world: World) -> np.ndarray:
-    """[3] about the slab's middle: a box's."""
+    """Principal moments of inertia [3] of the slab, a box, about its middle."""
     x, y, z = np.square((world.thickness, WIDTH, world.height))
     return door_mass(world) / 12 * np.array((y + z, x + z, x + y))
 
 
 def knob_home(task: Task) -> float:
-    """World y of the knob where its slide is at 0: 0.15 m inside the slab's free edge."""
+    """The knob's world y with its slide at 0: 0.15 m inside the slab's free edge."""
     return -task.side * (WIDTH / 2 - INSET)
 
 
 def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco.MjSpec:
-    """A world as a model to compile. Joints: the robot's, then door, target_y, target_z, and knob where it turns."""
+    """A world's model, to be compiled. Joints: the robot's, door, target_y, target_z, and knob if it turns."""
     spec = mujoco.MjSpec()
     spec.modelname = f"{task.name} {robot}"
     spec.compiler.degree = False
     spec.option.timestep = TIMESTEP
-    spec.option.integrator = mujoco.mjtIntegrator.mjINT_EULER  # MuJoCo's own today, but not for ever
-    spec.option.gravity = (0, 0, 0)  # of the floating robots' worlds
-    spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND  # ten joints: parting them costs more than it saves
+    spec.option.integrator = mujoco.mjtIntegrator.mjINT_EULER  # MuJoCo's default, which may change
+    spec.option.gravity = (0, 0, 0)  # as in the original's worlds with floating robots
+    spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND  # with ten joints islands cost more than they save
     spec.visual.global_.offwidth = spec.visual.global_.offheight = 1024
     spec.visual.headlight.ambient, spec.visual.headlight.diffuse = (0.35,) * 3, (0.35,) * 3
-    for i in range(5):  # in every world, lit or not: all worlds of a task must have data of one size
+    for i in range(5):  # in every world, active or not: all worlds of a task must have data of the same size
         light = spec.worldbody.add_light(type=mujoco.mjtLightType.mjLIGHT_DIRECTIONAL, castshadow=False)
         light.active = i < len(world.lights)
         light.dir = world.lights[min(i, len(world.lights) - 1)]
@@ -158,13 +158,13 @@ def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco
     add_wall(spec, world)
     add_door(spec, task, world)
     for name in {"hook": ("finger", "knob"), "gripper": ("finger_right", "finger_left", "knob")}[robot]:
-        # Measured before each step, so what is read after one is a millisecond old, as in the original.
+        # Computed before each step, so that a reading after it is 1 ms old, as in the original.
         spec.add_sensor(name=name, type=mjtSensor.mjSENS_FRAMEPOS, objtype=mjtObj.mjOBJ_SITE, objname=name)
     return spec
 
 
 def _look_at(eye, target) -> np.ndarray:
-    """A camera's x and y axes [6], its top up."""
+    """The x and y axes [6] of an upright camera."""
     z = np.subtract(eye, target, dtype=float)
     x = np.cross((0, 0, 1), z)
     y = np.cross(z, x)
@@ -172,32 +172,32 @@ def _look_at(eye, target) -> np.ndarray:
 
 
 def _box(body, name: str, low, high, **options) -> None:
-    """A box from its lowest to its highest corner."""
+    """Adds a box, given its lowest and highest corners."""
     low, high = np.asarray(low, float), np.asarray(high, float)
     body.add_geom(name=name, type=mjtGeom.mjGEOM_BOX, pos=(low + high) / 2, size=(high - low) / 2, **options)
 
 
 def _prism(spec: mujoco.MjSpec, body, name: str, polygon: np.ndarray, height: float, **options) -> None:
-    """The convex hull of a polygon [P, 2] in x and y, its middle at z = 0."""
+    """Adds the convex hull of a polygon [P, 2] in x and y, extruded by `height` about z = 0."""
     corners = np.concatenate([np.insert(polygon, 2, z, axis=1) for z in (-height / 2, height / 2)])
     _hull(spec, body, name, corners, **options)
 
 
 def _hull(spec: mujoco.MjSpec, body, name: str, points: np.ndarray, **options) -> None:
-    """The convex hull of points [P, 3]."""
+    """Adds the convex hull of points [P, 3]."""
     spec.add_mesh(name=name, uservert=points.ravel())
     body.add_geom(name=name, type=mjtGeom.mjGEOM_MESH, meshname=name, **options)
 
 
 def _centroid(polygon: np.ndarray) -> np.ndarray:
-    """Of a polygon's area: [P, 2] -> [2]."""
+    """The centroid [2] of a polygon [P, 2]."""
     following = np.roll(polygon, -1, axis=0)
     cross = polygon[:, 0] * following[:, 1] - polygon[:, 1] * following[:, 0]
     return (cross[:, None] * (polygon + following)).sum(axis=0) / (3 * cross.sum())
 
 
 def add_wall(spec: mujoco.MjSpec, world: World) -> None:
-    """The wall around the door, and the frame's front and back, in world coordinates."""
+    """Adds the wall around the door, and the frame's front and back, in world coordinates."""
     t, free, inner, top = world.thickness, WIDTH / 2, WIDTH / 2 + CLEARANCE, world.height + CLEARANCE
     wall = {"material": "wall"} | WORLD
     _box(spec.worldbody, "wall_left", (-0.3, -2.57, 0), (0, -0.57, top + 1), **wall)
@@ -213,7 +213,7 @@ def add_wall(spec: mujoco.MjSpec, world: World) -> None:
 
 
 def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
-    """Slab, knob and latch. The door's body is at its hinge, its knob's where the knob is fixed to the slab."""
+    """Adds slab, knob and latch. The door's body is at its hinge, the knob's where it is fixed to the slab."""
     t, side = world.thickness, task.side
     door = spec.worldbody.add_body(name="door", pos=(0, side * WIDTH / 2, 0))
     angle = np.sort((0.0, task.direction * 1.57))
@@ -228,7 +228,7 @@ def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
     mount = door.add_body(name="mount", pos=(depth, knob_home(task) - side * WIDTH / 2, KNOB_HEIGHT))
     mount.explicitinertial = True
     mount.mass, mount.ipos, mount.inertia = 1.0, (0, 0, 0), (1e-3,) * 3
-    # Slides so damped that they only serve to place the knob: 2 N move one by less than a millimetre in an episode.
+    # These slides only place the knob: damped so strongly that 2 N move one by less than a millimetre in an episode.
     _joint(mount, "target_y", (0, 1, 0), (-0.2, 0.3), 30000, 0, slide=True)
     _joint(mount, "target_z", (0, 0, 1), (-0.5, 0.5), 30000, 0, slide=True)
     if task.turns:
@@ -250,7 +250,7 @@ def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
 
 
 def add_knob(spec: mujoco.MjSpec, body, task: Task, world: World) -> None:
-    """Geoms of the knob, towards +x, and the site that a robot's finger should go to."""
+    """Adds the knob's geoms, towards +x, and the target site of a robot's finger."""
     solid = {"friction": world.knob_friction, "condim": 4, "material": "knob"} | WORLD
     side, shape = task.side, world.shape
 
@@ -270,12 +270,12 @@ def add_knob(spec: mujoco.MjSpec, body, task: Task, world: World) -> None:
     elif task.knob == "lever":
         radius, shaft, length, thickness, sink, rise, bump = shape
         rod("shaft", (0, 0, 0), (shaft, 0, 0), radius)
-        end, peak = length - radius, rise + bump  # the handle goes on over the shaft, and tapers towards its free end
+        end, peak = length - radius, rise + bump  # the handle extends over the shaft, and tapers towards its free end
         outer = np.array([(0, -radius), (rise, -radius), (peak, 0), (TAPER * peak, end / 2), (0, end)])
         outer[:, 0] += shaft
         profile = np.concatenate([outer, [(shaft - sink, end), (shaft - sink, radius)]])
         _prism(spec, body, "handle", profile * (1, side), thickness, density=1000, **solid)
-        x, y = _centroid(outer)  # the original's target is the middle of its fourth part: this one, without the sink
+        x, y = _centroid(outer)  # the original's target is the centre of its fourth part: this one without the sink
         target = (x, side * y, 0)
     else:
         neck, radius, depth = shape
@@ -293,12 +293,12 @@ def _joint(body, name, axis, limits, damping, armature, stiffness=0.0, slide=Fal
 
 
 WRIST_LOOKS = {"rgba": (0.25, 0.3, 0.4, 1)} | ROBOT
-# The original's wrist in profile: x and its radius there. Its front is round, so that a handle's thick end has room.
+# Profile of the original's wrist: x, radius. Its front is round, which leaves room for the thick end of a handle.
 WRIST = ((-0.099, 0.014), (-0.095, 0.028), (-0.082, 0.044), (-0.074, 0.048), (-0.018, 0.048), (0.031, 0.037))
 
 
 def add_wrist(spec: mujoco.MjSpec, damping: float):
-    """A floating wrist with six motors, at (1, 0, 1.2): slides along x, y, z, hinges about z, y, x. Without a geom."""
+    """Adds a floating wrist with six motors at (1, 0, 1.2): slides along x, y, z, hinges about z, y, x; no geoms."""
     wrist = spec.worldbody.add_body(name="wrist", pos=(1, 0, 1.2))
     anchor = (-0.06416, 0, 0.0053)
     for axis, name in zip(np.eye(3), "xyz", strict=True):
@@ -316,12 +316,12 @@ def add_wrist(spec: mujoco.MjSpec, damping: float):
 
 
 GRIP = {"friction": (1, 1, 1), "condim": 3} | ROBOT
-# Where the original's mesh has its corners. The slope makes a mouth of 50 mm that narrows to 37.
+# Corners of the original's mesh. The slope makes a mouth of 50 mm that narrows to 37 mm.
 HOOK_ARM = np.array([(-0.020, 0), (-0.020, 0.040), (-0.0494, 0.0456), (-0.0565, 0.0385), (-0.0502, 0.019), (-0.030, 0)])
 
 
 def add_hook(spec: mujoco.MjSpec, world: World) -> None:
-    """A C of four bars, 10 mm thick, open towards -y; its finger is the bar farthest from the wrist."""
+    """Adds a hook: a C of four bars, 10 mm thick, open towards -y. Its finger is the bar farthest from the wrist."""
     wrist = add_wrist(spec, world.robot_damping)
     rings = [[(x, r * np.cos(a), r * np.sin(a)) for a in np.pi / 6 * np.arange(12)] for x, r in WRIST]
     _hull(spec, wrist, "wrist", np.concatenate(rings), **WRIST_LOOKS)
@@ -338,8 +338,8 @@ def add_hook(spec: mujoco.MjSpec, world: World) -> None:
 
 
 def add_gripper(spec: mujoco.MjSpec, world: World) -> None:
-    """Two fingers of two links each; their servos turn the inner link in and the outer one back, so that the tips stay
-    parallel. The original's joints lack its class for robots: they have damping 1."""
+    """Adds two fingers of two links each, whose servos turn the inner link in and the outer one back, so that the tips
+    stay parallel. In the original these joints lack the defaults of the robot's class: their damping is 1."""
     del world
     wrist = add_wrist(spec, 1.0)
     _box(wrist, "wrist", (-0.10, -0.05, -0.05), (0.03, 0.05, 0.05), **WRIST_LOOKS)
@@ -347,7 +347,7 @@ def add_gripper(spec: mujoco.MjSpec, world: World) -> None:
     for name, side in (("right", 1), ("left", -1)):
         inner = wrist.add_body(name=f"{name}_inner", pos=(-0.10, side * 0.045, 0))
         outer = inner.add_body(name=f"{name}_outer", pos=(-0.045, 0, 0))
-        # 0 is open, 1.05 closed: a positive angle moves a tip towards the other one.
+        # 0 is open, 1.05 closed: a positive angle moves a tip towards the other.
         _joint(inner, f"{name}_inner", (0, 0, side), (0, 1.05), 1, 0.01)
         _joint(outer, f"{name}_outer", (0, 0, side), (-1.05, 0), 1, 0.01)
         _box(inner, f"{name}_inner", (-0.045, -0.006, -0.008), (0, 0.006, 0.008), mass=0.01, **color)

@@ -32,9 +32,11 @@ def play(env_id: str, args: Args) -> np.ndarray:
     """A frame uint8 [64, 64, 3]."""
     of = ppo.Args(env_id=env_id, seed=args.seed)
     runs.check_args(of, ppo.SCRIPT)
-    games = envs.Games(partial(envs.make_levels, of), [0], args.seed, of.restart_every)
+    games = envs.ReplayableVecEnv(partial(envs.make_procgen, of), [0], args.seed, of.restart_every)
     rng = np.random.default_rng(args.seed)
-    games.play(lambda obs, age: rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32), args.steps, runs.Stopwatch())
+    games.play(
+        lambda obs, episode_step: rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32), args.steps, runs.Stopwatch()
+    )
     games.close()
     return games.obs[0].transpose(1, 2, 0)
 

@@ -38,10 +38,10 @@ class Args:
 def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) -> dict:
     """A row of the table: raw returns of an action at every step, or of random ones."""
 
-    def constant(frames, age, key, memory):
+    def constant(frames, episode_step, key, memory):
         return np.full(len(frames), action), None
 
-    env = envs.make_levels(envs.GameArgs(env_id=game), episodes, seed)
+    env = envs.make_procgen(envs.GameArgs(env_id=game), episodes, seed)
     policy = envs.random_policy if action is None else constant
     returns, *_ = envs.play_episodes(env, policy, (0,), episodes=episodes, seed=seed)
     env.close()

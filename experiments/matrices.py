@@ -90,7 +90,7 @@ def read_ours(run_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Met
         tasks = tasks or own
         check(own == tasks, f"RUN_DIRS {run.path}: is of {', '.join(own)}, another of {', '.join(tasks)}")
         known = first.setdefault(name, args)
-        free = FREE if args.method == "hnppo" else FREE | set(hnppo_doorgym.HYPER)
+        free = FREE if args.method == "hnppo" else FREE | set(hnppo_doorgym.HYPERNET_FLAGS)
         other = [f.name for f in fields(args) if getattr(args, f.name) != getattr(known, f.name) and f.name not in free]
         check(not other, f"RUN_DIRS {run.path}: differs from another run of {name} in {', '.join(map(flag_of, other))}")
         method = ours.setdefault(name, Method([], [], []))

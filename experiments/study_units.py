@@ -81,9 +81,9 @@ def play(saved, policy, levels: str, *, batches: int, seed: int) -> tuple[np.nda
     normalized, raw = [], []
     for batch in range(batches):
         drawn = envs.derive_seed(seed, batch)
-        games = envs.make_levels(saved, GAMES, drawn, levels)
+        games = envs.make_procgen(saved, GAMES, drawn, levels)
         env = Normalized(games, GAMES)
-        returns, *_ = envs.play_episodes(env, policy, saved.offsets, episodes=GAMES, seed=drawn)
+        returns, *_ = envs.play_episodes(env, policy, saved.stack_offsets, episodes=GAMES, seed=drawn)
         games.close()
         normalized.append(returns)
         raw.append(env.raw)
@@ -150,7 +150,7 @@ def main(args: Args) -> list[dict]:
         runs.check(ours, f"--csv {args.csv}: is another table, give another file")
     policies = {run_dir: evaluate.procgen_policy(run_dir) for run_dir in args.run_dirs}
     for run_dir, (_, saved, _, _) in policies.items():
-        even = devices.multiple(saved, GAMES) == GAMES
+        even = devices.round_to_devices(saved, GAMES) == GAMES
         runs.check(even, f"RUN_DIR {run_dir}: plays on {saved.num_devices} devices, which must divide {GAMES} games")
     rows, shown = [], []
     for run_dir, (script, saved, step, policy) in policies.items():

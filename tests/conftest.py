@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
 from benchmarks.torture import CLOCKS
-from common import atari, bonus, checkpoints, devices, envs, networks, offpolicy, runs
+from common import atari, bonus, checkpoints, devices, envs, networks, runs
 from common.actors import Fleet
 from experiments import trials
 from ppo_procgen import Args, main
@@ -54,15 +55,6 @@ ENCODER_FLAGS = {
     "channels": "4,8,8", "blocks": 1, "downsample": "stride", "separable": 1, "norm": "group", "conv_bias": "no",
     "center": "no", "init": "orthogonal", "activation": "elu", "spectral_norm": True,
 }  # fmt: skip
-
-# Flags of what the scripts share: PPO's tests change them, another script's those with which it does something itself.
-SHARED_FLAGS = {
-    "run_dir", "resume", "checkpoint_every", "keep_checkpoints", "wandb_mode", "track", "wandb_project", "wandb_entity",
-    "distributed", "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
-    "frame_stack", "gap_stack", "reward_clip", "normalize_gamma", "eval_every", "eval_episodes", "capture_video",
-    "encoder", "width", "pool", "dtype", "total_timesteps", *ENCODER_FLAGS,
-}  # fmt: skip
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
@@ -131,10 +123,13 @@ def parameters(run_dir):
     return jax.tree.leaves(checkpoints.load(run_dir)[1]["state"])
 
 
-def assert_same_run(a, b):
-    assert read_metrics(a) == read_metrics(b)
-    for x, y in zip(parameters(a), parameters(b), strict=True):
-        np.testing.assert_array_equal(x, y)
+def assert_same_run(a, b, lines=None):
+    """Two runs have the same metrics (those of `a` may be given) and the same state of everything at their end."""
+    assert (lines or read_metrics(a)) == read_metrics(b)
+    (step, tree), (other_step, other) = checkpoints.load(a), checkpoints.load(b)
+    assert step == other_step
+    del tree["run"], other["run"]  # how many lines and seconds there were
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
 def cut_back(run_dir, updates, folder):
@@ -190,88 +185,27 @@ def documented_flags(script):
             yield shlex.split(line, comments=True)[2:]
 
 
-class Enough(Exception):
-    """Ends a script whose programs have been seen."""
+def init_state(script, args, agent=None):
+    """A script's state before its first update, compiled as a whole, which is quicker than op by op."""
+    make = partial(script.init_state, args, agent or script.make_agent(args))
+    return jax.jit(make, compiler_options=devices.UNOPTIMISED)()
 
 
-def programs(script, args):
-    """What a script computes, without computing it: text and constants of each jitted function, and the numbers that
-    the host gives to them, by thread, until its second update. Nothing is compiled; what they return is zeros."""
-    log, updates = {}, []
-
-    def stand_in(name, function):
-        texts = {}
-
-        def call(*given):
-            leaves = jax.tree.leaves(given)
-            if any(isinstance(x, jax.core.Tracer) for x in leaves):  # one jitted function within another
-                return function(*given)
-            if name == "update":
-                updates.append(name)
-                if len(updates) == 2:
-                    raise Enough
-            own = log.setdefault(threading.current_thread().name, [])
-            shapes = tuple((x.shape, str(x.dtype)) if hasattr(x, "shape") else str(x) for x in leaves)
-            key = jax.tree.structure(given), shapes
-            if key not in texts:
-                traced = function.trace(*given)
-                constants = [np.asarray(x).tobytes() for x in traced.jaxpr.consts]
-                texts[key] = (str(traced.jaxpr), constants), traced.out_info
-            numbers = [x.tobytes() if isinstance(x, np.ndarray) else x for x in leaves if not isinstance(x, jax.Array)]
-            own.append((name, texts[key][0], [x for x in numbers if isinstance(x, (bytes, int, float))]))
-            return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), texts[key][1])
-
-        return call
-
-    put = devices.put
-
-    def note(args, tree, lies):
-        numbers = [x.tobytes() for x in jax.tree.leaves(tree) if isinstance(x, np.ndarray)]
-        log.setdefault(threading.current_thread().name, []).append(("put", "", numbers))
-        return put(args, tree, lies)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "put", note)
-        patch.setattr(devices, "run_once", lambda function, *given: function(*given))
-        for module in (script, offpolicy):
-            for name, function in list(vars(module).items()):
-                if hasattr(function, "lower") and hasattr(function, "trace"):
-                    patch.setattr(module, name, stand_in(name, function))
-        with pytest.raises(Enough):
-            script.main(args)
-    # An actor's thread may have gone further or less far than in another run.
-    return {thread: calls if thread == "MainThread" else calls[:8] for thread, calls in log.items()}
+def run_of(script, args, **state):
+    """An open run of a script whose checkpoint is a dict of such arrays, for tests of `runs.Run` itself."""
+    return runs.Run(args, script.SCRIPT, devices.make_mesh(args), lambda: state or {"state": jax.numpy.zeros(())})
 
 
-SEEN = {}  # what assert_flag_matters has looked at
-
-
-def assert_flag_matters(script, flags, change, whole=False):
-    """A changed flag changes what is computed or, where the host acts on it (`whole`), the metrics of a whole run."""
-
-    def look(flags, again=False):
-        key = script.__name__, whole, str(sorted((k, v) for k, v in flags.items() if k != "run_dir"))
-        if key not in SEEN or again:
-            args = script.Args(**flags)
-            SEEN[key] = read_metrics(script.main(args).path) if whole else programs(script, args)
-        return SEEN[key]
-
-    before = look(flags)
-    # Without a change the comparison is one: nothing but flags makes a difference.
-    same = before == look(flags | change, again=not change)  # not in the assertion: pytest would compare them for hours
-    assert same == (not change)
-
-
-def record_homes(monkeypatch):
+def record_shardings(monkeypatch):
     """A list that gets the devices of each fleet's actors as it is made."""
-    homes, make = [], Fleet.__init__
+    shardings, make = [], Fleet.__init__
 
     def look(self, *given, **how):
-        homes.append(how["homes"])
+        shardings.append(how["param_shardings"])
         make(self, *given, **how)
 
     monkeypatch.setattr(Fleet, "__init__", look)
-    return homes
+    return shardings
 
 
 def assert_refused(script, words, capture, *parts):
@@ -290,31 +224,26 @@ def assert_refused(script, words, capture, *parts):
 
 def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
     """Bad input is answered in one sentence with exit code 2, before anything long starts."""
-    makers = (envs, "make_levels"), (atari, "make_montezuma"), (doorgym, "make_vec")
-    for module, name in (*makers, (script, "act"), (script, "update")):
+    for module, name in ((envs, "make_procgen"), (atari, "make_montezuma"), (doorgym, "make_vec")):
         monkeypatch.setattr(module, name, None)
     assert_refused(script, ["--wandb-mode", "disabled", *words], capfd, names, valid)
 
 
 def stop_and_go_on(script, flags, tmp_path):
-    """SIGTERM during the third update writes a checkpoint, with which the run goes on to its end. PPO is stopped and
-    goes on in processes of their own (tests/test_devices.py, tests/test_run.py).
+    """SIGTERM during the fourth update writes a checkpoint, with which the run goes on to its end; returns its path."""
+    check, updates, output = runs.Run.check_finite, [], io.StringIO()
 
-    Returns its directory.
-    """
-    log, check, lines, looked, output = runs.Run.log, runs.Run.check_finite, [], [], io.StringIO()
-
-    def log_and_stop(run, *given):
-        log(run, *given)
-        lines.append(given)
-        if len(lines) == 3:
+    def check_and_stop(run, *given):
+        updates.append(given)
+        if len(updates) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
+        check(run, *given)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(output):
-        patch.setattr(runs.Run, "log", log_and_stop)
-        patch.setattr(runs.Run, "check_finite", lambda *given: looked.append(given) or check(*given))
+        patch.setattr(runs.Run, "check_finite", check_and_stop)
         stopped = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "stopped")}))
-    assert (stopped.stop, len(lines), len(looked)) == ("SIGTERM", 3, 3)
+    assert (stopped.stop, len(updates)) == ("SIGTERM", 4)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
     run_dir = stopped.path
     assert f"python {script.SCRIPT}.py --resume {run_dir}" in output.getvalue()
     step = checkpoints.load(run_dir)[0]

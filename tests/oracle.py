@@ -65,8 +65,10 @@ def impala_loss(args, ent_coef, logits, values, sequence, gamma):
     p, q = (np.stack([softmax(x.astype(np.float64)) for x in many]) for many in (logits, sequence.logits))
     steps = np.arange(len(logits))
     log_ratio = np.log(p[steps, sequence.actions]) - np.log(q[steps, sequence.actions])
-    targets, advantages = vtrace(args, log_ratio, sequence.rewards, values, sequence.terminated, sequence.done, gamma)
-    kept = [t for t in steps if not sequence.done[t]]
+    targets, advantages = vtrace(
+        args, log_ratio, sequence.rewards, values, sequence.terminated, sequence.is_reset, gamma
+    )
+    kept = [t for t in steps if not sequence.is_reset[t]]
 
     def mean(x):
         return sum(x(t) for t in kept) / len(kept)

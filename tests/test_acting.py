@@ -1,72 +1,75 @@
-"""What actions are drawn, played and recorded, of a policy that is uniform or certain, in all scripts that draw."""
-
-from functools import partial
+"""The actions drawn, played and recorded by a uniform or a certain policy, in all scripts that draw."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_ppo_math import init_env_state
 
 import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import trpo_procgen as trpo
+from common import devices
 
-AGENT, PARAMS = trpo.Agent(None, None), {"policy": None, "value": None}
-
-
-def network(script, certain):
-    """Where a script asks its network, and what to answer: every action alike, or 3."""
-
-    def logits(frames):
-        return jnp.zeros((len(frames), 18 if script is rnd else 15)).at[:, 3].set(50.0 * certain)
-
-    return {
-        ppo: ("policy_and_value", lambda _, __, frames, ___, core: (logits(frames), jnp.zeros(len(frames)), core)),
-        rnd: ("policy_and_value", lambda _, __, frames, ___, core: (logits(frames), jnp.zeros((len(frames), 2)), core)),
-        impala: ("policy", lambda _, __, frames, ___, core: (logits(frames), core)),
-        trpo: ("look", lambda _, __, frames: logits(frames)),
-    }[script]
+scripts = pytest.mark.parametrize("script", [ppo, impala, trpo, rnd], ids=lambda script: script.SCRIPT)
+PARAMS = {"policy": None, "value": None}
 
 
-scripts = partial(pytest.mark.parametrize, "script", ids=lambda script: script.SCRIPT)
+class FixedAgent:
+    """Logits that do not depend on the frames: all 0, or certain of action 3; values are 0."""
+
+    def __init__(self, script, certain):
+        self.logits = np.zeros(18 if script is rnd else 15, np.float32)
+        self.logits[3] = 50 * certain
+        self.values = np.zeros(2 if script is rnd else (), np.float32)
+
+    def apply(self, params, x, is_first=None, hidden_state=None, method=None):
+        logits, values = (jnp.broadcast_to(y, (len(x), *y.shape)) for y in (self.logits, self.values))
+        if method == "decode":
+            return logits[:, None], values[:, None], hidden_state
+        return logits if method is None else jnp.zeros((len(x), 1))
 
 
-@scripts([ppo, impala, trpo])
-def test_actions_are_drawn_anew_and_recorded_as_chosen(script, monkeypatch):
-    monkeypatch.setattr(script, *network(script, certain=False))
-    args = script.Args(num_envs=8, num_steps=12, num_devices=1, sticky_actions=0.5, seed=77)
+def make(script, certain, **flags):
+    agent = FixedAgent(script, certain)
+    return script.Args(num_devices=1, **flags), trpo.Agent(agent, agent) if script is trpo else agent
+
+
+@pytest.mark.parametrize("script", [ppo, impala, trpo], ids=lambda script: script.SCRIPT)
+def test_acting_with_uniform_policy_draws_anew_each_step_and_records_choice(script):
+    args, agent = make(script, False, num_envs=8, num_steps=12, sticky_actions=0.5)
     frames, steps = np.zeros((8, 3, 64, 64), np.uint8), []
+    act = jax.jit(lambda rollout, t: script.act(args, agent, PARAMS, rollout, frames, jnp.full(8, t)))
     for i in range(2):
-        rollout, before = script.begin_rollout(args, script.initial_carry(args, np.arange(8)), i), np.zeros(8, int)
+        rollout, before = script.begin_rollout(args, init_env_state(script, args), i), np.zeros(8, int)
         for t in range(12):
-            rollout, played = script.act(args, AGENT, PARAMS, rollout, frames, np.full(8, t, np.int32))
+            rollout, played = act(rollout, t)
             chosen, played = np.asarray(rollout.actions)[t], np.asarray(played)
             assert ((played == chosen) | (played == before)).all()
             steps.append((chosen, played != chosen))
             before = played
     chosen, stuck = (np.stack(x) for x in zip(*steps, strict=True))
-    assert len(np.unique(chosen, axis=0)) == 24  # no step's draws are another's, in the next rollout neither
+    assert len(np.unique(chosen, axis=0)) == 24  # no step repeats another's draws, nor does the next rollout
     assert 40 < stuck.sum() < 140  # half of 176 chances
     assert (chosen[stuck] == 0).any()  # whether an action sticks is drawn by a key of its own
 
 
-@scripts([ppo, impala, trpo, rnd])
-def test_an_evaluation_draws_its_actions_for_each_game(script, monkeypatch):
-    frames, ages, drawn = np.zeros((64, 2, 2, 3), np.uint8), np.zeros(64, np.int32), {}
+@scripts
+def test_acting_with_certain_policy_plays_likeliest_action(script):
+    args, agent = make(script, True, num_envs=8, num_steps=12)
+    rollout = script.begin_rollout(args, init_env_state(script, args), 0)
+    frames = np.zeros((8, 1, 84, 84) if script is rnd else (8, 3, 64, 64), np.uint8)
+    _, played = script.act(args, agent, PARAMS, rollout, frames, np.zeros(8, np.int32))
+    assert set(np.asarray(played).tolist()) == {3}
+
+
+@scripts
+def test_evaluation_with_one_key_draws_for_each_game(script):
+    frames, episode_step, drawn = np.zeros((64, 2, 2, 3), np.uint8), np.zeros(64, np.int32), {}
     for certain in (False, True):
-        monkeypatch.setattr(script, *network(script, certain))
-        policy = script.make_policy(script.Args(num_devices=1, seed=77 + certain), AGENT, PARAMS)
-        drawn[certain] = set(np.asarray(policy(frames, ages, jax.random.PRNGKey(0), None)[0]).tolist())
+        args, agent = make(script, certain)
+        policy = script.make_policy(args, agent, devices.make_mesh(args))
+        drawn[certain] = set(np.asarray(policy(PARAMS, frames, episode_step, jax.random.PRNGKey(0), None)[0]).tolist())
     assert len(drawn[False]) > 8
     assert drawn[True] == {3}
-
-
-@scripts([ppo, impala, trpo, rnd])
-def test_the_likeliest_action_is_played(script, monkeypatch):
-    monkeypatch.setattr(script, *network(script, certain=True))
-    args = script.Args(num_envs=8, num_steps=12, num_devices=1, sticky_actions=0.0, seed=79)
-    rollout = script.begin_rollout(args, script.initial_carry(args, np.arange(8)), 0)
-    frames = np.zeros((8, 1, 84, 84) if script is rnd else (8, 3, 64, 64), np.uint8)
-    _, played = script.act(args, AGENT, PARAMS, rollout, frames, np.zeros(8, np.int32))
-    assert set(np.asarray(played).tolist()) == {3}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.actors import ActorError, Fleet
-from common.envs import Mark
+from common.envs import EnvSnapshot
 
 
 class Count:
@@ -20,8 +20,8 @@ class Count:
     def __init__(self, number):
         self.number, self.played, self.closed = number, 0, False
 
-    def mark(self):
-        return Mark(self.number, [np.zeros(2, np.uint8)] * self.played, self.played)
+    def snapshot(self):
+        return EnvSnapshot(self.number, [np.zeros(2, np.uint8)] * self.played, self.played)
 
     def restore(self, saved, run):
         self.number, self.played = int(saved["seed"]), len(saved.get("actions", ()))
@@ -36,7 +36,7 @@ def run_of(stop=lambda: None):
         said: list = []  # noqa: RUF012
         stop = property(lambda self: stop())
 
-        def say(self, sentence):
+        def print(self, sentence):
             self.said.append(sentence)
 
     return Run()
@@ -49,10 +49,17 @@ def running():
     return [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
 
 
-def make(collect, num_actors=2, max_lag=1, lockstep=False, carry=None):
+def make(collect, num_actors=2, max_lag=1, deterministic=False, env_state=None):
     games = [Count(actor) for actor in range(num_actors)]
-    homes = [jax.devices()[0]] * num_actors
-    return Fleet(collect, games, [carry] * num_actors, max_lag=max_lag, lockstep=lockstep, homes=homes)
+    param_shardings = [jax.devices()[0]] * num_actors
+    return Fleet(
+        collect,
+        games,
+        [env_state] * num_actors,
+        max_lag=max_lag,
+        deterministic=deterministic,
+        param_shardings=param_shardings,
+    )
 
 
 def wait_until(condition):
@@ -66,48 +73,48 @@ def queues(fleet):
     return {len(queue) for queue in fleet._ready}
 
 
-def echo(games, params, carry, *, i, watch, check_stop):
-    """An unroll is who made it, its number, what the parameters were; the carry counts."""
+def echo(games, params, env_state, *, i, watch, check_stop):
+    """An unroll is who made it, its number, what the parameters were; the env_state counts."""
     check_stop()
     games.played += 3
     for part in ("inference", "game"):
         with watch(part):
             pass
-    return (games.number, i, int(params), int(carry)), carry + 1
+    return (games.number, i, int(params), int(env_state)), env_state + 1
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_lag_and_queue_are_bounded_and_unrolls_in_order(max_lag, lockstep):
-    with make(echo, 3, max_lag, lockstep, carry=jnp.int32(0)) as fleet:
+def test_lag_and_queue_are_bounded_and_unrolls_in_order(max_lag, deterministic):
+    with make(echo, 3, max_lag, deterministic, env_state=jnp.int32(0)) as fleet:
         fleet.start(0, jnp.int32(0))
         for version in range(12):
             if version < 9:  # the learner is slow at first
                 wait_until(lambda: queues(fleet) == {max_lag + 1})
-            items = fleet.take(NEVER, None)
+            items = fleet.get(NEVER, None)
             assert [item.unroll[:2] for item in items] == [(actor, version) for actor in range(3)]
             assert [item.unroll[3] for item in items] == [version] * 3
-            assert [item.carry for item in items] == [version + 1] * 3
+            assert [item.env_state for item in items] == [version + 1] * 3
             assert [item.games.steps for item in items] == [3 * (version + 1)] * 3
             for item in items:
                 assert item.unroll[2] == 10 * item.version
                 lag = version - item.version
-                assert lag == min(max_lag, version) if lockstep else 0 <= lag <= max_lag
+                assert lag == min(max_lag, version) if deterministic else 0 <= lag <= max_lag
             charts = fleet.metrics(version, items)
             assert charts["charts/queue_size"] == max_lag + 1 or version >= 9
             assert charts["charts/policy_lag"] == version - np.mean([item.version for item in items])
             fleet.publish(version + 1, jnp.int32(10 * (version + 1)))
         published = sorted(map(int, fleet.save()["published"]))
-        assert published == list(range(12 - max_lag if lockstep else 12, 13))
+        assert published == list(range(12 - max_lag if deterministic else 12, 13))
     assert all(games.closed for games in fleet._games)
 
 
 def test_full_queue_holds_the_actors_back():
     played = []
 
-    def collect(games, params, carry, *, i, watch, check_stop):
+    def collect(games, params, env_state, *, i, watch, check_stop):
         played.append(i)
-        return i, carry
+        return i, env_state
 
     with make(collect, 1, max_lag=2) as fleet:
         fleet.start(0, jnp.int32(0))
@@ -123,30 +130,30 @@ def test_parameters_are_copies():
     """The learner donates its own, which deletes them."""
     state = jnp.ones(3)
 
-    def collect(games, params, carry, *, i, watch, check_stop):
-        return params + 0, carry
+    def collect(games, params, env_state, *, i, watch, check_stop):
+        return params + 0, env_state
 
     with make(collect, 1) as fleet:
         fleet.publish(1, state)
         jax.jit(lambda x: x + 1, donate_argnums=0)(state).block_until_ready()
         assert state.is_deleted()
         fleet.start(1, None)
-        assert fleet.take(NEVER, None)[0].unroll.tolist() == [1, 1, 1]
+        assert fleet.get(NEVER, None)[0].unroll.tolist() == [1, 1, 1]
 
 
 def test_an_exception_reaches_the_learner_and_every_thread_ends():
     saved = []
 
-    def collect(games, params, carry, *, i, watch, check_stop):
+    def collect(games, params, env_state, *, i, watch, check_stop):
         if games.number == 1 and i == 1:
             raise ZeroDivisionError("the game broke")
-        return i, carry
+        return i, env_state
 
     with make(collect, 3) as fleet:
         fleet.start(0, jnp.int32(0))
         wait_until(lambda: len(running()) == 2)
         with pytest.raises(ActorError, match="actor 1") as error:
-            fleet.take(NEVER, lambda: saved.append(True))
+            fleet.get(NEVER, lambda: saved.append(True))
         assert saved
         assert "an actor failed" in NEVER.said[-1]
         assert isinstance(error.value.__cause__, ZeroDivisionError)
@@ -159,9 +166,9 @@ def test_a_second_ctrl_c_does_not_wait_for_the_games():
     """One may hang."""
     release = threading.Event()
 
-    def collect(games, params, carry, *, i, watch, check_stop):
+    def collect(games, params, env_state, *, i, watch, check_stop):
         release.wait(10)
-        return i, carry
+        return i, env_state
 
     def interrupt():
         with make(collect) as fleet:
@@ -178,14 +185,14 @@ def test_a_second_ctrl_c_does_not_wait_for_the_games():
 def test_take_gives_up_when_asked():
     release, asked = threading.Event(), []
 
-    def collect(games, params, carry, *, i, watch, check_stop):
+    def collect(games, params, env_state, *, i, watch, check_stop):
         while not release.wait(0.01):  # a game that hangs until it is told to stop
             check_stop()
-        return i, carry
+        return i, env_state
 
     with make(collect) as fleet:
         fleet.start(0, jnp.int32(0))
-        assert fleet.take(run_of(lambda: asked.append(1) or len(asked) > 2), None) is None
+        assert fleet.get(run_of(lambda: asked.append(1) or len(asked) > 2), None) is None
         assert queues(fleet) == {0}
     assert not running()
 
@@ -193,17 +200,17 @@ def test_take_gives_up_when_asked():
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_a_checkpoint_is_of_what_was_taken_and_disturbs_nobody(max_lag):
     """Saved while the actors are ahead, and gone on with by another fleet: as if nothing had happened."""
-    with make(echo, 2, max_lag, lockstep=True, carry=jnp.int32(0)) as fleet:
+    with make(echo, 2, max_lag, deterministic=True, env_state=jnp.int32(0)) as fleet:
         fleet.start(0, jnp.int32(0))
         for version in range(4):
-            fleet.take(NEVER, None)
+            fleet.get(NEVER, None)
             fleet.publish(version + 1, jnp.int32(version + 1))
         wait_until(lambda: queues(fleet) == {max_lag + 1})
         saved = jax.device_get(fleet.save())
         assert [len(games["actions"]) for games in saved["games"].values()] == [12, 12]
-        want = [item.unroll for item in fleet.take(NEVER, None)]
-    with make(echo, 2, max_lag, lockstep=True, carry=jnp.int32(0)) as fleet:
+        want = [item.unroll for item in fleet.get(NEVER, None)]
+    with make(echo, 2, max_lag, deterministic=True, env_state=jnp.int32(0)) as fleet:
         fleet.restore(saved, jax.ShapeDtypeStruct((), jnp.int32), SimpleNamespace(path="there"))
         assert [games.played for games in fleet._games] == [12, 12]
         fleet.start(4, None)
-        assert [item.unroll for item in fleet.take(NEVER, None)] == want == [(a, 4, 4 - max_lag, 4) for a in range(2)]
+        assert [item.unroll for item in fleet.get(NEVER, None)] == want == [(a, 4, 4 - max_lag, 4) for a in range(2)]

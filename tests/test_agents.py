@@ -1,4 +1,4 @@
-"""Agents as small files: what a run has learnt, exported, plays the same; those in agents/ fit the scripts."""
+"""Agents as small files: exported, they play as their run does; those in agents/ fit the scripts."""
 
 import importlib
 import json
@@ -12,67 +12,66 @@ import pytest
 import safetensors.numpy
 import yaml
 from conftest import ROOT, assert_refused
-from test_apex_run import TINY
+from test_scripts import FLAGS, train
 
-import apex_procgen as apex
 import evaluate
 import hnppo_doorgym as hn
 import rnd_montezuma as rnd
-from common import agents, files, networks, runs, shaping
+from common import agents, devices, files, networks, runs
+from common.rewards import ReturnFilter
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    return apex.main(
-        apex.Args(
-            **TINY | {"run_dir": str(tmp_path_factory.mktemp("run")), "total_timesteps": 200, "wandb_entity": "us"}
-        )
-    ).path
+    return train("apex_procgen", tmp_path_factory.mktemp("run"), total_timesteps=200, wandb_entity="us")
 
 
-def test_an_exported_agent_plays_as_the_run_does(run_dir, tmp_path):
-    folder = tmp_path / "agent"
-    words = [str(run_dir), "--episodes", "2", "--seed", "3"]
-    runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
+def export(run_dir, folder, *words):
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), *words, "--export", str(folder)])
+
+
+def test_an_exported_agent_plays_as_its_run_does(run_dir, tmp_path):
+    folder, words = tmp_path / "agent", ["--episodes", "2", "--seed", "3"]
+    export(run_dir, folder, *words)
     content = json.loads((folder / "args.json").read_text())
     content["args"] |= {"total_timesteps": 100}
     del content["args"]["track"]
     (folder / "args.json").write_text(json.dumps(content))  # exported earlier in the run, by an older script
-    runs.cli(evaluate.Args, evaluate.main, [*words, "--export", str(folder)])
+    export(run_dir, folder, *words)
     both = evaluate.main(evaluate.Args((str(folder), str(run_dir)), episodes=2, seed=3))
     assert both[0] == both[1]
     exported, saved = (json.loads((path / "eval.json").read_text()) for path in (folder, run_dir))
     assert exported == saved
     exported = json.loads((folder / "args.json").read_text())
     assert (exported["args"]["run_dir"], exported["args"]["wandb_entity"]) == ("runs", "")
-    assert exported["env_id"] == TINY["env_id"]
+    assert exported["env_id"] == FLAGS["apex_procgen"]["env_id"]
     assert (folder / agents.FILE).stat().st_size < 2e6
 
 
-@pytest.mark.parametrize("script", ["ppo_procgen", "impala_procgen", "rnd_montezuma"])
-def test_a_policy_with_a_core_remembers_until_its_episode_ends(script):
+@pytest.mark.parametrize("name", ["ppo_procgen", "impala_procgen", "rnd_montezuma"])
+def test_a_policy_with_a_core_remembers_until_its_episode_ends(name):
     """Step by step, as it is played, it comes to what its network makes of the whole sequence."""
-    module = importlib.import_module(script)
-    encoder = {} if module is rnd else {"encoder": "nature", "frame_stack": 1}
-    args = module.Args(channels="4,4,4", hidden=8, core="gru", num_devices=1, **encoder)
-    side, depth = (84, 4) if module is rnd else (64, 3)
+    script = importlib.import_module(name)
+    encoder = {} if script is rnd else {"encoder": "nature", "frame_stack": 1}
+    args = script.Args(channels="4,4,4", hidden=8, core="gru", num_devices=1, **encoder)
+    side, depth = (84, 4) if script is rnd else (64, 3)
     frames = np.random.default_rng(0).integers(0, 256, (3, 2, side, side, depth), np.uint8)  # steps, games
-    ages = np.int32([[0, 4], [1, 5], [2, 0]])
-    agent, start = module.make_agent(args), networks.initial_core("gru", 8, 2)
-    params = agent.init(jax.random.PRNGKey(0), frames[0], ages[0] == 0, start)
+    episode_steps, key = np.int32([[0, 4], [1, 5], [2, 0]]), jax.random.PRNGKey(1)
+    agent, start = script.make_agent(args), networks.init_hidden_state("gru", 8, 2)
+    params = agent.init(jax.random.PRNGKey(0), frames[0], episode_steps[0] == 0, start)
     features = np.stack([agent.apply(params, frame, method="encode") for frame in frames], axis=1)
-    *_, whole = agent.apply(params, features, ages.T == 0, start, method="decode")
-    policy, memory = module.make_policy(args, agent, params), None
-    for frame, age in zip(frames, ages, strict=True):
-        _, memory = policy(frame, age, jax.random.PRNGKey(1), memory)
-    np.testing.assert_allclose(memory[0], whole[0], rtol=1e-4, atol=1e-6)
-    _, newest = policy(frames[2], ages[2], jax.random.PRNGKey(1), None)
-    going_on, begun_anew = np.abs(newest[0] - memory[0]).max(axis=1)
-    assert going_on > 0.01
-    assert begun_anew < 1e-5
+    *_, whole = agent.apply(params, features, episode_steps.T == 0, start, method="decode")
+    policy, hidden_state = script.make_policy(args, agent, devices.make_mesh(args)), None
+    for frame, episode_step in zip(frames, episode_steps, strict=True):
+        _, hidden_state = policy(params, frame, episode_step, key, hidden_state)
+    np.testing.assert_allclose(hidden_state[0], whole[0], rtol=1e-4, atol=1e-6)
+    _, newest = policy(params, frames[2], episode_steps[2], key, None)
+    continued, reset = np.abs(newest[0] - hidden_state[0]).max(axis=1)
+    assert continued > 0.01
+    assert reset < 1e-5
 
 
-def test_large_agents_are_stored_as_float16(tmp_path):
+def test_large_agents_are_stored_as_float16_where_that_holds_their_numbers(tmp_path):
     large, few = np.float32(np.random.default_rng(0).normal(size=(600, 600))), np.float32([1 / 3])
     agents.write(tmp_path, {}, {"a": {"large": large, "few": few}, "n": np.int32(7)})
     tree = agents.read(tmp_path / agents.FILE)
@@ -81,32 +80,28 @@ def test_large_agents_are_stored_as_float16(tmp_path):
     np.testing.assert_array_equal(tree["a"]["few"], few)
     assert tree["n"].shape == ()
     wide = np.full(300_000, 1e5, np.float32)  # beyond float16; and a fork's tree may have more than dicts
-    agents.write(tmp_path, {}, {"filter": shaping.ReturnFilter(wide, few, few, few)})
+    agents.write(tmp_path, {}, {"filter": ReturnFilter(wide, few, few, few)})
     np.testing.assert_array_equal(agents.read(tmp_path / agents.FILE)["filter"]["discounted"], wide)
     agents.write(tmp_path, {}, {"a": {"large": large[:50, :50]}})
     np.testing.assert_array_equal(agents.read(tmp_path / agents.FILE)["a"]["large"], large[:50, :50])
 
 
-@pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_damaged_agent_gets_one_sentence(run_dir, tmp_path, capfd, damage):
-    folder = tmp_path / "agent"
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "1", "--export", str(folder)])
-    path = folder / agents.FILE
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:100])
-    else:
-        args = json.loads((folder / "args.json").read_text())
-        args["args"]["hidden"] = 8
-        (folder / "args.json").write_text(json.dumps(args))
-    capfd.readouterr()
-    assert_refused(evaluate, [str(folder)], capfd, str(folder), "cannot be read" if damage == "cut" else "does not fit")
+def test_an_agent_that_is_damaged_or_of_other_flags_is_refused(run_dir, tmp_path, capfd):
+    export(run_dir, tmp_path, "--episodes", "1")
+    content = json.loads((tmp_path / "args.json").read_text())
+    other = content | {"args": content["args"] | {"hidden": 8}}
+    path, whole = tmp_path / agents.FILE, (tmp_path / agents.FILE).read_bytes()
+    unreadable = safetensors.numpy.save({"a": np.zeros(1), "a/b": np.zeros(1)})  # impossible names
+    for args, data, why in (
+        (other, whole, "does not fit"), (content, whole[:100], "cannot be read"), (content, unreadable, "cannot be read"),
+    ):  # fmt: skip
+        path.write_bytes(data)
+        files.write_json(tmp_path / "args.json", args)
+        capfd.readouterr()
+        assert_refused(evaluate, [str(tmp_path)], capfd, str(tmp_path), why)
 
 
-def test_arrays_of_impossible_names_get_one_sentence(tmp_path):
-    path = tmp_path / agents.FILE
-    path.write_bytes(safetensors.numpy.save({"a": np.zeros(1), "a/b": np.zeros(1)}))
-    with pytest.raises(runs.UsageError, match=rf"^RUN_DIR {tmp_path}: {agents.FILE} cannot be read"):
-        agents.read(path)
+# THE HUB
 
 
 @pytest.fixture
@@ -130,9 +125,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bigfish(tmp_path):
-    folder = tmp_path / "bigfish"
-    shutil.copytree(ROOT / "agents" / "ppo_bigfish", folder)
-    return folder
+    return shutil.copytree(ROOT / "agents" / "ppo_bigfish", tmp_path / "bigfish")
 
 
 @pytest.mark.slow
@@ -152,7 +145,7 @@ def test_an_agent_goes_to_the_hub_with_a_card(bigfish, tmp_path, hub, capfd):
     assert row in text
 
 
-def test_a_card_names_the_game(tmp_path):
+def test_a_card_names_the_game_and_the_scores(tmp_path):
     doors = agents.card(ROOT / "agents" / "hnppo_six_doors", "me/doors")
     assert "# HNPPO on DoorGym" in doors
     assert doors.count("| success rate |") == doors.count("|  | 100 |\n") == 6
@@ -178,45 +171,49 @@ def test_a_card_names_the_game(tmp_path):
         (["--human"], "--human", "trained on all levels"),
     ],
 )
-def test_what_cannot_be_done_with_an_agent_is_refused(bigfish, hub, capfd, words, names, valid):
+def test_an_agent_is_refused_for_what_it_cannot_do(bigfish, hub, capfd, words, names, valid):
     assert_refused(evaluate, [str(bigfish), *words], capfd, names, valid)
     assert not hub.create_repo.called
 
 
-def test_a_run_is_not_pushed_and_not_exported_over(run_dir, bigfish, hub, tmp_path, capfd):
+def test_a_run_is_not_pushed_and_not_exported_over_another(run_dir, bigfish, hub, tmp_path, capfd):
+    doors = str(ROOT / "agents" / "hnppo_six_doors")
     assert_refused(evaluate, [str(run_dir), "--push-to-hub", "me/x"], capfd, "--push-to-hub me/x", "--export")
     assert_refused(evaluate, [str(run_dir), "--export", str(run_dir)], capfd, f"--export {run_dir}", "run directory")
     assert_refused(evaluate, [str(run_dir), "--export", str(bigfish)], capfd, f"--export {bigfish}", "of another run")
-    runs.write_json(tmp_path / "args.json", runs.read_args(str(run_dir), "") | {"run": "another, of the same flags"})
-    assert_refused(evaluate, [str(run_dir), "--export", str(tmp_path)], capfd, f"--export {tmp_path}", "of another run")
-    doors = str(ROOT / "agents" / "hnppo_six_doors")
     assert_refused(evaluate, [doors, "--human"], capfd, "--human", "without levels")
-    changed = runs.read_args(str(run_dir), "")
-    runs.write_json(tmp_path / "args.json", changed | {"args": changed["args"] | {"num_levels": "ten"}})
+    assert_refused(evaluate, [doors, "--levels", "train"], capfd, "--levels train", "hnppo_doorgym.py")
+    content, own = runs.read_args(str(run_dir), ""), runs.read_args(str(bigfish), "")
+    for script_run, there in (
+        (run_dir, content | {"run": "another, of the same flags"}),
+        (bigfish, own | {"args": own["args"] | {"seed": 77}}),
+    ):
+        runs.write_json(tmp_path / "args.json", there)
+        words = [str(script_run), "--export", str(tmp_path)]
+        assert_refused(evaluate, words, capfd, f"--export {tmp_path}", "of another run")
+    runs.write_json(tmp_path / "args.json", content | {"args": content["args"] | {"num_levels": "ten"}})
     assert_refused(evaluate, [str(tmp_path), "--human"], capfd, f"RUN_DIR {tmp_path}", "args.json")
-    own = runs.read_args(str(bigfish), "")
-    runs.write_json(tmp_path / "args.json", own | {"args": own["args"] | {"seed": 77}})
-    assert_refused(evaluate, [str(bigfish), "--export", str(tmp_path)], capfd, "of another run")
 
 
-def test_who_is_not_logged_in_is_told_before_anything_is_played(bigfish, hub, monkeypatch, capfd):
+def test_a_user_who_is_not_logged_in_is_told_before_anything_is_played(bigfish, hub, monkeypatch, capfd):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert_refused(evaluate, [str(bigfish), "--push-to-hub", "me/x"], capfd, "--push-to-hub me/x", "hf auth login")
 
 
-def test_a_hub_that_cannot_be_reached_gets_one_sentence(bigfish, hub):
+def test_a_hub_that_cannot_be_reached_is_answered_in_one_sentence(bigfish, hub):
     hub.create_repo.side_effect = ConnectionError("no route\nto it")
     (bigfish / "eval.json").write_text('{"global_step": 1}')
     with pytest.raises(files.FailedError, match=r"--push-to-hub me/x: no route \("):
         agents.push(bigfish, "me/x")
 
 
+# AGENTS/
+
+
 @pytest.mark.parametrize("folder", sorted((ROOT / "agents").glob("*/args.json")), ids=lambda path: path.parent.name)
 def test_the_agents_that_come_with_the_scripts_fit_them(folder):
-    run_dir = str(folder.parent)
-    script = importlib.import_module(runs.read_args(run_dir, "RUN_DIR")["script"])
-    args = runs.saved_args(script.Args, run_dir, "RUN_DIR")
-    tree = script.trained(args, script.make_agent(args), run_dir)
+    script, args = evaluate.script_of(str(folder.parent))
+    tree = script.load_params(args, script.make_agent(args), str(folder.parent))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(tree))
     assert (folder.parent / agents.FILE).stat().st_size < 2e6
 

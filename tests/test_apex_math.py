@@ -3,21 +3,22 @@
 import itertools
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from conftest import init_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_apex_run import TINY
 
 import apex_procgen as apex
 from common import augment, devices, envs, offpolicy, replay, runs
-from common.devices import SAME
+from common.devices import ENV_SHARDED, REPLICATED
 
-learn = partial(offpolicy.learn, update=apex.update, update_on_batch=apex.update_on_batch)
 draw = jax.jit(replay.sample, static_argnames=("batch_size", "n_step", "gamma"))
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
@@ -27,6 +28,25 @@ GAMES = 4
 def make_args(**flags):
     """The network and the shapes of the whole runs, whose programs need not be compiled again."""
     return apex.Args(**TINY | flags)
+
+
+@cache
+def programs(script, args):
+    """The mesh, the agent, and what `main` compiles for these arguments."""
+    agent, mesh = script.make_agent(args), devices.make_mesh(args)
+    update, update_on_batch = script.make_update(args, agent, mesh), script.make_update_on_batch(args, agent, mesh)
+    return SimpleNamespace(
+        agent=agent,
+        mesh=mesh,
+        insert=offpolicy.make_insert(args, mesh),
+        update=update,
+        update_on_batch=update_on_batch,
+        run_updates=offpolicy.make_run_updates(args, mesh, update, update_on_batch),
+    )
+
+
+def init_env_state(args, env_ids):
+    return envs.init_env_state(np.int32(env_ids), args.stack_offsets)
 
 
 def normal(rng, *shape):
@@ -67,8 +87,8 @@ def of_table(args):
     """What `devices.gradient` makes of the loss: a function of parameters, target and batch."""
 
     def gradient(params, target, batch):
-        loss = partial(apex.loss, args, Table(args), target=target)
-        return devices.gradient(loss, params, batch, jnp.ones(args.batch_size), whole=True)
+        loss = partial(apex.loss, args, Table(args), target_params=target)
+        return devices.gradient(loss, params, batch, jnp.ones(args.batch_size), in_chunks=False)
 
     return jax.jit(gradient)
 
@@ -120,7 +140,7 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames(alp
     Q-learning or Munchausen's reward."""
     args = make_args(**PLAIN, num_atoms=99, num_quantiles=4, munchausen_alpha=alpha, num_devices=1)
     agent, rng = apex.make_agent(args), np.random.default_rng(0)
-    params = devices.run_once(apex.initial_state, args, agent).params
+    params = init_state(apex, args, agent).params
     online, target = (jax.tree.map(lambda x: x + 0.1 * normal(rng, *x.shape), params) for _ in range(2))
     frames = rng.integers(0, 256, (2, args.batch_size, 64, 64, 6), np.uint8)
     batch = random_batch(rng, args)._replace(frames=frames[0], next_frames=frames[1])
@@ -129,15 +149,16 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames(alp
     apply = jax.jit(agent.apply)
     following = apply(target, batch.next_frames, taus=next_taus)
     outputs = apex.Outputs(
-        values=apply(online, batch.frames, taus=taus), next_target=following, target=apply(target, batch.frames),
-        next_selector=apply(target if alpha else online, batch.next_frames), taus=taus,
+        values=apply(online, batch.frames, taus=taus), next_target_values=following,
+        next_selector_values=apply(target if alpha else online, batch.next_frames),
+        target_values=apply(target, batch.frames), taus=taus,
     )  # fmt: skip
-    want = apex.q_parts(args, agent.support, outputs, batch)
-    got = apex.loss(args, agent, online, batch, target=target)
+    want = apex.q_loss_terms(args, agent.support, outputs, batch)
+    got = apex.loss(args, agent, online, batch, target_params=target)
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
-    for wrong in ({"taus": next_taus}, {"next_selector": apply(online if alpha else target, batch.next_frames)}):
-        other = apex.q_parts(args, agent.support, outputs._replace(**wrong), batch)["loss"]
+    for wrong in ({"taus": next_taus}, {"next_selector_values": apply(online if alpha else target, batch.next_frames)}):
+        other = apex.q_loss_terms(args, agent.support, outputs._replace(**wrong), batch)["loss"]
         assert np.abs(other - want["loss"]).max() > 1e-3
 
 
@@ -152,7 +173,7 @@ def test_frames_and_next_frames_are_transformed_apart_and_features_dropped_once(
             seen.append((params, frames, keys))
             return jnp.zeros((len(frames), 15, 1))
 
-    apex.loss(args, Spy(), "online", batch, target="target")
+    apex.loss(args, Spy(), "online", batch, target_params="target")
     keys = [jax.vmap(jax.random.fold_in, (0, None))(batch.keys, i) for i in range(3)]
     frames, following = augment.augment(args, keys[0], batch.frames), augment.augment(args, keys[1], batch.next_frames)
     want = ("online", frames, keys[2]), ("target", following, None), ("online", following, None)
@@ -191,20 +212,20 @@ def test_gradient_by_differences(atoms):
 @given(seeds, st.sampled_from([(1, 1), (3, 5), (8, 8)]))
 def test_quantile_loss_by_hand(seed, sizes):
     rng, (few, many) = np.random.default_rng(seed), sizes
-    taus, quantiles, goals = rng.random((4, few), np.float32), 2 * normal(rng, 4, few), 2 * normal(rng, 4, many)
-    got = apex.quantile_loss(taus, quantiles, goals)
+    taus, quantiles, targets = rng.random((4, few), np.float32), 2 * normal(rng, 4, few), 2 * normal(rng, 4, many)
+    got = apex.quantile_loss(taus, quantiles, targets)
     want = [
-        oracle.quantile_loss(*(x.astype(np.float64) for x in row)) for row in zip(taus, quantiles, goals, strict=True)
+        oracle.quantile_loss(*(x.astype(np.float64) for x in row)) for row in zip(taus, quantiles, targets, strict=True)
     ]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
-    slopes, small = jax.grad(lambda quantiles: apex.quantile_loss(taus, quantiles, goals).sum())(quantiles), 1e-6
+    slopes, small = jax.grad(lambda quantiles: apex.quantile_loss(taus, quantiles, targets).sum())(quantiles), 1e-6
     for k in range(few):
         sums = []
         for sign in (1, -1):
             moved = np.float64(quantiles[0])
             moved[k] += sign * small
-            sums.append(oracle.quantile_loss(np.float64(taus[0]), moved, np.float64(goals[0])))
+            sums.append(oracle.quantile_loss(np.float64(taus[0]), moved, np.float64(targets[0])))
         np.testing.assert_allclose(slopes[0, k], (sums[0] - sums[1]) / (2 * small), rtol=1e-3, atol=1e-4)
 
 
@@ -218,25 +239,26 @@ def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, doubl
     rng, size, count = np.random.default_rng(seed), 5, quantiles or 1
     outputs = apex.Outputs(*2 * normal(rng, 4, size, 15, count), rng.random((size, count), np.float32))
     batch = jax.tree.map(lambda x: x[:size], random_batch(rng, args))
-    got = apex.q_parts(args, (0.0,), outputs, batch)
+    got = apex.q_loss_terms(args, (0.0,), outputs, batch)
     for i in range(size):
         one = jax.tree.map(lambda x: np.float64(x[i]), outputs)  # noqa: B023
         action, reward, discount = batch.actions[i], float(batch.returns[i]), float(batch.discounts[i])
         if alpha:
-            goals = oracle.munchausen(args, one.target, one.next_target, one.next_selector, action, reward, discount)
+            outputs_of_one = one.target_values, one.next_target_values, one.next_selector_values
+            targets = oracle.munchausen(args, *outputs_of_one, action, reward, discount)
         else:
-            goals = reward + discount * one.next_target[one.next_selector.mean(axis=1).argmax()]
-        td = goals.mean() - one.values[action].mean()
-        loss = oracle.quantile_loss(one.taus, one.values[action], goals) if quantiles else oracle.huber(td)
+            targets = reward + discount * one.next_target_values[one.next_selector_values.mean(axis=1).argmax()]
+        td = targets.mean() - one.values[action].mean()
+        loss = oracle.quantile_loss(one.taus, one.values[action], targets) if quantiles else oracle.huber(td)
         np.testing.assert_allclose(got["loss"][i], batch.weight[i] * loss, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(got["td_error"][i], abs(td), rtol=1e-3, atol=1e-4)
 
     def total(outputs):
-        return apex.q_parts(args, (0.0,), outputs, batch)["loss"].sum()
+        return apex.q_loss_terms(args, (0.0,), outputs, batch)["loss"].sum()
 
     slopes = jax.grad(total)(outputs)
     assert np.any(slopes.values)
-    assert not any(np.any(x) for x in (slopes.next_target, slopes.next_selector, slopes.target))
+    assert not any(np.any(x) for x in (slopes.next_target_values, slopes.next_selector_values, slopes.target_values))
 
 
 def test_a_state_is_worth_its_best_action_or_the_softmax_policys():
@@ -277,7 +299,7 @@ def frames_batch(args):
 
 def full_buffer(args, device):
     """Random frames and steps, all of which can be drawn."""
-    rng, buffer = np.random.default_rng(2), offpolicy.initial_replay(args)
+    rng, buffer = np.random.default_rng(2), offpolicy.init_replay(args)
     shape = buffer.priorities.shape
     rows = buffer.rows._replace(
         frames=buffer.rows.frames.replace(images=rng.integers(0, 256, (*shape, 64, 64, 3), np.uint8)),
@@ -287,8 +309,9 @@ def full_buffer(args, device):
     return jax.device_put(buffer._replace(rows=rows, priorities=rng.random(shape, np.float32)), device)
 
 
-def new_state(args, agent):
-    return devices.put(args, devices.run_once(apex.initial_state, args, agent), SAME)
+def new_state(args):
+    own = programs(apex, args)
+    return jax.device_put(init_state(apex, args, own.agent), devices.shardings(own.mesh, REPLICATED))
 
 
 def make_accelerator_args(**flags):
@@ -300,18 +323,18 @@ def test_an_update_on_two_devices_equals_the_whole_on_one(monkeypatch):
     """Also the TD errors, which come back sample by sample, not weighted; and the step size is by steps."""
 
     def begin(args):
-        return new_state(args, agent)._replace(global_step=jnp.int32(50))
+        return new_state(args)._replace(global_step=jnp.int32(50))
 
     args = make_args()
     agent, batch = apex.make_agent(args), frames_batch(args)
-    state, td, metrics = apex.update_on_batch(args, agent, begin(args), batch)
+    state, td, metrics = programs(apex, args).update_on_batch(begin(args), batch)
     assert len(td.sharding.device_set) == args.num_devices == 2
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     whole = make_accelerator_args(learning_rate=f"0:{2 * float(args.learning_rate)},100:0")
-    want_state, want_td, want = apex.update_on_batch(whole, agent, begin(whole), batch)
+    want_state, want_td, want = programs(apex, whole).update_on_batch(begin(whole), batch)
     np.testing.assert_allclose(td, want_td, rtol=1e-3, atol=1e-4)
     start = begin(whole)
-    parts = apex.loss(whole, agent, start.params, batch, target=start.target)
+    parts = apex.loss(whole, agent, start.params, batch, target_params=start.target_params)
     np.testing.assert_allclose(want_td, parts["td_error"], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(want["losses/td_error"], parts["td_error"].mean(), rtol=1e-3)
     for name, x in want.items():
@@ -322,51 +345,50 @@ def test_an_update_on_two_devices_equals_the_whole_on_one(monkeypatch):
 def test_each_device_draws_from_its_own_games():
     """An update on two devices, by hand: half of the batch comes of each half of the games, with weights for that."""
     args = make_args()
-    agent, whole, beta = apex.make_agent(args), full_buffer(args, jax.devices()[0]), 0.7
-    placed = jax.device_put(full_buffer(args, jax.devices()[0]), devices.shardings(args, replay.REPLAY))
-    state, buffer, metrics = apex.update(args, agent, new_state(args, agent), placed, 1, beta)
+    own, whole, beta = programs(apex, args), full_buffer(args, jax.devices()[0]), 0.7
+    placed = jax.device_put(full_buffer(args, jax.devices()[0]), devices.shardings(own.mesh, replay.REPLAY_SPECS))
+    state, buffer, metrics = own.update(new_state(args), placed, 1, beta)
     parts, batches, weights, key = [], [], [], jax.random.PRNGKey(envs.derive_seed(args.seed, 1))
     for i in range(2):
         games = slice(2 * i, 2 * i + 2)
         frames = jax.tree.map(lambda x: x[:, games], whole.rows.frames)  # noqa: B023
         rows = jax.tree.map(lambda x: x[:, games], whole.rows._replace(frames=None))._replace(frames=frames)  # noqa: B023
         parts.append(replay.Replay(rows, whole.priorities[:, games], whole.written))
-        own = jax.random.fold_in(jax.random.fold_in(key, 0), i)
-        batches.append(draw(parts[i], own, beta, batch_size=8, n_step=args.n_step, gamma=args.gamma))
+        device_key = jax.random.fold_in(jax.random.fold_in(key, 0), i)
+        batches.append(draw(parts[i], device_key, beta, batch_size=8, n_step=args.n_step, gamma=args.gamma))
         p = np.asarray(parts[i].priorities, np.float64)
         probability = p[batches[i].row, batches[i].env] / p.sum() / 2
         weights.append((2 * p.size * probability) ** -beta)
     batch = jax.tree.map(lambda *x: jnp.concatenate(x), *batches)
     weight = np.concatenate(weights) / np.max(weights)
-    batch = devices.put(args, batch._replace(weight=weight.astype(np.float32)), devices.GAMES)
-    want, td, same = apex.update_on_batch(args, agent, new_state(args, agent), batch)
+    batch = batch._replace(weight=weight.astype(np.float32))
+    batch = jax.device_put(batch, devices.shardings(own.mesh, ENV_SHARDED))
+    want, td, same = own.update_on_batch(new_state(args), batch)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-6), state.params, want.params)
     for name, x in same.items():
         np.testing.assert_allclose(metrics[name], x, rtol=1e-4, err_msg=name)
     for i in range(2):
-        own = replay.set_priorities(parts[i], batches[i], np.asarray(td)[8 * i : 8 * i + 8], per_alpha=args.per_alpha)
-        np.testing.assert_allclose(buffer.priorities[:, 2 * i : 2 * i + 2], own.priorities, rtol=1e-3, atol=1e-5)
-        assert (own.priorities != parts[i].priorities).sum() > 4
+        part = replay.set_priorities(parts[i], batches[i], np.asarray(td)[8 * i : 8 * i + 8], per_alpha=args.per_alpha)
+        np.testing.assert_allclose(buffer.priorities[:, 2 * i : 2 * i + 2], part.priorities, rtol=1e-3, atol=1e-5)
+        assert (part.priorities != parts[i].priorities).sum() > 4
 
 
 def test_updates_in_one_program_equal_those_by_transfers(monkeypatch):
     """The same buffer on the learner's device, and on another: same parameters, priorities, metrics. And the target
     network is copied every fourth update."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    monkeypatch.setattr(devices, "own_key", lambda key: key)  # a host draws for all devices, and has no key of its own
+    monkeypatch.setattr(devices, "fold_in_axis_index", lambda key: key)  # the host draws for all devices, with one key
     args, host = make_accelerator_args(seed=3), make_accelerator_args(seed=3, replay_device="host")
-    agent, watch = apex.make_agent(args), runs.Stopwatch()
+    watch = runs.Stopwatch()
     first, other = jax.devices()[0], jax.devices()[-1]
     assert first != other
-    state, buffer, metrics = learn(
-        args, agent, new_state(args, agent), full_buffer(args, first), k=6, beta=0.5, watch=watch
-    )
+    state, buffer, metrics = programs(apex, args).run_updates(new_state(args), full_buffer(args, first), 6, 0.5, watch)
     assert "sample" not in watch.seconds
-    one, there, same, each = new_state(args, agent), full_buffer(args, other), [], []
+    one, there, same, each = new_state(host), full_buffer(args, other), [], []
     for _ in range(6):
-        one, there, some = learn(host, agent, one, there, k=1, beta=0.5, watch=watch)
+        one, there, some = programs(apex, host).run_updates(one, there, 1, 0.5, watch)
         each.append(some)
-        leaves = zip(jax.tree.leaves(one.params), jax.tree.leaves(one.target), strict=True)
+        leaves = zip(jax.tree.leaves(one.params), jax.tree.leaves(one.target_params), strict=True)
         same.append(all(np.array_equal(a, b) for a, b in leaves))
     assert "sample" in watch.seconds
     assert same == [False, False, False, True, False, False]
@@ -379,8 +401,8 @@ def test_updates_in_one_program_equal_those_by_transfers(monkeypatch):
 
 
 def test_no_update_changes_nothing():
-    args = make_args()
-    assert learn(args, None, "state", "buffer", k=0, beta=0.5, watch=None) == ("state", "buffer", {})
+    run_updates = programs(apex, make_args()).run_updates
+    assert run_updates("state", "buffer", 0, 0.5, None) == ("state", "buffer", {})
 
 
 def test_values_start_near_zero():
@@ -406,22 +428,22 @@ def test_exploration_is_the_papers():
     np.testing.assert_allclose(apex.epsilons(args), 0.4 ** np.arange(1, 9), rtol=1e-5)
     assert apex.epsilons(make_args(num_envs=1, num_actors=1)) == np.float32(0.4)
     values, epsilon = jnp.tile(jnp.arange(15.0), (4000, 1)), jnp.repeat(jnp.array([0.0, 0.3]), 2000)
-    actions = np.asarray(apex.explore(jax.random.split(jax.random.PRNGKey(0), 4000), values, epsilon))
+    actions = np.asarray(apex.epsilon_greedy(jax.random.split(jax.random.PRNGKey(0), 4000), values, epsilon))
     assert (actions[:2000] == 14).all()
     assert (actions[2000:] != 14).mean() == pytest.approx(0.3 * 14 / 15, abs=0.03)
     assert len(np.unique(actions)) == 15
     args = make_args(epsilon=0.0)
     agent, rng = apex.make_agent(args), np.random.default_rng(0)
-    params = devices.run_once(apex.initial_state, args, agent).params
-    rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.arange(4, dtype=np.int32)), 0)
+    params = init_state(apex, args, agent).params
+    rollout = offpolicy.begin_rollout(args, init_env_state(args, range(4)), 0)
     obs = rng.integers(0, 256, (4, 3, 64, 64), np.uint8)
     rollout, _ = apex.act(args, agent, params, rollout, obs, np.zeros(4, np.int32))
     np.testing.assert_allclose(rollout.action_value[0], rollout.state_value[0])
     frames = rng.integers(0, 256, (8, 64, 64, 6), np.uint8)
     best = apex.mean_value(agent.support, agent.apply(params, frames)).argmax(axis=1)
     assert apex.EVALUATION_EPSILON == 0.001
-    policy = apex.make_policy(replace(args, epsilon=0.9), agent, params)
-    chosen, _ = policy(frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
+    policy = apex.make_policy(replace(args, epsilon=0.9), agent, devices.make_mesh(args))
+    chosen, _ = policy(params, frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
     assert len(set(np.asarray(best).tolist())) > 1
     np.testing.assert_array_equal(chosen, best)
 
@@ -430,29 +452,32 @@ def test_a_game_is_played_the_same_beside_any_others():
     """Its number alone decides over its random draws, and how much it explores."""
     args, rng = make_args(epsilon=0.9, epsilon_alpha=0.5), np.random.default_rng(0)
     agent, obs = apex.make_agent(args), rng.integers(0, 256, (6, 4, 3, 64, 64), np.uint8)
-    params, played, age = devices.run_once(apex.initial_state, args, agent).params, [], np.arange(6) % 4
-    for numbers in ([0, 1, 2, 3], [2, 3], [3, 0]):
-        rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.int32(numbers)), 0)
+    params, played, episode_step = init_state(apex, args, agent).params, [], np.arange(6) % 4
+    act = jax.jit(partial(apex.act, args, agent))
+    for env_ids in ([0, 1, 2, 3], [2, 3], [3, 0]):
+        rollout = offpolicy.begin_rollout(args, init_env_state(args, env_ids), 0)
         actions = []
         for t in range(6):
-            ages = np.full(len(numbers), age[t], np.int32)
-            rollout, some = apex.act(args, agent, params, rollout, obs[t, numbers], ages)
+            episode_steps = np.full(len(env_ids), episode_step[t], np.int32)
+            rollout, some = act(params, rollout, obs[t, env_ids], episode_steps)
             actions.append(some)
         played.append(np.stack([rollout.actions[:6], actions]))
     everyone, *some = played
     assert len(np.unique(everyone)) > 5
     assert (everyone[0] != everyone[1]).any()  # some actions stuck
-    for numbers, own in zip(([2, 3], [3, 0]), some, strict=True):
-        np.testing.assert_array_equal(own, everyone[..., numbers])
+    for env_ids, own in zip(([2, 3], [3, 0]), some, strict=True):
+        np.testing.assert_array_equal(own, everyone[..., env_ids])
     # Whether an action sticks has a key of its own, and what sticks is what was played.
     args = replace(args, sticky_actions=0.9)
-    rollout = offpolicy.begin_rollout(args, offpolicy.initial_carry(args, np.arange(4, dtype=np.int32)), 0)
-    choose, stick = envs.step_keys(rollout)
-    assert (choose != stick).any(axis=1).all()
+    rollout = offpolicy.begin_rollout(args, init_env_state(args, range(4)), 0)
+    policy_keys, sticky_keys = envs.step_keys(rollout.key, rollout.t, rollout.env_state.env_ids)
+    assert (policy_keys != sticky_keys).any(axis=1).all()
     values = {"values": jnp.zeros((4, 15)), "state_value": jnp.zeros(4)}
-    rollout, some = offpolicy.record(args, rollout, np.ones(4, np.int32), jnp.full(4, 7), stick_keys=stick, **values)
+    rollout, some = offpolicy.record_step(
+        args, rollout, np.ones(4, np.int32), jnp.full(4, 7), sticky_keys=sticky_keys, **values
+    )
     assert (some == 0).any()
-    np.testing.assert_array_equal(rollout.last_action, some)
+    np.testing.assert_array_equal(rollout.env_state.last_action, some)
 
 
 def test_updates_follow_the_steps_played():
@@ -464,36 +489,37 @@ def test_updates_follow_the_steps_played():
 
 
 def test_the_learner_sees_what_the_actors_saw():
-    """On real games the values of sampled frames are those that the actors had: stacks, ages and rows are right. The
+    """On real games the values of sampled frames are those that the actors had: stacks, ages and rows are right. All
     games start anew after every 64 steps."""
     args = make_args()
-    agent, everyone = apex.make_agent(args), range(args.num_actors)
-    params, buffer = devices.run_once(apex.initial_state, args, agent).params, offpolicy.initial_replay(args)
-    numbers = np.arange(4, dtype=np.int32).reshape(2, 2)
-    games = [envs.Games(partial(envs.make_levels, args), own, 5, restart_every=64) for own in numbers]
-    carries, ends, restarts = [offpolicy.initial_carry(args, own) for own in numbers], 0, 0
+    own, everyone = programs(apex, args), range(args.num_actors)
+    agent, collect = own.agent, offpolicy.make_collect(args, own.agent, apex.act)
+    params, buffer = init_state(apex, args, agent).params, offpolicy.make_buffer(args, own.mesh, {})
+    env_ids = np.arange(4, dtype=np.int32).reshape(2, 2)
+    vec_envs = [envs.ReplayableVecEnv(partial(envs.make_procgen, args), ids, 5, restart_every=64) for ids in env_ids]
+    env_states, ends, forced_reset = [init_env_state(args, ids) for ids in env_ids], 0, 0
     keys = []
     for i in range(18):
         unrolls = []
         for actor in everyone:
-            unroll, carries[actor] = offpolicy.collect(
-                apex.act, args, agent, games[actor], params, carries[actor],
-                i=i, watch=runs.Stopwatch(), check_stop=lambda: None,
-            )  # fmt: skip
+            unroll, env_states[actor] = collect(
+                vec_envs[actor], params, env_states[actor], i=i, watch=runs.Stopwatch(), check_stop=lambda: None
+            )
             unrolls.append(unroll)
         keys.append(np.asarray(unrolls[0].rollout.key))
-        steps = envs.join_games([unroll.steps for unroll in unrolls], axis=-1)
-        ends, restarts = ends + steps.ended.sum(), restarts + steps.restarts.sum()
-        buffer = offpolicy.insert(args, buffer, *offpolicy.move(args, *zip(*unrolls, strict=True)))
+        steps = envs.join_envs([unroll.timesteps for unroll in unrolls], axis=-1)
+        ends, forced_reset = ends + steps.episode_end.sum(), forced_reset + steps.forced_reset.sum()
+        buffer = own.insert(buffer, *zip(*unrolls, strict=True))
     assert ends > 2
-    assert restarts == 4 * 4
+    assert forced_reset == 4 * 4
     assert len(np.unique(np.stack(keys), axis=0)) == 18  # each unroll draws its own
     assert len(buffer.priorities.sharding.device_set) == 2
     buffer = jax.device_put(buffer, jax.devices()[0])
     rows = buffer.rows
+    sample = jax.jit(partial(offpolicy.sample, args))
     values_of = jax.jit(lambda frames: apex.mean_value(agent.support, agent.apply(params, frames)))
     for i in range(16):
-        batch = offpolicy.sample(args, buffer, i, 0.4)
+        batch = sample(buffer, i, 0.4)
         np.testing.assert_allclose(
             values_of(batch.frames)[jnp.arange(16), batch.actions], rows.action_value[batch.row, batch.env],
             rtol=1e-3, atol=1e-4,
@@ -502,8 +528,8 @@ def test_the_learner_sees_what_the_actors_saw():
         np.testing.assert_allclose(
             values_of(batch.next_frames).max(axis=1), rows.state_value[after, batch.env], rtol=1e-3, atol=1e-4
         )
-    for mine in games:
-        mine.close()
+    for vec_env in vec_envs:
+        vec_env.close()
 
 
 # A GAME WITH KNOWN VALUES
@@ -515,29 +541,39 @@ ROOMS = np.broadcast_to(255 * np.eye(3, dtype=np.uint8)[:, None, None], (3, 64, 
 def chain(rng, steps):
     """Three rooms in a row. In room i, action i + 1 leads on (from the last: out, with a reward of 2); any other ends
     the episode. Leaving room 1 the right way pays 1, room 0 the wrong way 0.1. Returns frames, actions and Steps."""
-    room, age, over = np.zeros((3, GAMES), int)
-    rows = {name: [] for name in ("frames", "actions", "rewards", "terminated", "done", "age")}
+    room, episode_step, over = np.zeros((3, GAMES), int)
+    rows = {name: [] for name in ("frames", "actions", "rewards", "terminated", "done", "episode_step")}
     for _ in range(steps):
         actions = np.where(rng.random(GAMES) < 0.6, room + 1, rng.integers(0, 15, GAMES))
         right = actions == room + 1
         rewards = np.where(right, np.array([0, 1, 2])[room], np.array([0.1, 0, 0])[room])
         ends = (~right | (room == 2)) & ~over.astype(bool)
         for name, x in {"frames": ROOMS[room], "actions": actions, "rewards": rewards * (over == 0), "terminated": ends,
-                        "done": over == 1, "age": age}.items():  # fmt: skip
+                        "done": over == 1, "episode_step": episode_step}.items():  # fmt: skip
             rows[name].append(np.array(x))
         room = np.where(over == 1, 0, np.where(ends, room, room + 1))
-        age, over = np.where(over == 1, 0, age + 1), ends.astype(int)
+        episode_step, over = np.where(over == 1, 0, episode_step + 1), ends.astype(int)
     rows = {name: np.stack(x) for name, x in rows.items()}
     terminated = rows["terminated"]
-    steps = envs.Steps(
+    steps = envs.Timesteps(
         rewards=rows["rewards"].astype(np.float32),
         terminated=terminated,
         truncated=terminated & False,
-        done=rows["done"],
-        age=np.concatenate([rows["age"], age[None]]).astype(np.int32),
-        restarts=np.zeros(GAMES, bool),
+        is_reset=rows["done"],
+        episode_step=np.concatenate([rows["episode_step"], episode_step[None]]).astype(np.int32),
+        forced_reset=np.zeros(GAMES, bool),
     )
     return rows["frames"], rows["actions"].astype(np.int32), steps
+
+
+def chain_buffer(own, args):
+    """A buffer full of `chain`'s transitions."""
+    images, actions, steps = chain(np.random.default_rng(0), 400)
+    env_state = init_env_state(args, range(GAMES))
+    frames = envs.Frames(np.concatenate([env_state.history, images]), steps.episode_step[:-1], (0,))
+    values = np.zeros((400, GAMES), np.float32)
+    rollout = offpolicy.Rollout(frames, actions, values, values, env_state, jax.random.PRNGKey(0), jnp.int32(400))
+    return own.insert(offpolicy.make_buffer(args, own.mesh, {}), (rollout,), (steps,))
 
 
 def learnt_values(updates, **flags):
@@ -546,18 +582,12 @@ def learnt_values(updates, **flags):
         num_actors=1, num_steps=400, buffer_size=400 * GAMES, n_step=1, v_min=-1, v_max=4, gamma=0.9, batch_size=64,
         frame_stack=1, hidden=32, target_network_frequency=10, per_alpha=0, adam_eps=1e-8, **PLAIN | flags,
     )  # fmt: skip
-    agent = apex.make_agent(args)
-    images, actions, steps = chain(np.random.default_rng(0), 400)
-    history = np.zeros((1, GAMES, 64, 64, 3), np.uint8)
-    frames = envs.Frames(np.concatenate([history, images]), steps.age[:-1], (0,))
-    values = np.zeros((400, GAMES), np.float32)
-    rollout = offpolicy.Rollout(frames, actions, values, values, numbers=None, last_action=None, key=None, t=None)
-    buffer = offpolicy.insert(args, offpolicy.make_buffer(args, None), [rollout], [steps])
-    state, watch = new_state(args, agent), runs.Stopwatch()
+    own = programs(apex, args)
+    buffer, state, watch = chain_buffer(own, args), new_state(args), runs.Stopwatch()
     for i in range(0, updates, 10):
-        state = devices.put(args, state._replace(global_step=jnp.int32(i)), SAME)
-        state, buffer, _ = learn(args, agent, state, buffer, k=10, beta=1.0, watch=watch)
-    values = np.asarray(apex.mean_value(agent.support, jax.jit(agent.apply)(state.params, ROOMS)))
+        state = state._replace(global_step=jax.device_put(jnp.int32(i), devices.shardings(own.mesh, REPLICATED)))
+        state, buffer, _ = own.run_updates(state, buffer, 10, 1.0, watch)
+    values = np.asarray(apex.mean_value(own.agent.support, jax.jit(own.agent.apply)(state.params, ROOMS)))
     return np.array([values[i, i + 1] for i in range(3)]), np.array([np.delete(values[i], i + 1) for i in range(3)])
 
 
@@ -584,8 +614,8 @@ def test_munchausens_values_are_learnt():
 def test_flags_of_one_network_leave_the_other():
     """`--hidden` is of the streams: the encoder has no dense layer of its own."""
     args = make_args(hidden=24)
-    shapes = jax.eval_shape(partial(apex.initial_state, args, apex.make_agent(args))).params["params"]
+    shapes = jax.eval_shape(partial(apex.init_state, args, apex.make_agent(args))).params["params"]
     assert "Dense_0" not in shapes["encoder"]
     assert shapes["Dense_0"]["kernel"].shape == (32 * 32 * 8, 24)
     same = replace(args, dueling=False)
-    assert "Dense_2" not in jax.eval_shape(partial(apex.initial_state, same, apex.make_agent(same))).params["params"]
+    assert "Dense_2" not in jax.eval_shape(partial(apex.init_state, same, apex.make_agent(same))).params["params"]

@@ -6,21 +6,18 @@ import re
 import signal
 import threading
 import time
-from dataclasses import fields
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from conftest import (
-    SHARED_FLAGS,
-    assert_flag_matters,
     assert_one_sentence,
     assert_same_run,
     cut_back,
     flags_of,
     read_metrics,
-    record_homes,
+    record_shardings,
 )
 
 import apex_procgen as apex
@@ -60,13 +57,13 @@ def assert_same_run_and_replay(a, b):
 
 
 def test_same_seed_same_metrics_whatever_the_threads_speed(train, uninterrupted, monkeypatch):
-    step, rng = envs.Games.step, np.random.default_rng()
+    step, rng = envs.ReplayableVecEnv.step, np.random.default_rng()
 
     def slow(self, actions):
         time.sleep(rng.random() * 0.02)
         return step(self, actions)
 
-    monkeypatch.setattr(envs.Games, "step", slow)
+    monkeypatch.setattr(envs.ReplayableVecEnv, "step", slow)
     assert_same_run_and_replay(uninterrupted, train().path)
 
 
@@ -83,22 +80,27 @@ def test_all_parts_of_beyond_the_rainbow_together(train):
 def test_resume_equals_uninterrupted(train, uninterrupted, iterations, played, tmp_path):
     """Stopped before learning starts, where the games are about to start anew, and after that."""
     half = cut_back(uninterrupted, iterations, tmp_path)
-    games = checkpoints.load(half)[1]["hosts"]["0"]["fleet"]["games"]
-    assert [len(games[actor]["actions"]) for actor in games] == [played, played]
+    snapshots = checkpoints.load(half)[1]["hosts"]["0"]["fleet"]["snapshots"]
+    assert [len(snapshot["actions"]) for snapshot in snapshots.values()] == [played, played]
     assert_same_run_and_replay(uninterrupted, train(resume=str(half)).path)
 
 
 def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, monkeypatch, capfd):
     """The signal comes while the actors play and the learner learns."""
-    learn, calls = offpolicy.learn, []
+    make_run_updates, calls = offpolicy.make_run_updates, []
 
-    def interrupted(*given, **how):
-        calls.append(given)
-        if len(calls) == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return learn(*given, **how)
+    def make(*given):
+        run_updates = make_run_updates(*given)
 
-    monkeypatch.setattr(offpolicy, "learn", interrupted)
+        def interrupted(*given):
+            calls.append(given)
+            if len(calls) == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return run_updates(*given)
+
+        return interrupted
+
+    monkeypatch.setattr(offpolicy, "make_run_updates", make)
     stopped = train()
     monkeypatch.undo()
     assert stopped.stop == "SIGTERM"
@@ -111,9 +113,9 @@ def test_sigterm_writes_a_checkpoint_and_resumes_exactly(train, uninterrupted, m
 
 def test_actors_with_devices_of_their_own_play_the_same(train, uninterrupted, monkeypatch):
     """The learner has the first two of four devices, and each actor one of the others."""
-    homes = record_homes(monkeypatch)
+    param_shardings = record_shardings(monkeypatch)
     assert_same_run_and_replay(uninterrupted, train(actor_devices=2).path)
-    assert homes == [[jax.devices()[3], jax.devices()[2]]]
+    assert param_shardings == [[jax.devices()[3], jax.devices()[2]]]
 
 
 @pytest.mark.slow
@@ -151,7 +153,7 @@ def test_without_a_saved_buffer_it_is_filled_again(train, capfd):
     assert "replay" not in checkpoints.load(half.path)[1]
     before = read_metrics(half.path)[-1]
     resumed = train(save_replay=False, resume=str(half.path))
-    assert "the replay buffer was not saved: learning goes on after 100 more steps" in capfd.readouterr().err
+    assert "the replay buffer was not saved: learning resumes after 100 more steps" in capfd.readouterr().err
     for line in read_metrics(resumed.path):
         refilling = before["global_step"] < line["global_step"] <= before["global_step"] + 100
         assert not refilling or line["charts/updates"] == before["charts/updates"]
@@ -162,13 +164,13 @@ def test_the_buffer_is_cut_and_its_priorities_are_written(uninterrupted):
     """Where the games start anew no return runs on; and what was learnt from has a new priority."""
     args = apex.Args(**TINY)
     saved = checkpoints.load(uninterrupted)[1]["replay"]
-    buffer = checkpoints.restore_tree(jax.eval_shape(lambda: offpolicy.initial_replay(args)), saved, "")
+    buffer = checkpoints.restore_tree(jax.eval_shape(lambda: offpolicy.init_replay(args)), saved, "")
     rows, length = buffer.rows, len(buffer.priorities)
     (last,) = [t % length for t in range(buffer.written - length, buffer.written) if t % 64 == 63]
-    assert rows.done[last].all()
-    assert (rows.ended[last - 1] | rows.done[last - 1]).all()
-    assert (rows.frames.ages[last + 1] == 0).all()
-    assert rows.done.mean() < 0.2
+    assert rows.is_reset[last].all()
+    assert (rows.episode_end[last - 1] | rows.is_reset[last - 1]).all()
+    assert (rows.frames.episode_steps[last + 1] == 0).all()
+    assert rows.is_reset.mean() < 0.2
     row, env = np.nonzero(buffer.priorities)
     returns, discounts, after = replay.n_step_return(rows, row, env, n_step=args.n_step, gamma=args.gamma)
     td = returns + discounts * rows.state_value[after, env] - rows.action_value[row, env]
@@ -182,7 +184,7 @@ def test_actors_get_the_network_that_learns(uninterrupted, tmp_path):
     for iterations in (4, 5, 6):
         saved = checkpoints.load(cut_back(uninterrupted, iterations, tmp_path / str(iterations)))[1]
         newest = saved["hosts"]["0"]["fleet"]["published"][str(iterations)]
-        networks = (newest, saved["state"]["params"], saved["state"]["target"])
+        networks = (newest, saved["state"]["params"], saved["state"]["target_params"])
         for got, online, target in zip(*map(jax.tree.leaves, networks), strict=True):
             np.testing.assert_array_equal(got, online)
             other |= np.any(online != target)
@@ -196,7 +198,7 @@ def test_updates_follow_the_replay_ratio(uninterrupted, tmp_path):
         assert line["charts/updates"] == int(0.5 * max(line["global_step"] - 100, 0) / 16)
         assert line["charts/per_beta"] == pytest.approx(float(beta(before)), abs=1e-9)
     early = checkpoints.load(cut_back(uninterrupted, 3, tmp_path))[1]
-    played = 4 * 48 - early["replay"]["rows"]["done"][:48].sum()
+    played = 4 * 48 - early["replay"]["rows"]["is_reset"][:48].sum()
     assert early["state"]["global_step"] == played < 4 * 48
 
 
@@ -206,42 +208,19 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
         train(checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
 
 
-# What each flag is changed to, and what must differ then: the metrics.
-FLAGS = {
-    "sticky_actions": 0.5, "frame_stack": 2, "gap_stack": False, "reward_shaping": True, "reward_clip": 0.5,
-    "encoder": "nature", "width": 1, "pool": "avg", "dtype": "bfloat16", "hidden": 8, "dropout": 0.5, "dueling": False,
-    "num_actors": 1, "num_envs": 2, "num_steps": 8, "max_lag": 0, "epsilon": 0.9, "epsilon_alpha": 1.0,
-    "buffer_size": 256, "learning_starts": 200, "replay_ratio": 1.0, "batch_size": 8, "per_alpha": 0.9, "per_beta": "1",
-    "n_step": 2, "num_atoms": 1, "v_min": -1.0, "v_max": 5.0, "double_q": False, "target_network_frequency": 1,
-    "gamma": 0.5, "learning_rate": "0:0.003,1000:0.001", "max_grad_norm": 0.01, "adam_eps": 0.1, "l2": 0.1, "seed": 2,
-    "augment": "flip", "augment_prob": 1.0, "restart_every": 16, "num_devices": 1, "num_quantiles": 4,
-    "munchausen_alpha": 0.5, "munchausen_tau": 0.3,
-}  # fmt: skip
-# Tested elsewhere: these let the clock in, or say where things are.
-ELSEWHERE = {"deterministic", "save_replay", "replay_device", "actor_devices"}
-# These need others, and these are for the host.
-OTHER_NETWORK = {"channels": "", "blocks": 2, "downsample": "auto"}
-NEEDS = {"encoder": OTHER_NETWORK, "width": OTHER_NETWORK, "num_envs": {"num_actors": 1},
-         "num_quantiles": {"num_atoms": 99}, "munchausen_alpha": {"num_atoms": 1},
-         "munchausen_tau": {"num_atoms": 1, "munchausen_alpha": 0.9}}  # fmt: skip
-HOST = {"max_lag", "replay_ratio", "restart_every"}
-
-
-def test_every_flag_is_in_a_test():
-    names = {f.name for f in fields(apex.Args)}
-    assert names - SHARED_FLAGS <= set(FLAGS) | ELSEWHERE <= names
+def test_flags_that_a_resume_cannot_change():
     kept = "distribution_mode num_levels start_level use_backgrounds restrict_themes gap_stack restart_every num_steps"
-    kept += " learning_starts per_alpha reward_shaping reward_clip"
+    kept += " learning_starts per_alpha reward_shaping reward_clip v_min v_max num_atoms num_quantiles dueling"
     assert set(kept.split()) <= set(runs.fixed(apex.Args))
-    assert {"v_min", "v_max", "num_atoms", "num_quantiles", "dueling"} <= set(runs.fixed(apex.Args))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", [*FLAGS, "none"])
-def test_every_flag_changes_something(flag, tmp_path):
-    flags = TINY | {"total_timesteps": 250, "run_dir": str(tmp_path)} | NEEDS.get(flag, {})
-    change = {} if flag == "none" else {flag: FLAGS[flag]}
-    assert_flag_matters(apex, flags, change, whole=flag in HOST)
+def test_replay_buffer_larger_than_memory_is_refused(monkeypatch):
+    args = apex.Args(**TINY)
+    mesh = devices.make_mesh(args)
+    offpolicy.check_memory(args, mesh)
+    monkeypatch.setattr(os, "sysconf", lambda name: 1000)
+    with pytest.raises(runs.UsageError, match=r"--buffer-size 320: needs 0\.00 GB, this host has 0\.00 GB"):
+        offpolicy.check_memory(args, mesh)
 
 
 @pytest.mark.slow
@@ -250,7 +229,7 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, replay_device)
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""
     if replay_device == "host":
         last = jax.devices()[-1:]
-        monkeypatch.setattr(jax, "local_devices", lambda: last)
+        monkeypatch.setattr(devices, "learner_devices", lambda *given: last)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     flags = {"replay_device": replay_device, "total_timesteps": 250, "eval_episodes": 2, "num_devices": 1}
     lines = read_metrics(train(**flags).path, clocks=True)
@@ -294,7 +273,6 @@ def test_the_command_line(tmp_path, capfd):
 
 # Words, the flag and its value that the answer names, and what it says is valid.
 BAD = {
-    "unknown game": (["--env-id", "coinrum"], "--env-id coinrum", "did you mean coinrun?"),
     "actors": (["--num-actors", 5], "--num-actors 5", "24"),
     "buffer": (["--buffer-size", 100], "--buffer-size 100", "give 1008 or more"),
     "learning starts late": (["--learning-starts", 10**6], "--learning-starts 1000000", "--buffer-size, 200000"),

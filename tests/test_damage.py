@@ -12,46 +12,75 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, assert_refused, assert_same_run, read_metrics
+from conftest import ROOT, TINY, assert_refused, read_metrics, run_of
 
 import evaluate
-import impala_procgen as impala
 import ppo_procgen as ppo
-from common import atari, checkpoints, devices, envs, files, runs
+from common import atari, checkpoints, envs, files, runs, tracking
 
-RUN = TINY | {"checkpoint_every": 128, "keep_checkpoints": 10, "total_timesteps": 500}
+STATE = {"state": np.arange(5000, dtype=np.float32)}
+STEPS = [100, 200, 300, 400]
+
+
+def open_run(args):
+    """A PPO run that has `STATE` in place of networks, and begins where its newest checkpoint is."""
+    return run_of(ppo, args, **STATE)
+
+
+def write_run(folder, **flags):
+    """A run with a checkpoint after each of its four lines of metrics."""
+    with open_run(ppo.Args(**TINY | {"run_dir": str(folder), "keep_checkpoints": 10} | flags)) as run:
+        train_until(run, STEPS)
+    return run.path
+
+
+def train_until(run, steps):
+    for step in steps:
+        run.log(step, {"losses/loss": step})
+        run.save(step, {"state": STATE["state"] + step}, {})
+
+
+def resumed(run_dir, **flags):
+    return open_run(ppo.Args(**TINY | {"keep_checkpoints": 10, "resume": str(run_dir)} | flags))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A finished run with a checkpoint after each of its four updates."""
-    return ppo.main(ppo.Args(**RUN | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+def template(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture
-def run_dir(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "run")
-
-
-def resume(run_dir, **flags):
-    return ppo.main(ppo.Args(**RUN | {"resume": str(run_dir)} | flags))
+def run_dir(template, tmp_path):
+    return shutil.copytree(template, tmp_path / "run")
 
 
 def contents(run_dir):
     return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != "lock"}
 
 
+def answer(main, words, capfd):
+    """Exit code and lines on stderr of a script with this `main`."""
+    capfd.readouterr()
+    main.__module__ = ppo.__name__
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(ppo.Args, main, [*map(str, words), "--wandb-mode", "disabled"])
+    return stopped.value.code, capfd.readouterr().err.splitlines()
+
+
 # ONE PROCESS AT A TIME
 
 
-def test_a_run_that_is_held_is_refused(run_dir, capfd):
-    """By the name of its holder, and nothing is changed. It may be read meanwhile, and had again once that is dead."""
-    code = "import pathlib, sys; from common import files; x = files.take(pathlib.Path(sys.argv[1])); print(); input()"
+def test_a_run_that_is_locked_is_refused_by_its_holders_name(run_dir, capfd):
+    """Nothing is changed; it may be read meanwhile, and is free once its holder is dead."""
+    code = (
+        "import pathlib, sys; from common import files; x = files.lock_run(pathlib.Path(sys.argv[1])); print(); input()"
+    )
     command = [sys.executable, "-uc", code, run_dir]
     holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     holder.stdout.readline()
@@ -59,42 +88,38 @@ def test_a_run_that_is_held_is_refused(run_dir, capfd):
     words = ["--resume", run_dir, "--total-timesteps", 600, "--wandb-mode", "disabled"]
     assert_refused(ppo, words, capfd, f"--resume {run_dir}: process {holder.pid} on ", "wait for its end")
     assert contents(run_dir) == before
-    assert checkpoints.load(run_dir)[0] == read_metrics(run_dir)[-1]["global_step"]
+    assert checkpoints.load(run_dir)[0] == 400
     holder.kill()
     holder.wait()
-    with runs.Run(ppo.Args(**RUN | {"resume": str(run_dir)}), "ppo_procgen"):
-        assert files.take(run_dir) is None
+    with resumed(run_dir):
+        assert files.lock_run(run_dir) is None
         assert files.holder(run_dir) == f"process {os.getpid()} on {os.uname().nodename}"
-    files.take(run_dir).close()
+    files.lock_run(run_dir).close()
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capfd):
-    def refuse(*_, **__):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    assert files.take(tmp_path)
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
+    assert files.lock_run(tmp_path)
     assert "cannot be locked" in capfd.readouterr().err
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read(run_dir, monkeypatch, capfd):
-    """As when evaluate.py reads the run of somebody who trains: the newer one is read, and nothing said."""
-    read, steps = checkpoints._read, checkpoints.steps_in(run_dir)
-    path = run_dir / "checkpoints"
-    (path / str(steps[-1])).rename(path / "away")
+def test_a_checkpoint_replaced_while_it_is_read_gives_the_newer_one(run_dir, monkeypatch, capfd):
+    """As when evaluate.py reads the run of somebody who trains."""
+    read, path = checkpoints._read, run_dir / "checkpoints"
+    (path / "400").rename(path / "away")
 
     def train_on(one):
         if (path / "away").exists():
-            (path / "away").rename(path / str(steps[-1]))
+            (path / "away").rename(path / "400")
             shutil.rmtree(one)
         return read(one)
 
     monkeypatch.setattr(checkpoints, "_read", train_on)
-    assert checkpoints.load(run_dir)[0] == steps[-1]
+    assert checkpoints.load(run_dir)[0] == 400
     assert "damaged" not in capfd.readouterr().err
 
 
-# DAMAGED CHECKPOINTS
+# CHECKPOINTS
 
 
 def test_no_flipped_bit_goes_unnoticed(run_dir):
@@ -117,9 +142,8 @@ def test_no_flipped_bit_goes_unnoticed(run_dir):
 
 
 @pytest.mark.parametrize("kind", ["flipped", "half", "empty", "gone", "hollow", "dangling"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(run_dir, whole, kind, capfd):
-    newest = checkpoints.steps_in(run_dir)[-1]
-    folder = run_dir / "checkpoints" / str(newest)
+def test_a_damaged_checkpoint_is_named_moved_away_and_the_one_before_taken(run_dir, kind, capfd):
+    folder = run_dir / "checkpoints" / "400"
     data = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
@@ -134,26 +158,117 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(run_dir, whole, 
     elif kind == "dangling":
         shutil.rmtree(folder)
         folder.symlink_to(run_dir / "purged")
-    resume(run_dir)
+    with resumed(run_dir) as run:
+        assert run.checkpoint["state"][0] == 300
+        train_until(run, [400])
     said = [line for line in capfd.readouterr().err.splitlines() if "run directory" not in line]
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint {folder} is damaged (")
     assert said[0].endswith("): the one before it is taken")
-    assert_same_run(whole, run_dir)
-    aside = run_dir / "damaged" / str(newest)  # not deleted
+    assert [line["global_step"] for line in read_metrics(run_dir)] == STEPS == checkpoints.steps_in(run_dir)
+    aside = run_dir / "damaged" / "400"  # not deleted
     assert aside.is_symlink() if kind == "dangling" else aside.is_dir()
 
 
-def test_checkpoints_are_pruned(run_dir):
-    resume(run_dir, total_timesteps=700, keep_checkpoints=2)
-    steps = checkpoints.steps_in(run_dir)
-    assert len(steps) == len(list((run_dir / "checkpoints").iterdir())) == 2
-    assert steps[-1] == read_metrics(run_dir)[-1]["global_step"] >= 700
+@pytest.mark.parametrize(
+    ("content", "valid"),
+    [
+        (None, "give a run directory"), ("[1]", "give a run directory"), ('{"script": "x_y"}', "no arguments"),
+        ('{"script": "trpo_procgen", "args": {}}', "this one is of trpo_procgen.py"),
+        ('{"script": "ppo_procgen", "args": {"num_envs": "many"}}', "version"),
+        ('{"script": "ppo_procgen", "args": {}}', "exported agent"),
+    ],
+)  # fmt: skip
+def test_a_resume_from_no_run_is_refused(content, valid, tmp_path, capfd):
+    if content:
+        (tmp_path / "args.json").write_text(content)
+    words = ["--resume", tmp_path, "--wandb-mode", "disabled"]
+    assert_refused(ppo, words, capfd, f"--resume {tmp_path}", valid)
 
 
-def test_a_checkpoint_is_of_few_files(run_dir):
-    step = checkpoints.steps_in(run_dir)[0]
-    assert len(list((run_dir / "checkpoints" / str(step)).rglob("*"))) < 30
+@pytest.mark.parametrize("kind", ["all gone", "all damaged"])
+def test_a_resume_without_a_whole_checkpoint_is_refused(kind, run_dir, capfd):
+    for step in STEPS:
+        shutil.rmtree(run_dir / "checkpoints" / str(step))
+        if kind == "all damaged":
+            (run_dir / "checkpoints" / str(step)).mkdir()
+    says = f"{run_dir} has no {'complete' if kind == 'all gone' else 'whole'} checkpoint"
+    assert_refused(ppo, ["--resume", run_dir, "--wandb-mode", "disabled"], capfd, says)
+
+
+def test_an_error_that_is_not_the_checkpoints_fault_is_no_damage(run_dir, monkeypatch, tmp_path):
+    """A file that may not be read now is not moved away; one of an earlier version is said to be that."""
+    numbers = errno.EMFILE, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT
+    tensorstore = ValueError(f"Permission denied [os_error_code='{errno.EACCES}']")
+    for error in (*(OSError(number, os.strerror(number)) for number in numbers), tensorstore, MemoryError()):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_read", mock.Mock(side_effect=error))
+            with pytest.raises(runs.UsageError, match=r"cannot be read here and now") as refused:
+                checkpoints.load(run_dir)
+        assert str(error) in str(refused.value)
+    old = tmp_path / "checkpoints" / "5"
+    with checkpoints._orbax() as orbax:
+        orbax.save(old, {"state": np.zeros(1)})
+    with pytest.raises(runs.UsageError, match=r"is of format 1, these scripts read 2"):
+        checkpoints.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "why"),
+    [
+        ({"a": np.zeros(3), "b": np.zeros(1)}, r"\['a'\] is \(3,\) there, \(2,\) here"),
+        ({"a": {"c": np.zeros(2)}, "b": np.zeros(1)}, "something in it that they do not need"),
+        ({"a": np.zeros(2)}, "does not fit"),
+    ],
+)
+def test_a_checkpoint_of_other_arrays_does_not_fit(saved, why):
+    template = {"a": {} if isinstance(saved["a"], dict) else np.zeros(2), "b": np.zeros(1)}
+    with pytest.raises(checkpoints.MisfitError, match=why):
+        checkpoints.restore_tree(template, saved, "there")
+
+
+def test_old_checkpoints_are_pruned_and_half_a_checkpoint_is_removed(run_dir):
+    left = run_dir / "checkpoints" / "7.orbax-checkpoint-tmp"
+    left.mkdir()
+    with resumed(run_dir, keep_checkpoints=2) as run:
+        assert not left.exists()
+        train_until(run, [500])
+    assert checkpoints.steps_in(run_dir) == [400, 500]
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    assert len(list((run_dir / "checkpoints" / "500").rglob("*"))) < 30  # few files
+
+
+def watch(monkeypatch):
+    """A list that gets what is written through to the disk, and what is removed, in order."""
+    done, fsync, rmtree = [], os.fsync, shutil.rmtree
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, *a, **how: done.append(f"gone {Path(path).name}") or rmtree(path, *a, **how)
+    )
+    return done
+
+
+def test_a_checkpoint_is_on_the_disk_after_its_metrics_and_before_an_older_one_goes(run_dir, monkeypatch):
+    with resumed(run_dir, keep_checkpoints=4) as run:
+        done = watch(monkeypatch)
+        train_until(run, [500])
+    folder = run_dir / "checkpoints" / "500"
+    before = done[: done.index("gone 100.orbax-checkpoint-tmp")]
+    assert {str(path) for path in (*folder.rglob("*"), folder, folder.parent)} <= set(before)
+    assert before[0] == str(run_dir / "metrics.jsonl")
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = watch(monkeypatch)
+    files.write_json(tmp_path / "a.json", {})
+    assert [Path(name).name.startswith("a.json.") for name in done] == [True]
+
+
+def test_a_disk_that_fails_costs_no_older_checkpoint(run_dir, monkeypatch):
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        checkpoints.save(run_dir, 500, {"x": np.arange(3)}, keep=1)
+    assert checkpoints.steps_in(run_dir)[:4] == STEPS
 
 
 # FULL DISKS
@@ -170,82 +285,90 @@ def small_files(size: int = 1000):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_while_a_checkpoint_is_written(run_dir, whole, monkeypatch, capfd):
-    """One sentence, no half-written folder, and once there is room it goes on exactly. The kernel refuses for real."""
-    step = checkpoints.steps_in(run_dir)[1]
-    for later in checkpoints.steps_in(run_dir)[2:]:
-        shutil.rmtree(run_dir / "checkpoints" / str(later))
-    save = checkpoints.save
+def test_a_full_disk_while_a_checkpoint_is_written_is_answered_in_one_sentence(run_dir, capfd):
+    """No half-written folder is left, and once there is room it goes on. The kernel refuses for real."""
 
-    def without_room(*given, **how):
-        with small_files():
-            save(*given, **how)
+    def main(args):
+        with open_run(args) as run, small_files():
+            run.save(500, {"state": np.random.default_rng(0).normal(size=10_000)}, {})
 
-    monkeypatch.setattr(checkpoints, "save", without_room)
-    with pytest.raises(SystemExit) as stopped:
-        runs.cli(ppo.Args, ppo.main, ["--resume", str(run_dir)])
-    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("run directory")]
-    assert stopped.value.code == 1
+    code, said = answer(main, ["--resume", run_dir], capfd)
+    said = [line for line in said if not line.startswith("run directory")]
+    assert code == 1
     assert len(said) == 1, said
-    assert said[0].startswith(f"error: cannot write {run_dir}/checkpoints/")
-    for part in (os.strerror(errno.EFBIG), "MiB are free there", f"step {step} is whole", f"--resume {run_dir}"):
+    assert said[0].startswith(f"error: cannot write {run_dir}")
+    for part in (os.strerror(errno.EFBIG), "MiB are free there", "step 400 is whole", f"--resume {run_dir}"):
         assert part in said[0]
-    assert checkpoints.steps_in(run_dir)[-1] == step
-    assert all(path.name.isdigit() for path in (run_dir / "checkpoints").iterdir())
-    monkeypatch.undo()
-    resume(run_dir)
-    assert_same_run(whole, run_dir)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [str(step) for step in STEPS]
+    with resumed(run_dir) as run:
+        train_until(run, [500])
 
 
-def test_of_many_files_without_room_only_one_is_heard(tmp_path, caplog):
+def test_a_full_disk_under_many_files_is_reported_once(tmp_path, caplog):
     """Orbax writes them in tasks: those nobody waits for any more would log what they raised when they are collected,
     which on Python 3.11 also breaks an ast.parse that is under way then."""
     arrays = {str(i): np.random.default_rng(i).normal(size=1000) for i in range(2000)}  # that cannot be compressed
-    with small_files(), pytest.raises(files.FullError):
+    with small_files(), pytest.raises(ValueError, match=os.strerror(errno.EFBIG)) as refused:
         checkpoints.save(tmp_path, 1, arrays, keep=1)
+    assert files.full_disk(refused.value, tmp_path)
+    assert not [*(tmp_path / "checkpoints").iterdir()]
+    del refused
     gc.collect()
     assert not caplog.records
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_full_disk_when_a_folder_is_taken(tmp_path):
-    """And the file is closed: one left open would be heard of in some later test."""
-    with small_files(0), pytest.raises(files.FullError, match=f"cannot write {tmp_path}") as refused:
-        files.take(tmp_path)
+def test_a_full_disk_when_a_folder_is_locked_leaves_no_file_open(tmp_path):
+    with small_files(0), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as refused:
+        files.lock_run(tmp_path)
+    assert files.full_disk(refused.value, tmp_path)
     locks = [step.frame.f_locals.get("lock") for step in refused.traceback]
     assert [lock.closed for lock in locks if lock] == [True]
-    files.take(tmp_path).close()
+    files.lock_run(tmp_path).close()
     assert files.holder(tmp_path).startswith("process")
 
 
-@pytest.mark.parametrize("words", [[], ["--resume"]])
-def test_a_full_disk_at_the_first_write(words, run_dir, tmp_path, monkeypatch, capfd):
-    """Of a new run nothing is left, and a resumed one is as it was."""
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_full_disk_at_the_first_write_leaves_everything_as_it_was(resume, run_dir, tmp_path, monkeypatch, capfd):
     before = contents(tmp_path)
-
-    def refuse(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(json, "dumps", refuse)
-    words = [*words, str(run_dir)] if words else ["--run-dir", str(tmp_path / "new"), "--wandb-mode", "disabled"]
-    with pytest.raises(SystemExit) as stopped:
-        runs.cli(ppo.Args, ppo.main, words)
-    assert stopped.value.code == 1
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert "the disk is full" in said
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(runs, "write_json", mock.Mock(side_effect=full))
+    words = ["--resume", run_dir] if resume else ["--run-dir", tmp_path / "new"]
+    code, said = answer(lambda args: open_run(args), words, capfd)
+    assert (code, len(said)) == (1, 1)
+    assert "the disk is full" in said[0]
     assert contents(tmp_path) == before
     assert not [*(tmp_path / "new").glob("*")]
     held = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert not [path for path in held if "metrics.jsonl" in path]
-    files.take(run_dir).close()  # it is free again
+    files.lock_run(run_dir).close()  # it is free again
+
+
+def test_a_full_disk_while_events_are_written_is_answered_in_one_sentence(tmp_path):
+    """Of TensorBoard; what was written before is there."""
+    args = ppo.Args(**TINY | {"run_dir": str(tmp_path), "track": "tensorboard"})
+
+    def log_for_long():
+        with contextlib.ExitStack() as until_it_is_closed, open_run(args) as run:
+            (path,) = (run.path / "tensorboard").iterdir()
+            run.log(1, {"losses/first": 1.0})
+            while b"losses/first" not in path.read_bytes():  # a thread writes it
+                time.sleep(0.01)
+                run._board.flush()
+            run._metrics = open(os.devnull, "w")  # noqa: SIM115 - `run` closes it: only the events are to be too many
+            until_it_is_closed.enter_context(small_files())
+            for step in range(2, 10**5):
+                run.log(step, {f"losses/{i}": 1.0 for i in range(20)})
+
+    with pytest.raises(files.FullError, match=r"cannot write .*no checkpoint was written yet"):
+        log_for_long()
 
 
 # HISTORY
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "text", "binary", "headless", "one bad line"])
-def test_lost_history_is_said_and_kept(run_dir, kind, capfd):
+def test_lost_history_is_reported_and_kept(run_dir, kind, capfd):
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     bad = {"text": b"hello\n" * 9, "binary": bytes(range(256)) * 20, "empty": b"", "headless": b"".join(lines[2:]),
@@ -253,32 +376,60 @@ def test_lost_history_is_said_and_kept(run_dir, kind, capfd):
     path.unlink()
     if kind in bad:
         path.write_bytes(bad[kind])
-    run = resume(run_dir, total_timesteps=600)
+    with resumed(run_dir) as run:
+        train_until(run, [500])
     kept = {"headless": lines[2:], "one bad line": [lines[0], *lines[2:]]}.get(kind, [])
     said = capfd.readouterr().err
-    assert f"{path}: {len(lines) - len(kept)} of the {len(lines)} lines before step " in said
+    assert f"{path}: {4 - len(kept)} of the 4 lines before step 400" in said
     assert path.read_bytes().startswith(b"".join(kept))
     assert len(read_metrics(run_dir)) == len(kept) + 1
     if bad.get(kind):
         assert (run_dir / "damaged" / "metrics.jsonl").read_bytes() == bad[kind]
         assert str(run_dir / "damaged" / "metrics.jsonl") in said
     # From here on the history is whole again.
-    assert checkpoints.load(run.path)[1]["run"]["lines"] == len(kept) + 1
-    resume(run_dir, total_timesteps=700)
-    assert "missing" not in capfd.readouterr().err
+    assert checkpoints.load(run_dir)[1]["run"]["lines"] == len(kept) + 1
+    with resumed(run_dir):
+        assert "missing" not in capfd.readouterr().err
 
 
-def test_the_runs_own_clock(tmp_path, monkeypatch):
-    """Goes on over a resume, leaves out the time between, and does not care who sets the machine's clock."""
-    flags = RUN | {"run_dir": str(tmp_path), "total_timesteps": 250}
-    run = ppo.main(ppo.Args(**flags))
-    first = [line["seconds"] for line in read_metrics(run.path, clocks=True)]
-    saved = float(checkpoints.load(run.path)[1]["run"]["seconds"])
-    now = time.time
+def test_history_is_not_lost_where_there_is_no_room_to_mend_it(run_dir, monkeypatch):
+    """As after kill -9 between what is set aside and what is written."""
+    path = run_dir / "metrics.jsonl"
+    bad = path.read_bytes() + b"cut"
+    path.write_bytes(bad.replace(b'{"global_step"', b'{"global_stop"', 1))
+    before, write = path.read_bytes(), files.atomic_write
+
+    def refuse(one):
+        if one == path:
+            raise files.FullError("cannot write")
+        return write(one)
+
+    monkeypatch.setattr(files, "atomic_write", refuse)
+    with pytest.raises(files.FullError), resumed(run_dir):
+        pass
+    assert path.read_bytes() == before
+    assert (run_dir / "damaged" / "metrics.jsonl").read_bytes() == before
+
+
+def test_files_set_aside_replace_nothing(tmp_path):
+    for content in "abc":
+        (tmp_path / "x").write_text(content)
+        files.quarantine(tmp_path / "x", tmp_path / "damaged")
+        (tmp_path / "damaged" / "x").unlink() if content == "b" else None
+    assert {path.read_text() for path in (tmp_path / "damaged").iterdir()} == {"b", "c"}
+
+
+def test_a_runs_clock_continues_over_a_resume_whoever_sets_the_machines(tmp_path, monkeypatch):
+    """It leaves out the time between."""
+    path = write_run(tmp_path)
+    first = [line["seconds"] for line in read_metrics(path, clocks=True)]
+    saved, now = float(checkpoints.load(path)[1]["run"]["seconds"]), time.time
     monkeypatch.setattr(time, "time", lambda: now() - 7200)
     monkeypatch.setattr(time, "monotonic", lambda old=time.monotonic: old() + 1e6)  # and the machine had been off
-    resume(run.path)
-    lines = read_metrics(run.path, clocks=True)
+    with resumed(path) as run:
+        time.sleep(0.01)
+        train_until(run, [500])
+    lines = read_metrics(path, clocks=True)
     seconds = [line["seconds"] for line in lines]
     assert seconds[: len(first)] == first
     assert seconds == sorted(seconds)
@@ -286,77 +437,23 @@ def test_the_runs_own_clock(tmp_path, monkeypatch):
     assert lines[-1]["time"] < lines[0]["time"]
 
 
-# BAD INPUT
-
-NONSENSE = {
-    "an unset variable": (["--resume", ""], "--resume ''", "give a run directory"),
-    "another form of it": (["--resume="], "--resume ''", "leave the flag out"),
-    "no folder": (["--run-dir", ""], "--run-dir ''", "give a folder"),
-    "twice the same": (["--augment", "flip,flip"], "--augment flip,flip", "each of them once"),
-    "more than float32 holds": (["--vf-coef", "1e39"], "--vf-coef 1e+39", "float32"),
-    "the same in a schedule": (["--learning-rate", "1e39"], "--learning-rate '1e39'", "give a number"),
-}
+# EVALUATION
 
 
-@pytest.mark.parametrize("case", NONSENSE)
-@pytest.mark.filterwarnings("error")
-def test_nonsense_is_refused(case, capfd):
-    words, names, valid = NONSENSE[case]
-    assert_refused(ppo, ["--wandb-mode", "disabled", *words], capfd, names, valid)
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        (ppo, ["--num-envs", 65536, "--num-steps", 256]),
-        (impala, ["--replay-size", 2**16, "--replay-fraction", 0.5]),
-        ("apex_procgen", ["--buffer-size", 10**8]),
-        ("rnd_montezuma", ["--num-envs", 65536, "--num-steps", 256]),
-        ("hnppo_doorgym", ["--hyper-width", 65536]),
-    ],
-)
-def test_more_than_memory_holds_is_refused(script, words, monkeypatch, capfd):
-    script = __import__(script) if isinstance(script, str) else script
-    monkeypatch.setattr(devices, "memory", lambda args: (25_300_000_000, 25_300_000_000))
-    answer = assert_refused(
-        script, ["--wandb-mode", "disabled", *words], capfd, f"{words[0]} {words[1]}", "there are 25.3"
-    )
-    assert float(answer.split("at least ")[1].split()[0].replace(",", "")) > 25.3
-
-
-def test_a_gpus_memory_is_not_the_hosts(monkeypatch, capfd):
-    monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    monkeypatch.setattr(devices, "memory", lambda args: (64 * 10**9, 1 * 10**9))
-    words = ["--num-envs", 1024, "--num-steps", 256, "--wandb-mode", "disabled"]
-    assert_refused(ppo, words, capfd, "0.3 GB on this machine", "GB on the devices that learn (there are 1.0)")
-
-
-def test_a_checkpoint_has_a_replay_buffer_once_more(monkeypatch, capfd):
-    """Which is in the host's memory, also where the buffer is in a GPU's, whence it comes there first."""
-    apex = __import__("apex_procgen")
-    words = ["--buffer-size", 10**6, "--num-devices", 1, "--wandb-mode", "disabled"]  # 12.3 GB
-    monkeypatch.setattr(devices, "memory", lambda args: (24 * 10**9, 24 * 10**9))
-    answer = assert_refused(apex, words, capfd, "--buffer-size 1000000 --save-replay", "this machine (there are 24.0)")
-    assert 2 * 12.2 < float(answer.split("at least ")[1].split()[0]) < 2 * 12.7
-    monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    assert_refused(apex, words, capfd, "--save-replay: ask for at least 24.6 GB on this machine", "12.4 GB on the dev")
-
-
-def test_evaluation_says_which_run_has_no_checkpoint_before_it_plays_another(run_dir, tmp_path, capfd):
+def test_evaluation_of_a_run_without_a_checkpoint_is_refused_before_another_is_played(run_dir, tmp_path, capfd):
     begun = shutil.copytree(run_dir, tmp_path / "begun", ignore=shutil.ignore_patterns("checkpoints"))
     assert_refused(evaluate, [run_dir, begun], capfd, f"RUN_DIR {begun}", "no complete checkpoint")
 
 
-def test_evaluation_of_what_is_no_run_of_ours(run_dir, tmp_path, capfd):
+def test_evaluation_of_no_run_of_ours_is_refused(run_dir, capfd):
     assert_refused(evaluate, [run_dir, "--episodes", "1" + "0" * 20], capfd, "--episodes 1" + "0" * 20, "to 1000000")
     args = json.loads((run_dir / "args.json").read_text())
     for change, part in (
         ({"script": "../x"}, "no script's name"),
         ({"script": "dqn_procgen"}, "dqn_procgen.py, which is not here"),
         ({"args": [1]}, "no arguments"),
-        ({"args": args["args"] | {"env_id": "bigfsh"}}, "did you mean bigfish?"),
-        ({"args": args["args"] | {"num_steps": 10**9}}, "--num-steps 1000000000"),
-        ({"args": args["args"] | {"gru": False}}, "is --core gru here"),
+        ({"args": args["args"] | {"num_steps": 0}}, "--num-steps 0"),
+        ({"args": args["args"] | {"num_minibatches": 7}}, "--num-minibatches 7"),
         ({"args": args["args"] | {"gone": 3}}, "--gone"),
         ({"args": args["args"] | {"pool": "old"}}, "'old' for argument '--pool'. Expected one of ('avg',"),
     ):
@@ -367,17 +464,17 @@ def test_evaluation_of_what_is_no_run_of_ours(run_dir, tmp_path, capfd):
         assert_refused(evaluate, [run_dir], capfd, f"RUN_DIR {run_dir}", "give a run directory")
 
 
-def test_an_eval_json_that_cannot_be_read_is_kept(tmp_path, capfd, monkeypatch):
+def test_an_eval_json_that_cannot_be_read_or_is_of_another_step_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "eval.json").write_text("{")
     assert evaluate.read_results(tmp_path / "eval.json") == {}
-    assert (tmp_path / "damaged" / "eval.json").read_text() == "{"
+    assert (tmp_path / "damaged" / "eval.json").read_text() == "{"  # what cannot be read is kept
 
-    def answer(**how):
+    def play(**how):
         asked.append((how["levels"], how["seed"]))
         return envs.Evaluation(7, "test_levels", "", [], {"episodes": 4}, np.zeros((2, 64, 64, 3), np.uint8))
 
     asked = []
-    monkeypatch.setattr(evaluate, "player", lambda *_: answer)
+    monkeypatch.setattr(evaluate, "make_evaluate", lambda *_: play)
     for old in (
         {"global_step": 6, "test_levels": {"episodes": 9}},
         {"global_step": 7, "test_levels": {"episodes": None}},
@@ -397,126 +494,40 @@ def test_the_room_is_one_of_the_pyramids():
     assert atari.rooms_of({"ram": ram}).tolist() == [5, 23, 23]
 
 
-def test_history_is_not_lost_where_there_is_no_room_to_mend_it(run_dir, monkeypatch):
-    """As after kill -9 between what is set aside and what is written."""
-    path = run_dir / "metrics.jsonl"
-    bad = path.read_bytes() + b"cut"
-    path.write_bytes(bad.replace(b'{"global_step"', b'{"global_stop"', 1))
-    before, whole = path.read_bytes(), files.whole
-
-    def refuse(one):
-        if one == path:
-            raise files.FullError("cannot write")
-        return whole(one)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "whole", refuse)
-        with pytest.raises(files.FullError):
-            resume(run_dir, total_timesteps=600)
-    assert path.read_bytes() == before
-    assert (run_dir / "damaged" / "metrics.jsonl").read_bytes() == before
-
-
 # SIGNALS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_imports(number, tmp_path):
-    """chex is the first thing that a script imports besides ours: here, something that sends a signal."""
-    (tmp_path / "chex.py").write_text(f"import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(60)")
-    command = [sys.executable, "ppo_procgen.py"]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert ended.returncode == 128 + number
-    assert ended.stderr == f"stopped by {number.name}: no training was under way\n"
+def test_a_signal_before_training_leaves_no_folder(tmp_path, monkeypatch, capfd):
+    """It comes after the run directory is made."""
+    monkeypatch.setattr(tracking, "start_tensorboard", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    code, said = answer(lambda args: open_run(args), ["--track", "tensorboard", "--run-dir", tmp_path / "runs"], capfd)
+    assert (code, said) == (128 + signal.SIGTERM, ["stopped by SIGTERM"])
+    assert not [*(tmp_path / "runs").iterdir()]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_closed_pipe_is_as_good_as_a_signal(tmp_path, monkeypatch, capfd):
+def test_a_closed_pipe_ends_a_run_as_a_signal_does(tmp_path, monkeypatch):
     """As with `2>&1 | head`: training ends with a checkpoint, and can go on."""
     reader, writer = os.pipe()
-    say = runs.Run.say
+    say = runs.Run.print
 
     def say_to_nobody(run, sentence):
         os.close(reader)
         monkeypatch.undo()
         say(run, sentence)
 
-    with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patch:
+    with os.fdopen(writer, "w") as pipe, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", pipe)
-        monkeypatch.setattr(runs.Run, "say", say_to_nobody)
-        run = ppo.main(ppo.Args(**RUN | {"run_dir": str(tmp_path)}))
+        monkeypatch.setattr(runs.Run, "print", say_to_nobody)
+        with open_run(ppo.Args(**TINY | {"run_dir": str(tmp_path)})) as run:
+            assert run.finished(0)
+            run.save(0, STATE, {})
     assert run.stop == "SIGPIPE"
     assert checkpoints.steps_in(run.path) == [0]
-
-
-def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch, tmp_path):
-    """A file that may not be read now is not moved away; one of an earlier version is said to be that."""
-
-    python = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    tensorstore = ValueError(f"Permission denied [os_error_code='{errno.EACCES}']")
-    for error, why in ((python, "Too many open files"), (tensorstore, "Permission denied")):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "_read", mock.Mock(side_effect=error))
-            with pytest.raises(runs.UsageError, match=rf"cannot be read here and now.*{why}"):
-                checkpoints.load(run_dir)
-    for error in (MemoryError(), *(OSError(n, "") for n in (errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT))):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "_read", mock.Mock(side_effect=error))
-            with pytest.raises(runs.UsageError, match="here and now"):
-                checkpoints.load(run_dir)
-    monkeypatch.setattr(checkpoints, "checksum", lambda tree: np.zeros(32, np.uint8))
-    with pytest.raises(runs.UsageError, match=r"no whole checkpoint: .*its checksum differs"):
-        checkpoints.load(run_dir)
-    old = tmp_path / "checkpoints" / "5"
-    with checkpoints._orbax() as orbax:
-        orbax.save(old, {"state": np.zeros(1)})
-    with pytest.raises(runs.UsageError, match="has no checksum, it is of an earlier version"):
-        checkpoints._read(old)
-
-
-def test_a_full_disk_while_events_are_written(tmp_path):
-    """Of TensorBoard: in one sentence, and what was written before is there."""
-    args = ppo.Args(**RUN | {"run_dir": str(tmp_path), "track": "tensorboard"})
-
-    def log_for_long():
-        with contextlib.ExitStack() as until_it_is_closed, runs.Run(args, ppo.SCRIPT) as run:
-            (path,) = (run.path / "tensorboard").iterdir()
-            run.log(1, {"losses/first": 1.0})
-            assert b"losses/first" in path.read_bytes()
-            run._metrics = open(os.devnull, "w")  # noqa: SIM115 - `run` closes it: only the events are to be too many
-            until_it_is_closed.enter_context(small_files())
-            for step in range(2, 10**5):
-                run.log(step, {f"losses/{i}": 1.0 for i in range(20)})
-
-    with pytest.raises(files.FullError, match=r"cannot write .*/tensorboard.*no checkpoint was written yet"):
-        log_for_long()
-
-
-def test_a_signal_before_training_leaves_no_folder(tmp_path):
-    """The first import after the run directory is made sends one."""
-    (tmp_path / "tensorboardX.py").write_text(
-        f"import os, time; os.kill(os.getpid(), {signal.SIGTERM:d}); time.sleep(9)"
-    )
-    words = ["--track", "tensorboard", "--encoder", "nature", "--num-envs", "8", "--run-dir", str(tmp_path / "runs")]
-    command = [sys.executable, "ppo_procgen.py", *words]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert ended.stderr == "stopped by SIGTERM: no training was under way\n"
-    assert ended.returncode == 128 + signal.SIGTERM
-    assert not [*(tmp_path / "runs").iterdir()]
 
 
 def test_a_user_without_a_home_has_a_folder(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(files.Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert files.own_folder() == files.own_folder()
-
-
-def test_what_is_set_aside_replaces_nothing(tmp_path):
-    for content in "abc":
-        (tmp_path / "x").write_text(content)
-        files.set_aside(tmp_path / "x", tmp_path / "damaged")
-        (tmp_path / "damaged" / "x").unlink() if content == "b" else None
-    assert {path.read_text() for path in (tmp_path / "damaged").iterdir()} == {"b", "c"}

@@ -1,29 +1,22 @@
-"""Whole runs of hypernetwork PPO before real doors: same seed, resume, task after task, evaluation, bad input."""
+"""Whole runs of hypernetwork PPO on real doors: task after task, what a run writes, evaluation."""
 
 import csv
 import json
 import re
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from conftest import (
-    assert_flag_matters,
-    assert_one_sentence,
-    assert_refused,
-    assert_same_run,
-    flags_of,
-    read_metrics,
-)
+from conftest import assert_refused, assert_same_run, flags_of, read_metrics
 from PIL import Image
 
 import doorgym
 import evaluate
 import hnppo_doorgym as hn
-from common import checkpoints, doors, runs
+from common import checkpoints, devices, doors, runs
 from experiments import remedies
 
 # Small enough to compile in seconds; the physics is real. A task has three updates of 256 decisions, and is evaluated
@@ -33,9 +26,8 @@ TINY = {
     "num_layers": 1, "hyper_width": 16, "task_timesteps": 3 * 256, "eval_every": 400, "eval_episodes": 2,
     "checkpoint_every": 512, "hyper_learning_rate": 1e-3, "wandb_mode": "disabled",
 }  # fmt: skip
-
-# For the methods that have no hypernetwork.
-PLAIN = {name: value for name, value in TINY.items() if name not in hn.HYPER}
+# For the methods without a hypernetwork.
+PLAIN = {name: value for name, value in TINY.items() if name not in hn.HYPERNET_FLAGS}
 
 
 @pytest.fixture
@@ -45,71 +37,44 @@ def train(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return hn.main(hn.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("whole"))})).path
+def two_tasks(tmp_path_factory):
+    """The directory of a finished run."""
+    return hn.main(hn.Args(**TINY | {"run_dir": str(tmp_path_factory.mktemp("two_tasks"))})).path
 
 
-def state_of(run_dir):
-    return checkpoints.load(run_dir)[1]["state"]
+def make(args):
+    agent = hn.make_agent(args)
+    return agent, hn.make_jitted(args, agent, devices.make_mesh(args))
 
 
-def test_same_seed_same_metrics_whatever_the_threads(train, whole):
-    assert_same_run(whole, train(num_threads=3).path)
+def load_state(args, agent, run_dir):
+    return runs.load(partial(hn.init_checkpoint, args, agent), str(run_dir))["state"]
 
 
-def test_resume_equals_uninterrupted(train, whole, monkeypatch):
-    """Stopped in each update of the first task, the last one included, and in the second one's first; then not."""
-    running, enter, collect = [], runs.Run.__enter__, hn.collect
-
-    def collect_and_stop(*given, **more):
-        running[-1].stop = "SIGTERM"
-        return collect(*given, **more)
-
-    monkeypatch.setattr(runs.Run, "__enter__", lambda run: running.append(run) or enter(run))
-    monkeypatch.setattr(hn, "collect", collect_and_stop)
-    half = train().path
-    for updates in (1, 2, 3, 4):
-        state = state_of(half)
-        assert (state["global_step"], state["finished"]) == (256 * updates, updates // 3)
-        if updates < 4:
-            assert train(resume=str(half)).stop == "SIGTERM"
-    monkeypatch.setattr(hn, "collect", collect)
-    for _ in range(2):  # the second time there is nothing left to learn
-        resumed = train(resume=str(half))
-        assert_same_run(whole, resumed.path)
-    assert (half / "matrix.csv").read_text() == (whole / "matrix.csv").read_text()
+def test_run_with_more_threads_has_the_same_metrics(train, two_tasks):
+    assert_same_run(two_tasks, train(num_threads=3).path)
 
 
-def test_a_signal_after_an_update_loses_nothing(train, monkeypatch):
-    """It comes where the run has just asked whether a checkpoint is due."""
-    due = runs.Run.checkpoint_due
-
-    def due_then_stop(run, step):
-        answer = due(run, step)
-        run.stop = "SIGTERM"
-        return answer
-
-    monkeypatch.setattr(runs.Run, "checkpoint_due", due_then_stop)
-    assert state_of(train().path)["global_step"] == 256
-
-
-def test_a_finished_series_can_be_given_another_task(train, whole):
-    """As if both had been asked for at once, but for the evaluation of what was not asked for yet."""
-    first = train(tasks="Pull-Right-Pull").path
-    both = train(tasks="0,2", resume=str(first))
-    names = [f"eval/{name}" for name in ("Lever-Right-Pull/success_rate", "FWT")]
-
-    def without(run_dir):
-        return [{k: v for k, v in line.items() if k not in names} for line in read_metrics(run_dir)]
-
-    assert without(whole) == without(both.path)
-    rows, whole_rows = (list(csv.reader((path / "matrix.csv").open())) for path in (both.path, whole))
-    assert rows[1] == [*whole_rows[1][:2], ""]  # not measured, which is not 0
-    assert [rows[0], rows[2]] == [whole_rows[0], whole_rows[2]]
+def test_finished_run_given_another_task_continues_as_if_asked_for_both(train, two_tasks, capfd):
+    """But for the evaluation of the task that was not asked for yet."""
+    run_dir = train(tasks="Pull-Right-Pull").path
+    before = read_metrics(run_dir)
+    train(tasks="Pull-Right-Pull", resume=str(run_dir))
+    assert "all tasks of the run are finished" in "".join(capfd.readouterr())
+    assert read_metrics(run_dir) == before
+    train(resume=str(run_dir))
+    names = "eval/Lever-Right-Pull/success_rate", "eval/FWT"
+    lines, both = (
+        [{k: v for k, v in x.items() if k not in names} for x in read_metrics(y)] for y in (run_dir, two_tasks)
+    )
+    assert lines == both
+    rows, both_rows = (list(csv.reader((path / "matrix.csv").open())) for path in (run_dir, two_tasks))
+    assert rows[1] == [*both_rows[1][:2], ""]  # not measured, which is not 0
+    assert [rows[0], rows[2]] == [both_rows[0], both_rows[2]]
 
 
-def test_what_a_run_writes(whole):
-    lines = read_metrics(whole, clocks=True)
+def test_finished_run_has_logged_and_saved_each_update_task_and_matrix(two_tasks):
+    lines = read_metrics(two_tasks, clocks=True)
     updates = [line for line in lines if "charts/task" in line]
     assert [(x["charts/task"], x["charts/task_updates"]) for x in updates] == [
         (i, j) for i in (0, 1) for j in (1, 2, 3)
@@ -118,52 +83,47 @@ def test_what_a_run_writes(whole):
     # After 400 decisions, of each task's own, and at its end.
     assert ["eval/success_rate" in x for x in updates] == [False, True, True] * 2
     assert ["losses/penalty" in x for x in updates] == [False] * 3 + [True] * 3
-    names = {"charts/success_rate", "charts/episodic_return", "charts/SPS", "charts/skipped_steps"}
-    names |= {"losses/loss", "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/approx_kl"}
-    names |= {"losses/clipfrac", "losses/explained_variance", "losses/action_std", "losses/grad_norm"}
+    charts = "success_rate", "episodic_return", "SPS", "skipped_steps"
+    losses = "loss", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm"
+    names = {f"charts/{name}" for name in charts} | {f"losses/{name}" for name in (*losses, "action_std")}
     assert names | {"time/rollout", "time/inference", "time/update"} <= set(updates[-1])
     assert all(np.isfinite(list(line.values())).all() for line in lines)
-    series = [line for line in lines if "eval/ACC" in line]
-    assert len(series) == 2
-    matrix = [
-        [line[f"eval/{name}/success_rate"] for name in ("Pull-Right-Pull", "Lever-Right-Pull")] for line in series
-    ]
-    rows = list(csv.reader((whole / "matrix.csv").open()))
-    assert [row[0] for row in rows] == ["after", "Pull-Right-Pull", "Lever-Right-Pull"]
-    np.testing.assert_allclose(np.array([row[1:] for row in rows[1:]], float), matrix, atol=1e-4)
-    state = state_of(whole)
+    tasks = "Pull-Right-Pull", "Lever-Right-Pull"
+    matrix = [[line[f"eval/{name}/success_rate"] for name in tasks] for line in lines if "eval/ACC" in line]
+    header, *rows = csv.reader((two_tasks / "matrix.csv").open())
+    assert header == ["after", *tasks]
+    np.testing.assert_allclose(np.array([row[1:] for row in rows], float), matrix, atol=1e-4)
+    state = checkpoints.load(two_tasks)[1]["state"]
     np.testing.assert_allclose(state["matrix"][:2, :2], matrix, atol=1e-6)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state | {"matrix": 0}))
     # Every 512 decisions, and at a task's end: 512, 768, 1024, 1536.
-    assert {path.name for path in (whole / "checkpoints").glob("[0-9]*")} == {"1024", "1536"}
-    assert np.asarray(Image.open(whole / "matrix.png")).std() > 20
+    assert {path.name for path in (two_tasks / "checkpoints").glob("[0-9]*")} == {"1024", "1536"}
+    assert np.asarray(Image.open(two_tasks / "matrix.png")).std() > 20
 
 
-def test_the_best_parameters_end_a_task_that_is_held_three_times(train, monkeypatch):
-    """The evaluation after the fifth update is the third in a row that is good enough. What the task is remembered by,
-    and the next one begins with, are the parameters of the best one before it."""
-    seen, play, rates, seeds = [], doors.evaluate, iter([1.0, 0.5, 0.95, 1.0, 0.95]), []
+def test_task_with_three_good_evaluations_ends_with_its_best_parameters(train, monkeypatch):
+    """The evaluation after the fifth update is the third in a row that is good enough; the one before was the best."""
+    obs, actions, rates, seeds = np.ones((3, 15), np.float32), [], iter([1.0, 0.5, 0.95, 1.0, 0.95, 0.0]), []
 
-    def evaluate_doors(args, policy, task, **how):
-        seeds.append(how["seed"])
-        if (rate := next(rates, None)) is None:
-            return play(args, policy, task, **how)
-        seen.append(np.asarray(policy(np.ones((3, 15), np.float32), 0)))
-        return doors.Ends(np.zeros(20), np.arange(20) < 20 * rate, np.zeros(20, bool), np.zeros(20))
+    def evaluate_doors(args, policy, task, *, episodes, seed):
+        seeds.append(seed)
+        actions.append(np.asarray(policy(obs, 0)))
+        return doors.Outcomes(np.zeros(20), np.arange(20) < 20 * next(rates), np.zeros(20, bool), np.zeros(20))
 
     monkeypatch.setattr(doors, "evaluate", evaluate_doors)
     run = train(tasks="0", eval_every=256, task_timesteps=100 * 256)
-    args, agent = hn.Args(**TINY), hn.Agent(hn.Args(**TINY))
-    state = hn.load(args, agent, str(run.path))["state"]
+    args = hn.Args(**TINY)
+    agent, jitted = make(args)
+    state = load_state(args, agent, run.path)
     assert (int(state.updates), float(state.best.success)) == (5, 1.0)
-    kept = hn.make_policy(agent, hn.policy_for(agent, state, 0))(np.ones((3, 15), np.float32), 0)
-    assert [bool((kept == actions).all()) for actions in seen] == [False, False, False, True, False]
+    kept = hn.make_policy(jitted, jitted.policy_for(state, 0))(obs, 0)
+    assert [bool((kept == x).all()) for x in actions] == [False, False, False, True, False, True]
     # Parameters are chosen by other doors than the matrix is of, which evaluate.py plays with --seed 0.
     assert seeds == [hn.SELECT_SEED] * 5 + [hn.EVAL_SEED]
     assert hn.SELECT_SEED > hn.EVAL_SEED + runs.MAX_SEED
 
 
-def test_gradients_that_are_not_finite_stop_the_run_with_advice(train, tmp_path):
+def test_gradients_that_stay_infinite_stop_the_run_with_advice(train, tmp_path):
     words = r"5 gradients in a row.*no checkpoint was written yet; try a smaller --hyper-learning-rate"
     with pytest.raises(runs.DivergedError, match=words):
         train(hyper_learning_rate=1e30, max_skipped=5, checkpoint_every=1, update_epochs=8, clip_coef=1e9)
@@ -172,7 +132,7 @@ def test_gradients_that_are_not_finite_stop_the_run_with_advice(train, tmp_path)
 
 
 @pytest.mark.slow
-def test_penalty_is_what_beta_zero_lacks(train):
+def test_run_with_beta_zero_has_no_penalty(train):
     lines = read_metrics(train(beta=0.0, task_timesteps=256).path)
     assert lines[-1]["global_step"] == 512
     assert not any("losses/penalty" in line for line in lines)
@@ -180,25 +140,29 @@ def test_penalty_is_what_beta_zero_lacks(train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ppo", "finetune"])
-def test_other_methods(tmp_path, method):
-    """Two tasks, then evaluate.py: from scratch, the first one has a policy of its own; otherwise there is but one."""
+def test_run_without_hypernetwork_is_evaluated_with_its_policies(tmp_path, method):
+    """From scratch, the first of two tasks has a policy of its own; otherwise there is but one."""
     args = hn.Args(**PLAIN | {"method": method, "task_timesteps": 256, "eval_every": 0, "run_dir": str(tmp_path)})
-    agent, run_dir = hn.Agent(args), hn.main(args).path
-    state = hn.load(args, agent, str(run_dir))["state"]
+    run_dir = str(hn.main(args).path)
+    agent, jitted = make(args)
+    state = load_state(args, agent, run_dir)
     assert int(state.finished) == 2
-    policies = [hn.make_policy(agent, agent.unpack(state.targets[i])) for i in (0, 1)]
-    how = {"episodes": 3, "seed": hn.EVAL_SEED}
-    want = [doors.evaluate(args, policy, "Pull-Right-Pull", **how)[0].mean() for policy in policies]
-    assert want[0] != want[1]
+    assert not any("losses/penalty" in line for line in read_metrics(tmp_path / run_dir))
+    returns = []
+    for i in (0, 1):
+        policy = hn.make_policy(jitted, agent.unpack(state.targets[i]))
+        outcomes = doors.evaluate(args, policy, "Pull-Right-Pull", episodes=3, seed=hn.EVAL_SEED)
+        returns.append(outcomes.returns.mean())
+    assert returns[0] != returns[1]
+    evaluate_run = partial(hn.evaluate, args, run_dir, seed=0, levels="test", random=False, video=False)
     with pytest.raises(runs.UsageError, match="--episodes 20001"):
-        hn.evaluate(args, str(run_dir), episodes=20_001, seed=0, levels="test", random=False, video=False)
-    answer = hn.evaluate(args, str(run_dir), episodes=3, seed=0, levels="test", random=False, video=False)
-    assert answer.rows[0]["mean_return"] == want[method == "finetune"]
+        evaluate_run(episodes=20_001)
+    answer = evaluate_run(episodes=3)
+    assert answer.rows[0]["mean_return"] == returns[method == "finetune"]
     assert [row["done"] for row in answer.rows] == ["yes", "yes"]
 
 
-def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
-    """A command line: W&B, the gripper, then evaluate.py with a (smaller) video."""
+def test_command_line_trains_a_gripper_and_films_it(tmp_path, monkeypatch, capfd):
     flags = TINY | {
         "tasks": "0,Round-Left-Push", "robot": "gripper", "num_envs": 8, "num_worlds": 8, "task_timesteps": 1_024,
         "chunked": True, "run_dir": tmp_path, "wandb_mode": "offline", "wandb_project": "test",
@@ -217,182 +181,92 @@ def test_two_thousand_decisions(tmp_path, monkeypatch, capfd):
     assert set(result["episodes"]) == {"Pull-Right-Pull", "Round-Left-Push", "tasks_learnt", "episodes", "seed"}
     import av
 
-    with av.open(str(run_dir / "videos" / f"episodes_{result['global_step']}.mp4")) as container:
+    video = run_dir / "videos" / f"episodes_{result['global_step']}.mp4"
+    with av.open(str(video)) as container:
         assert container.streams.video[0].average_rate == 12.5  # a decision lasts 80 ms
         pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(pictures) == 2 * doors.DECISIONS
-    strip = np.asarray(Image.open(run_dir / "videos" / f"episodes_{result['global_step']}.png"))
-    assert strip.shape == (2 * 60, 8 * 80, 3)
+    assert np.asarray(Image.open(video.with_suffix(".png"))).shape == (2 * 60, 8 * 80, 3)
     assert np.std(pictures[5]) > 10
     runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "3", "--random"])
     assert json.loads((run_dir / "eval.json").read_text())["random_episodes"]["episodes"] == 3
     assert "doors opened by random actions" in capfd.readouterr().out
 
 
-def test_evaluation_is_the_same_every_time(whole):
+def test_evaluation_of_a_seed_is_always_the_same_and_of_each_tasks_policy(two_tasks, capfd):
     args = hn.Args(**TINY)
-    how = {"episodes": 2, "levels": "test", "random": False, "video": False}
-    first, second, other = (hn.evaluate(args, str(whole), seed=seed, **how) for seed in (0, 0, 1))
-    assert first == second
-    assert hn.evaluate(args, str(whole), seed=0, **how | {"random": True}).rows != first.rows
+    evaluate_run = partial(hn.evaluate, args, str(two_tasks), episodes=2, levels="test", video=False)
+    first, again, other = (evaluate_run(seed=seed, random=False) for seed in (0, 0, 1))
+    assert first == again
     assert first.step == 1536
     assert first.rows != other.rows
-    agent = hn.make_agent(args)
-    state = runs.load(partial(hn.initial, args, agent), str(whole))["state"]
-    actors = [hn.policy_for(agent, state, i) for i in range(len(first.rows))]  # of each task its own
-    with pytest.raises(AssertionError):
-        jax.tree.map(np.testing.assert_array_equal, *actors[:2])
-    for row, actor in zip(first.rows, actors, strict=True):
-        ends = doors.evaluate(args, hn.make_policy(agent, actor), row["task"], episodes=2, seed=hn.EVAL_SEED)
-        assert row["mean_return"] == pytest.approx(ends.returns.mean(), rel=1e-5)
+    assert first.rows != evaluate_run(seed=0, random=True).rows
+    agent, jitted = make(args)
+    state = load_state(args, agent, two_tasks)
+    params = [jitted.policy_for(state, i) for i in range(2)]
+    assert any((x != y).any() for x, y in zip(*map(jax.tree.leaves, params), strict=True))
+    for row, one in zip(first.rows, params, strict=True):
+        policy = hn.make_policy(jitted, one)
+        outcomes = doors.evaluate(args, policy, row["task"], episodes=2, seed=hn.EVAL_SEED)
+        assert row["mean_return"] == pytest.approx(outcomes.returns.mean(), rel=1e-5)
+    assert_refused(evaluate, [two_tasks, "--levels", "train"], capfd, "--levels train", "hnppo_doorgym.py")
 
 
-def test_each_seed_has_doors_of_its_own_and_as_many_as_are_asked_for(train, monkeypatch):
+def test_training_doors_are_as_many_as_asked_for_and_differ_by_seed(train, monkeypatch):
     make, asked = doors.make_doors, []
     monkeypatch.setattr(doors, "make_doors", lambda *given, **how: asked.append(how) or make(*given, **how))
     for seed in (1, 2):
         train(tasks="0", num_worlds=3, task_timesteps=256, eval_every=0, seed=seed)
-    training = [how for how in asked if not how.get("in_turn")]
-    assert [how["num_worlds"] for how in training] == [3, 3]
-    assert training[0]["seed"] != training[1]["seed"]
+    first, second = (how for how in asked if not how.get("in_turn"))
+    assert first["num_worlds"] == second["num_worlds"] == 3
+    assert first["seed"] != second["seed"]
 
 
-def test_doors_have_no_training_levels(whole, capfd):
-    assert_refused(evaluate, [whole, "--levels", "train"], capfd, "--levels train", "hnppo_doorgym.py")
+def test_doors_have_the_flags_hardness_and_threads():
+    stiffness = {}
+    for hardness in ("hard", "easy"):
+        args = hn.Args(hardness=hardness, num_threads=3)
+        runs.check_flags(args)  # though some of the series have no spring
+        with closing(doors.make_doors(args, "Lever-Right-Pull", 1, seed=1, num_worlds=5)) as env:
+            stiffness[hardness] = [model.joint("knob").stiffness[0] for model in env.models]
+            assert len(env._datas) == 3
+    assert min(stiffness["hard"]) >= 1
+    assert max(stiffness["easy"]) <= 0.14
 
 
-def test_a_row_says_what_it_took(tmp_path, whole, capfd):
-    """Of a run of one task, written by hand; what cannot be told is refused."""
+def test_remedies_row_says_what_a_run_of_one_task_took(tmp_path, two_tasks, capfd):
+    """The run is written by hand; one of which it cannot be told is refused."""
     run = tmp_path / "run"
     run.mkdir()
     args = asdict(hn.Args(tasks="2", method="ppo", noise_color=0.0, seed=3))
     lines = [{"global_step": 10 * (i + 1), "time": i, "losses/action_std": 1 / (i + 1)} for i in range(20)]
     for i, line in enumerate(lines):
         line |= {"charts/success_rate": i / 20, "charts/freed_rate": i / 40, "charts/max_knob_angle": i / 10}
-        if i % 5 == 4:
-            line["eval/success_rate"] = i / 20
+        line |= {"eval/success_rate": i / 20} if i % 5 == 4 else {}
 
-    def write(args, lines):
+    def summarize(lines, args=args):
         (run / "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return remedies.main(remedies.Args((str(run),), out=str(tmp_path / "rows")))
 
-    write(args, lines)
-    (row,) = remedies.main(remedies.Args((str(run),), out=str(tmp_path / "rows")))
+    (row,) = summarize(lines)
     assert row == {
         "task": "Lever-Right-Pull", "method": "ppo", "flags": "--noise-color 0.0", "seed": 3, "decisions": 200,
         "best_evaluation": 0.95, "decisions_to_0.5": 150, "training_success_rate": 0.725,
         "training_freed_rate": 0.362, "training_max_knob_angle": 1.45, "action_std": 0.05,
     }  # fmt: skip
     assert "best evaluation 0.95" in capfd.readouterr().out
-    write(args, [*lines[:-1], lines[-1] | {"eval/success_rate": 0.6}])  # the best one need not be the last
-    (other,) = remedies.main(remedies.Args((str(run),), out=str(tmp_path / "other")))
-    assert (other["best_evaluation"], other["decisions_to_0.5"]) == (0.7, 150)
-    capfd.readouterr()
-    write(args, lines)
     with (tmp_path / "rows.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()}]
-    write({name: value for name, value in args.items() if name != "noise_color"}, lines)
-    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "without --noise-color")
-    write(args, lines[:3])
-    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "no evaluation yet")
-    write(args, [{"global_step": 1, "time": 0, "eval/success_rate": 0.5}])
-    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "what became of the latch")
-    assert_refused(remedies, [whole], capfd, f"RUN_DIRS {whole}", "of 2 tasks")
-    assert_refused(remedies, [], capfd, "RUN_DIRS", "at least one")
-
-
-# FLAGS
-
-
-# What each flag is changed to: then something must differ.
-FLAGS = {
-    "tasks": "1,2", "robot": "gripper", "num_worlds": 3, "method": "ppo", "critic": "fresh", "keep_std": True,
-    "task_embedding_dim": 4, "hyper_width": 8, "chunked": True, "hidden": 16, "num_layers": 2, "num_envs": 4,
-    "num_minibatches": 4, "update_epochs": 1, "learning_rate": 0.01, "hyper_learning_rate": 1e-4, "gamma": 0.9,
-    "noise_color": 0.5, "gae_lambda": 0.5, "clip_coef": 0.01, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01,
-    "adam_eps": 0.1, "eval_episodes": 3, "stop_at_success": 0.0, "seed": 2, "num_devices": 2,
-}  # fmt: skip
-# Tested elsewhere: these change files, speed, or what happens when (`test_what_a_run_writes` shows it); beta is
-# in the penalty's own tests, and several hosts are refused.
-ELSEWHERE = {
-    "hardness", "num_threads", "beta", "max_skipped", "task_timesteps", "eval_every", "run_dir", "resume",
-    "checkpoint_every", "keep_checkpoints", "wandb_mode", "track", "wandb_project", "wandb_entity", "distributed",
-}  # fmt: skip
-
-
-def test_hardness_is_that_of_the_knobs():
-    stiffness = {}
-    for hardness in ("hard", "easy"):
-        env = doors.make_doors(hn.Args(hardness=hardness), "Lever-Right-Pull", 1, seed=1, num_worlds=5)
-        stiffness[hardness] = [model.joint("knob").stiffness[0] for model in env.models]
-        env.close()
-    assert min(stiffness["hard"]) >= 1
-    assert max(stiffness["easy"]) <= 0.14
-    runs.check_flags(hn.Args(hardness="easy"))  # though some of the series have no spring
-    with closing(doors.make_doors(hn.Args(num_threads=3), "Pull-Right-Pull", 1, seed=1, num_worlds=1)) as env:
-        assert len(env._datas) == 3
-
-
-def test_every_flag_is_in_a_test():
-    assert {f.name for f in fields(hn.Args)} == set(FLAGS) | ELSEWHERE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", [*FLAGS, "none"])
-def test_every_flag_changes_something(flag, tmp_path):
-    flags = (PLAIN if flag == "method" else TINY) | {"run_dir": str(tmp_path)}
-    change = {} if flag == "none" else {flag: FLAGS[flag]}
-    assert_flag_matters(hn, flags, change)
-
-
-# Words, the flag and its value that the answer names, and what it says is valid.
-BAD = {
-    "number": (["--tasks", "0,6"], "--tasks '0,6'", "from 0 to 5"),
-    "name": (["--task", "Lever"], "--tasks 'Lever'", "Lever-Right-Pull"),
-    "none": (["--tasks", ""], "--tasks ''", "from 0 to 5"),
-    "too many": (["--tasks", "0,1,2,3,4,5,Round-Left-Pull"], "Round-Left-Pull'", "at most 6"),
-    "a hook": (["--task", "Round-Left-Pull"], "--tasks 'Round-Left-Pull'", "--robot gripper"),
-    "twice": (["--tasks", "0,Pull-Right-Pull"], "--tasks '0,Pull-Right-Pull'", "twice"),
-    "no decisions": (["--task-timesteps", 0], "--task-timesteps 0", "from 1"),
-    "minibatches": (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
-    "no hypernetwork": (["--method", "ppo", "--beta", 1e-3], "--beta 0.001", "--method hnppo"),
-    "no generated critic": (["--method", "finetune", "--critic", "fresh"], "--critic fresh", "--method hnppo"),
-    "nothing to remember": (["--task", 2, "--beta", 0.3], "--beta 0.3", "a second task in --tasks"),
-    "nothing to keep": (["--task", 2, "--method", "finetune", "--keep-std"], "--keep-std", "a second task in --tasks"),
-    "no spring": (["--tasks", "0,1", "--hardness", "easy"], "--hardness easy", "a lever or a round knob in --tasks"),
-    "anew in any case": (["--method", "ppo", "--keep-std"], "--keep-std", "--method hnppo or finetune"),
-    "nothing ordinary": (["--keep-std", "--learning-rate", 0.5], "--learning-rate 0.5", "--critic fresh"),
-    "never looked": (["--eval-every", 0, "--stop-at-success", 0.9], "--stop-at-success 0.9", "--eval-every"),
-    "discount": (["--gamma", 1.5], "--gamma 1.5", "from 0 to 1"),
-    "worlds": (["--num-worlds", 0], "--num-worlds 0", "from 1"),
-    "nan": (["--beta", "nan"], "--beta nan", "0 or more"),
-    "embedding": (["--task-embedding-dim", 0], "--task-embedding-dim 0", "from 1"),
-    "devices": (["--num-devices", 3], "--num-devices 3", "64; give 1 or 2 or 4"),
-    "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
-    "other script": (None, "--resume", "ppo_procgen.py"),
-    "other robot": (None, "--robot gripper", "keeps its own, --robot hook"),
-    "other number of doors": (None, "--num-envs 4", "keeps its own, --num-envs 2"),
-    "other tasks": (None, "--tasks '0,3'", "Lever-Right-Pull"),
-    "other evaluations": (None, "--eval-episodes 50", "keeps its own"),
-    "other worlds": (None, "--num-worlds 8", "keeps its own"),
-    "easier doors": (None, "--hardness easy", "keeps its own"),
-    "other method": (None, "--method ppo", "keeps its own"),
-    "shapes": (None, "does not fit", "--hidden 16 here, 8 there"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_sentence(case, tmp_path, whole, monkeypatch, capfd):
-    words, names, valid = BAD[case]
-    more = {
-        "other robot": ["--robot", "gripper"], "other number of doors": ["--num-envs", 4],
-        "other tasks": ["--tasks", "0,3"], "other evaluations": ["--eval-episodes", 50],
-        "other worlds": ["--num-worlds", 8], "easier doors": ["--hardness", "easy"],
-        "other method": ["--method", "ppo"], "shapes": ["--hidden", 16],
-    }  # fmt: skip
-    if case == "other script":
-        (tmp_path / "args.json").write_text('{"script": "ppo_procgen", "args": {}}')
-        words = ["--resume", tmp_path]
-    elif words is None:
-        words = ["--resume", whole, *more[case]]
-    assert_one_sentence(hn, words, names, valid, monkeypatch, capfd)
+    (row,) = summarize([*lines[:-1], lines[-1] | {"eval/success_rate": 0.6}])  # the best one need not be the last
+    assert (row["best_evaluation"], row["decisions_to_0.5"]) == (0.7, 150)
+    with pytest.raises(runs.UsageError, match="without --noise-color"):
+        summarize(lines, {name: value for name, value in args.items() if name != "noise_color"})
+    with pytest.raises(runs.UsageError, match="no evaluation yet"):
+        summarize(lines[:3])
+    with pytest.raises(runs.UsageError, match="what became of the latch"):
+        summarize([{"global_step": 1, "time": 0, "eval/success_rate": 0.5}])
+    with pytest.raises(runs.UsageError, match="of 2 tasks"):
+        remedies.main(remedies.Args((str(two_tasks),)))
+    with pytest.raises(runs.UsageError, match="at least one"):
+        remedies.main(remedies.Args(()))

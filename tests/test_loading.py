@@ -87,7 +87,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_file_is_not_executed(name, tmp_path, monkeypatch):
+def test_a_file_of_code_is_not_executed(name, tmp_path, monkeypatch):
     monkeypatch.setattr(pbt.ray, "init", None)
     monkeypatch.setattr(pbt, "check_args", lambda args: ({}, {}))
     for content in hostile(tmp_path / "executed"):
@@ -99,14 +99,14 @@ def test_a_file_is_not_executed(name, tmp_path, monkeypatch):
         assert not (tmp_path / "executed").exists()
 
 
-def test_the_watch_sees_what_is_executed(tmp_path):
+def test_the_watch_on_code_that_is_executed_sees_it(tmp_path):
     with watched():
         pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
     assert {event for event, _ in seen} >= {"pickle.find_class", "exec"}
     assert (tmp_path / "executed").exists()
 
 
-def test_a_checkpoint_is_not_executed(tmp_path):
+def test_a_checkpoint_of_code_is_not_executed(tmp_path):
     """Whichever of its files is hostile; a whole one is read."""
     state = {"state": {"x": np.arange(3), "y": np.float32(2)}, "run": {"lines": np.int64(1)}}
     (tmp_path / "good" / "checkpoints").mkdir(parents=True)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import ENCODER_FLAGS, init_params
+from conftest import ENCODER_FLAGS, init_params, init_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_ppo_math import FULL_PRECISION, matmuls, relaxed, seeds
 
 import apex_procgen as apex
 import impala_procgen as impala
@@ -19,12 +20,11 @@ import ppo_procgen as ppo
 import sac_procgen as sac
 import trpo_procgen as trpo
 from benchmarks import encoders
-from common import cpu, devices, gpu, networks, runs
-from common.devices import GAMES, SAME
+from common import cpu, devices, gpu, networks
+from common.devices import ENV_SHARDED, REPLICATED
 from common.files import UsageError
 from common.networks import EncoderArgs
 
-relaxed = settings(deadline=None, max_examples=20)
 SMALL = EncoderArgs(width=1, hidden=8)
 
 
@@ -33,92 +33,56 @@ def gradients(function, *arrays):
     return jax.jit(jax.grad(lambda *a: (function(*a) * weight).sum(), argnums=range(len(arrays))))(*arrays)
 
 
-@pytest.mark.parametrize(
-    ("size", "channels", "features", "kernel", "stride", "padding", "groups"),
-    [
-        (8, 3, 16, 3, 1, "SAME", 1),  # four pixels at a time
-        (16, 16, 16, 3, 1, "SAME", 1),  # two
-        (8, 32, 32, 3, 1, "SAME", 1),  # one
-        (7, 4, 5, 3, 1, "SAME", 1),
-        (7, 4, 5, 4, 1, "SAME", 1),
-        (7, 4, 5, 1, 1, "SAME", 1),
-        (64, 6, 32, 8, 4, "VALID", 1),  # the Nature CNN's three
-        (15, 32, 64, 4, 2, "VALID", 1),
-        (6, 64, 64, 3, 1, "VALID", 1),
-        (9, 4, 5, 3, 2, "VALID", 1),  # strides that do not divide the kernel
-        (8, 4, 5, 3, 2, "SAME", 1),
-        (7, 4, 5, 3, 2, "SAME", 1),
-        (8, 4, 5, 1, 2, "SAME", 1),
-        (7, 4, 5, 5, 3, "SAME", 1),
-        (8, 4, 4, 3, 1, "SAME", 4),  # one filter a channel
-        (7, 4, 4, 3, 2, "SAME", 4),
-        (8, 4, 12, 3, 2, "SAME", 4),  # three
-        (9, 4, 8, 4, 2, "VALID", 4),
-        (8, 4, 6, 3, 1, "SAME", 2),  # no fast form
-    ],
-)
-def test_convolution_equals_xla(size, channels, features, kernel, stride, padding, groups):
+@pytest.mark.parametrize(("size", "channels", "features", "kernel", "stride", "padding", "groups", "dilation"), [
+    # Four, two and one pixels at a time; other sizes.
+    (8, 3, 16, 3, 1, "SAME", 1, 1), (16, 16, 16, 3, 1, "SAME", 1, 1), (8, 32, 32, 3, 1, "SAME", 1, 1),
+    (7, 4, 5, 3, 1, "SAME", 1, 1), (7, 4, 5, 4, 1, "SAME", 1, 1), (7, 4, 5, 1, 1, "SAME", 1, 1),
+    # The Nature CNN's.
+    (64, 6, 32, 8, 4, "VALID", 1, 1), (15, 32, 64, 4, 2, "VALID", 1, 1), (6, 64, 64, 3, 1, "VALID", 1, 1),
+    # Strides that do not divide the kernel.
+    (9, 4, 5, 3, 2, "VALID", 1, 1), (8, 4, 5, 3, 2, "SAME", 1, 1), (7, 4, 5, 3, 2, "SAME", 1, 1),
+    (8, 4, 5, 1, 2, "SAME", 1, 1), (7, 4, 5, 5, 3, "SAME", 1, 1),
+    # Depthwise, with one to three filters a channel; other groups; dilation.
+    (8, 4, 4, 3, 1, "SAME", 4, 1), (7, 4, 4, 3, 2, "SAME", 4, 1), (8, 4, 12, 3, 2, "SAME", 4, 1),
+    (9, 4, 8, 4, 2, "VALID", 4, 1), (8, 4, 6, 3, 1, "SAME", 2, 1), (8, 3, 4, 3, 1, "SAME", 1, 2),
+])  # fmt: skip
+def test_convolution_of_any_form_equals_xla(size, channels, features, kernel, stride, padding, groups, dilation):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, size, size, channels)).astype(np.float32)
     w = rng.normal(size=(kernel, kernel, channels // groups, features)).astype(np.float32)
-    layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
-
-    def ours(x, w):
-        return cpu.conv_general_dilated(x, w, (stride, stride), padding, **layout)
-
-    def theirs(x, w):
-        return jax.lax.conv_general_dilated(x, w, (stride, stride), padding, **layout)
-
-    np.testing.assert_allclose(jax.jit(ours)(x, w), theirs(x, w), rtol=1e-4, atol=1e-4)
-    for got, want in zip(gradients(ours, x, w), gradients(theirs, x, w), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
-    fast = groups in (1, channels) and not kernel == stride == 1
-    assert ("custom_vjp" in str(jax.make_jaxpr(ours)(x, w))) == fast
-
-
-def test_dilated_convolution_is_not_taken_for_a_plain_one():
-    x = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
-    ours, theirs = (
-        nn.Conv(4, (3, 3), kernel_dilation=2, **options)
-        for options in ({"conv_general_dilated": cpu.conv_general_dilated}, {})
+    options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+    options["rhs_dilation"] = (dilation, dilation)
+    ours, xla = (
+        lambda x, w, convolve=convolve: convolve(x, w, (stride, stride), padding, **options)
+        for convolve in (cpu.conv_general_dilated, jax.lax.conv_general_dilated)
     )
-    params = init_params(ours, x)
-    np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(ours)(x, w), xla(x, w), rtol=1e-4, atol=1e-4)
+    for got, want in zip(gradients(ours, x, w), gradients(xla, x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
-def same_pool(ours, x, g):
-    """Whether a max-pool is Flax's, and so its gradient for g; the first of equal pixels has it all."""
-    theirs = partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
+@settings(max_examples=16, deadline=None)
+@given(
+    st.sampled_from([networks.max_pool, gpu.max_pool]),
+    st.sampled_from(["float32", "bfloat16"]),
+    *[st.sampled_from([1, 2, 3, 5, 8, 9, 64])] * 2,
+    seeds,
+)
+def test_max_pool_with_ties_equals_flax(pool, dtype, height, width, seed):
+    """The first of equal pixels gets the gradient: small whole numbers, which add up in bfloat16 in any order."""
+    rng, flax = np.random.default_rng(seed), partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
+    x, g = (rng.integers(-3, 3, (2, *size, 3)) for size in ((height, width), (-(-height // 2), -(-width // 2))))
 
     @partial(jax.jit, static_argnums=0)
     def value_and_gradient(pool, x, g):
         value, backward = jax.vjp(pool, x)
         return value, backward(g)[0]
 
-    for got, want in zip(value_and_gradient(ours, x, g), value_and_gradient(theirs, x, g), strict=True):
-        np.testing.assert_array_equal(got, want)
+    x, g = jnp.asarray(x, dtype), jnp.asarray(g, dtype)
+    jax.tree.map(np.testing.assert_array_equal, value_and_gradient(pool, x, g), value_and_gradient(flax, x, g))
 
 
-@pytest.mark.parametrize("pool", [networks.max_pool, gpu.max_pool])
-@pytest.mark.parametrize("size", [2, 5, 8, 64])
-def test_max_pool_equals_flax_with_ties(pool, size):
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 4, (3, size, size, 5)).astype(np.float32)  # many ties
-    same_pool(pool, x, rng.integers(-9, 9, (3, -(-size // 2), -(-size // 2), 5)).astype(np.float32))
-    if pool is networks.max_pool:
-        assert ("name=max_pool" in str(jax.make_jaxpr(pool)(x))) == (size % 2 == 0)  # the CPU's own form
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2**31))
-def test_max_pool_of_any_size_equals_flax(height, width, dtype, seed):
-    """Gradients are small whole numbers, so that the order of their additions does not matter in bfloat16."""
-    rng, places = np.random.default_rng(seed), (-(-height // 2), -(-width // 2))
-    x, g = (rng.integers(-3, 3, (2, *size, 3)) for size in ((height, width), places))
-    same_pool(gpu.max_pool, jnp.asarray(x, dtype), jnp.asarray(g, dtype))
-
-
-def test_max_pool_passes_on_what_is_not_a_number():
+def test_max_pool_on_gpu_of_nan_is_nan():
     x = np.zeros((1, 8, 8, 1), np.float32)
     x[0, 3, 4] = np.nan
     want = nn.max_pool(x, (3, 3), (2, 2), "SAME")
@@ -127,33 +91,26 @@ def test_max_pool_passes_on_what_is_not_a_number():
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_relu_equals_jax(on_cpu, monkeypatch):
+def test_relu_on_cpu_or_gpu_equals_jax(on_cpu, monkeypatch):
     monkeypatch.setattr(devices, "on_cpu", lambda: on_cpu)
-    relu = networks.relu
     x = np.array([-2, -0.0, 0, 1e-30, 3], np.float32)
-    np.testing.assert_array_equal(relu(x), nn.relu(x))
-    np.testing.assert_array_equal(gradients(relu, x)[0], gradients(nn.relu, x)[0])
-    np.testing.assert_allclose(networks.ACTIVATIONS["elu"](x), np.where(x > 0, x, np.expm1(x)), rtol=1e-5)
-    assert ("optimization_barrier" in str(jax.make_jaxpr(jax.grad(lambda x: relu(x).sum()))(x))) == (not on_cpu)
+    np.testing.assert_array_equal(networks.relu(x), nn.relu(x))
+    np.testing.assert_array_equal(gradients(networks.relu, x)[0], gradients(nn.relu, x)[0])
 
 
-def test_small_parts_of_an_update_are_the_same_on_a_gpu(monkeypatch):
+def test_small_parts_of_an_update_on_gpu_equal_those_on_cpu(monkeypatch):
     rng = np.random.default_rng(0)
     tree = {"a": rng.normal(size=(3, 4)).astype(np.float32), "b": rng.normal(size=5).astype(np.float32)}
 
     def results():
-        clips = [devices.clip_by_norm(most) for most in (0.5, 100.0)]
-        clipped = [clip.update(tree, clip.init(tree))[0] for clip in clips]
+        clips = [devices.clip_by_global_norm(norm) for norm in (0.5, 100.0)]
+        clipped = [clip.update(tree, clip.init(tree)) for clip in clips]  # with states: checkpoints fit either
         chosen = [devices.cond(jnp.bool_(x), lambda t: t, lambda t: jax.tree.map(jnp.exp, t), tree) for x in (0, 1)]
-        return devices.norm(tree), clipped, chosen, devices.compute_once(tree)
+        return devices.global_norm(tree), clipped, chosen, devices.optimization_barrier(tree)
 
-    def states():
-        return jax.tree.structure(devices.clip_by_norm(0.5).init(tree))
-
-    want, states_before = results(), states()
+    want = results()
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), results(), want)
-    assert states() == states_before  # a checkpoint of one device is another's
 
 
 GRADIENTS = {
@@ -173,109 +130,106 @@ SLOW_GRADIENTS = {"separable", "strides"}
     ("nature", 5),
     *[pytest.param(name, 32, marks=pytest.mark.slow if name in SLOW_GRADIENTS else ()) for name in GRADIENTS],
 ])  # fmt: skip
-def test_gradient_in_chunks_equals_the_whole(name, size, monkeypatch):
+def test_gradient_in_chunks_over_devices_equals_whole(name, size, monkeypatch):
     """Over four devices (one where they have no even share), against what one accelerator computes."""
     rng = np.random.default_rng(0)
     encoder = networks.make_encoder(GRADIENTS[name])
     frames, target = rng.integers(0, 256, (size, 64, 64, 3), np.uint8), rng.normal(size=(size, 8))
-    params = randomized(rng, init_params(encoder, frames[:1]))
-
-    weight = rng.random((size, 1)) < 0.7
+    params, weight = randomized(rng, init_params(encoder, frames[:1])), rng.random((size, 1)) < 0.7
 
     def loss(params, batch):
         error = ((encoder.apply(params, batch[0]) - batch[1]) ** 2).sum(axis=1, keepdims=True)
         return {"loss": error, "double": 2 * error}
 
-    def run(number):
-        args = ppo.Args(num_envs=size, num_steps=1, num_minibatches=1, num_devices=number)
-        spread = devices.spread([SAME, GAMES, GAMES], (SAME, SAME, GAMES))
-        of = spread(lambda args, params, data, weight: devices.gradient(loss, params, data, weight))
-        return jax.jit(lambda: of(args, params, (frames, target), weight))()
+    def gradient(num_devices):
+        gradient = jax.shard_map(
+            lambda *given: devices.gradient(loss, *given),
+            mesh=devices.make_mesh(ppo.Args(num_devices=num_devices)),
+            in_specs=(REPLICATED, ENV_SHARDED, ENV_SHARDED),
+            out_specs=(REPLICATED, REPLICATED, ENV_SHARDED),
+            check_vma=False,
+        )
+        return jax.jit(gradient)(params, (frames, target), weight)
 
-    got = run(1 if size % 4 else 4)
-    outputs = jax.jit(lambda params: devices.in_chunks(partial(encoder.apply, params), frames))(params)
+    got = gradient(1 if size % 4 else 4)
+    outputs = jax.jit(lambda params: devices.map_in_chunks(partial(encoder.apply, params), frames))(params)
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    want = run(1)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(gradient(1)), strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3 * np.abs(w).max())
     np.testing.assert_allclose(outputs, jax.jit(encoder.apply)(params, frames), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_loss_is_told_to_return_parts_per_sample(whole):
-    """A mean taken too early would make the result depend on how many samples a core looks at."""
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_gradient_of_loss_without_terms_per_sample_says_what_to_return(in_chunks):
+    """A mean taken too early would make the result depend on how many samples a core takes at a time."""
     params, x = jnp.ones(3), np.random.default_rng(0).normal(size=(32, 1, 3)).astype(np.float32)
 
-    def take(loss):
-        return devices.gradient(loss, params, x, np.ones((32, 1)), whole=whole)
+    def gradient(loss):
+        return devices.gradient(loss, params, x, np.ones((32, 1)), in_chunks=in_chunks)
 
     def error(params, x):
         return (x @ params) ** 2
 
-    grads, means, parts = take(lambda params, x: {"loss": error(params, x)})
+    grads, means, terms = gradient(lambda params, x: {"loss": error(params, x)})
     np.testing.assert_allclose(grads, jax.grad(lambda params: error(params, x).mean())(params), rtol=1e-5)
-    np.testing.assert_allclose(means["loss"], parts["loss"].mean(), rtol=1e-5)
-    np.testing.assert_allclose(parts["loss"], error(params, x), rtol=1e-5)
+    np.testing.assert_allclose(means["loss"], terms["loss"].mean(), rtol=1e-5)
+    np.testing.assert_allclose(terms["loss"], error(params, x), rtol=1e-5)
     for loss, words in (
-        (lambda params, x: {"loss": error(params, x).mean()}, r"part 'loss' has shape \[\]; leave out the mean"),
-        (lambda params, x: {"loss": error(params, x), "kl": x[:, 0]}, r"per sample, .* part 'kl' has shape \[\d+, 3\]"),
-        (lambda params, x: {"loss": error(params, x), "kl": x}, r"part 'kl' has shape \[\d+, 1, 3\]; sum it over"),
-        (lambda params, x: error(params, x).mean(), "returns a dict of parts per sample"),
+        (lambda params, x: {"loss": error(params, x).mean()}, r"term 'loss' has shape \[\]; leave out the mean"),
+        (lambda params, x: {"loss": error(params, x), "kl": x[:, 0]}, r"per sample, .* term 'kl' has shape \[\d+, 3\]"),
+        (lambda params, x: {"loss": error(params, x), "kl": x}, r"term 'kl' has shape \[\d+, 1, 3\]; sum it over"),
+        (lambda params, x: error(params, x).mean(), "returns a dict of terms per sample"),
         (lambda params, x: {"policy_loss": error(params, x)}, "one of them 'loss'"),
     ):
         with pytest.raises(ValueError, match=words):
-            take(loss)
+            gradient(loss)
 
 
-def test_accelerators_get_plain_convolutions_in_bfloat16():
-    with encoders.plain_flax():
-        for spec in GRADIENTS.values():
-            encoder = networks.make_encoder(spec)
-            program = str(jax.make_jaxpr(encoder.init)(jax.random.PRNGKey(0), jnp.zeros((2, 64, 64, 6), jnp.uint8)))
-            assert "custom_vjp" not in program
-            assert "bf16" in program
+# PARAMETERS TO ACT WITH
+
+
+def make_acting(**flags):
+    """An agent, its parameters, their acting forms, and inputs."""
+    args, rng = ppo.Args(hidden=8, **flags), np.random.default_rng(0)
+    agent = ppo.make_agent(args)
+    params = randomized(rng, init_state(ppo, args, agent).params["agent"])
+    frames = rng.integers(0, 256, (2, 64, 64, 3 * len(args.stack_offsets)), np.uint8)
+    acting = networks.acting_agent(agent), networks.acting_params(agent, params)
+    return (agent, params), acting, (frames, np.ones(2, bool), ())
 
 
 @pytest.mark.parametrize(
     "flags", [{"channels": "4", "blocks": 1, "norm": "group"}, {"encoder": "xresnet:[8,2],se,sa1"}]
 )
-def test_parameters_to_act_with_give_the_same_bit_for_bit(flags):
+def test_acting_params_of_bfloat16_encoder_give_bit_identical_outputs(flags, monkeypatch):
     """Operation by operation: a CPU's compiler may leave out a rounding to bfloat16 in one program, not in another."""
-    args = ppo.Args(**flags, hidden=8, dtype="bfloat16")
-    agent = ppo.make_agent(args)
-    shapes = jax.eval_shape(lambda: ppo.initial_state(args, agent)).params["agent"]
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32), shapes)
-    _, acting = networks.for_acting(agent, params)
-    given = rng.integers(0, 256, (2, 64, 64, 3 * len(args.offsets)), np.uint8), np.ones(2, bool), ()
-    for got, want in zip(agent.apply(acting, *given)[:2], agent.apply(params, *given)[:2], strict=True):
-        np.testing.assert_array_equal(got, want)
-    changed = [path for path, x in jax.tree_util.tree_leaves_with_path(acting) if x.dtype == jnp.bfloat16]
-    assert all("encoder" in str(path) for path in changed)
+    (agent, params), (_, acting), inputs = make_acting(**flags, dtype="bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, agent.apply(acting, *inputs), agent.apply(params, *inputs))
+    changed = [str(path) for path, x in jax.tree_util.tree_leaves_with_path(acting) if x.dtype == jnp.bfloat16]
+    assert all("encoder" in path for path in changed)
     assert len(changed) >= 5
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)  # there cuDNN's layout besides
+    on_gpu = networks.acting_params(agent, params)
+    jax.tree.map(np.testing.assert_array_equal, on_gpu, acting)
+    assert {x.format.layout.major_to_minor for x in jax.tree.leaves(on_gpu) if x.ndim == 4} == {(3, 0, 1, 2)}
 
 
-def test_parameters_to_act_with_are_the_learners_where_the_encoder_is_float32():
-    args = ppo.Args(width=1, hidden=8)
-    params = {"params": {"encoder": {"Conv_0": {"kernel": jnp.ones((3, 3, 6, 16))}}}}
-    agent = ppo.make_agent(args)
-    assert networks.for_acting(agent, params)[1] is params
-    for own in (nn.Dense(8), nn.Sequential([agent.encoder, nn.Dense(8)])):  # a fork's; this one's .layers is a list
-        assert networks.for_acting(agent.clone(encoder=own), params)[1] is params
+def test_acting_params_of_float32_or_unknown_encoder_are_learners():
+    agent, params = ppo.make_agent(ppo.Args(width=1, hidden=8)), {"params": {"encoder": {"kernel": jnp.ones(3)}}}
+    for encoder in (agent.encoder, nn.Dense(8), nn.Sequential([agent.encoder, nn.Dense(8)])):  # .layers may be a list
+        assert networks.acting_params(agent.clone(encoder=encoder), params) is params
 
 
-def test_kernels_to_act_with_lie_as_a_gpu_reads_them(monkeypatch):
-    """A program takes them as they lie: it does not ask for another layout."""
-    args = ppo.Args(width=1, blocks=1, hidden=8, dtype="bfloat16")
-    agent = ppo.make_agent(args)
-    params = devices.run_once(ppo.initial_state, args, agent).params["agent"]
-    _, want = networks.for_acting(agent, params)
-    monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    _, got = networks.for_acting(agent, params)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    asked = jax.jit(lambda params: jax.tree.map(jnp.sum, params)).lower(got).compile().input_formats[0][0]
-    kernels = [form.layout.major_to_minor for form in jax.tree.leaves(asked) if len(form.layout.major_to_minor) == 4]
-    assert set(kernels) == {(3, 0, 1, 2)}
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_acting_agent_with_spectral_norm_does_not_divide_again(dtype, tolerance):
+    """Its kernels are divided already: what is not divided changes its outputs."""
+    flags = {"channels": "4,8", "blocks": 1, "spectral_norm": True, "dtype": dtype}
+    (agent, params), (acting_agent, acting), inputs = make_acting(**flags)
+    apply = jax.jit(lambda agent, params: agent.apply(params, *inputs)[:2], static_argnums=0)
+    want, got, undivided = apply(agent, params), apply(acting_agent, acting), apply(acting_agent, params)
+    for x, y, z in zip(want, got, undivided, strict=True):
+        np.testing.assert_allclose(y, x, rtol=tolerance, atol=tolerance)
+        assert np.abs(z - x).max() > 2 * tolerance
 
 
 # ENCODERS
@@ -286,117 +240,91 @@ def randomized(rng, params):
     return jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), params)
 
 
-NAMES = {
-    "impala": (
-        replace(SMALL, channels="4,6"),
-        lambda p, x: oracle.impala_cnn(p, x, 2, 2, "avg"),
-    ),
-    "impala, flattened": (
-        replace(SMALL, channels="4", blocks=1, pool="flatten", conv_bias="no"),
-        lambda p, x: oracle.impala_cnn(p, x, 1, 1, "flatten"),
-    ),
-    "impala, averaged late": (
-        replace(SMALL, channels="4", blocks=1, pool="act_avg", activation="silu"),
-        lambda p, x: oracle.impala_cnn(p, x, 1, 1, "act_avg", act=lambda x: x / (1 + np.exp(-x))),
-    ),
-    "impala, in parts": (
-        replace(SMALL, channels="4", blocks=0, pool="max6", center="no"),
-        lambda p, x: oracle.impala_cnn(p, x, 1, 0, "max6", center=False),
-    ),
-    "impala, strides": (
-        replace(SMALL, channels="4,6", blocks=0, downsample="stride", pool="max"),
-        lambda p, x: oracle.impala_cnn(p, x, 2, 0, "max", by_stride=True),
-    ),
-    "impala, separable": (
-        replace(SMALL, channels="4,6", blocks=1, separable=2, norm="group"),
-        lambda p, x: oracle.impala_cnn(p, x, 2, 1, "avg", separable=True, norm=True),
-    ),
-    "xresnet": (
-        replace(SMALL, encoder="xresnet:[4,2],[4,1],[6,1]"),
-        lambda p, x: oracle.xresnet(p, x, [(4, 2), (4, 1), (6, 1)]),
-    ),
-    "xresnet, everything": (
-        replace(SMALL, encoder="xresnet:stem, [4,1], [6, 2]x2, se, sa2", downsample="maxpool"),
-        lambda p, x: oracle.xresnet(p, x, [(4, 1), (6, 2), (6, 2)], True, True, 2, True),
-    ),
-    "xresnet, flattened": (
-        replace(SMALL, encoder="xresnet:[4,2],[4,1]", pool="flatten", activation="silu"),
-        lambda p, x: oracle.xresnet(p, x, [(4, 2), (4, 1)], pool="flatten", act=lambda x: x / (1 + np.exp(-x))),
-    ),
-    "mobilenet": (
-        replace(SMALL, encoder="mobilenet", channels="4,6"),
-        lambda p, x: oracle.mobilenet(p, x, 2, 2),
-    ),
-    "nature": (
-        replace(SMALL, encoder="nature", channels="2,3,4", pool="flatten"),
-        lambda p, x: oracle.nature_cnn(p, x, "flatten"),
-    ),
-    "nature, averaged": (
-        replace(SMALL, encoder="nature", channels="2,3,4"),
-        lambda p, x: oracle.nature_cnn(p, x, "avg"),
-    ),
+SILU = {"act": lambda x: x / (1 + np.exp(-x))}
+BY_HAND = {
+    "impala": ({"channels": "4,6"}, oracle.impala_cnn, (2, 2, "avg"), {}),
+    "impala, flattened":
+        ({"channels": "4", "blocks": 1, "pool": "flatten", "conv_bias": "no"},
+         oracle.impala_cnn, (1, 1, "flatten"), {}),
+    "impala, averaged late":
+        ({"channels": "4", "blocks": 1, "pool": "act_avg", "activation": "silu"},
+         oracle.impala_cnn, (1, 1, "act_avg"), SILU),
+    "impala, in parts":
+        ({"channels": "4", "blocks": 0, "pool": "max6", "center": "no"},
+         oracle.impala_cnn, (1, 0, "max6"), {"center": False}),
+    "impala, strides":
+        ({"channels": "4,6", "blocks": 0, "downsample": "stride", "pool": "max"},
+         oracle.impala_cnn, (2, 0, "max"), {"by_stride": True}),
+    "impala, separable":
+        ({"channels": "4,6", "blocks": 1, "separable": 2, "norm": "group"},
+         oracle.impala_cnn, (2, 1, "avg"), {"separable": True, "norm": True}),
+    "xresnet": ({"encoder": "xresnet:[4,2],[4,1],[6,1]"}, oracle.xresnet, ([(4, 2), (4, 1), (6, 1)],), {}),
+    "xresnet, everything":
+        ({"encoder": "xresnet:stem, [4,1], [6, 2]x2, se, sa2", "downsample": "maxpool"},
+         oracle.xresnet, ([(4, 1), (6, 2), (6, 2)], True, True, 2, True), {}),
+    "xresnet, flattened":
+        ({"encoder": "xresnet:[4,2],[4,1]", "pool": "flatten", "activation": "silu"},
+         oracle.xresnet, ([(4, 2), (4, 1)],), {"pool": "flatten"} | SILU),
+    "mobilenet": ({"encoder": "mobilenet", "channels": "4,6"}, oracle.mobilenet, (2, 2), {}),
+    "nature": ({"encoder": "nature", "channels": "2,3,4", "pool": "flatten"}, oracle.nature_cnn, ("flatten",), {}),
+    "nature, averaged": ({"encoder": "nature", "channels": "2,3,4"}, oracle.nature_cnn, ("avg",), {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_encoder_equals_the_one_by_hand(name):
-    spec, by_hand = NAMES[name]
+@pytest.mark.parametrize("name", BY_HAND)
+def test_encoder_with_random_parameters_equals_float64_by_hand(name):
+    flags, by_hand, given, options = BY_HAND[name]
+    spec = replace(SMALL, **flags)
     rng = np.random.default_rng(0)
     size = 64 if spec.encoder == "nature" else 16
     frames = rng.integers(0, 256, (2, size, size, 3), np.uint8)
     encoder = networks.make_encoder(spec)
     params = randomized(rng, init_params(encoder, frames))
-    want, used = by_hand(params["params"], frames)
+    want, used = by_hand(params["params"], frames, *given, **options)
     assert used == len(params["params"])
     assert (want > 0).mean() > 0.2  # not all features are dead
     np.testing.assert_allclose(jax.jit(encoder.apply)(params, frames), want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("spec", "parameters"),
-    # Counted by hand: convolutions, then the dense layer.
-    [
-        (EncoderArgs(width=1, pool="flatten"), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (2048 + 1) * 256),
-        (EncoderArgs(width=1), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (32 + 1) * 256),
-        (EncoderArgs("nature", width=1, pool="flatten"), 6176 + 32832 + 36928 + (1024 + 1) * 256),
-        (
-            EncoderArgs("xresnet:[32,2],[64,1]"),
-            9 * (3 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 3 * 32 + 32 * 64 + 65 * 256,
-        ),
-    ],
-)
-def test_parameter_counts(spec, parameters):
+@pytest.mark.parametrize(("spec", "parameters"), [  # convolutions, then the dense layer
+    (EncoderArgs(width=1, pool="flatten"), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (2048 + 1) * 256),
+    (EncoderArgs(width=1), 448 + 4 * 2320 + 4640 + 4 * 9248 + 9248 + 4 * 9248 + (32 + 1) * 256),
+    (EncoderArgs("nature", width=1, pool="flatten"), 6176 + 32832 + 36928 + (1024 + 1) * 256),
+    (EncoderArgs("xresnet:[32,2],[64,1]"), 9 * 32 * (3 + 32 + 64 + 2 * 64) + 3 * 32 + 32 * 64 + 65 * 256),
+])  # fmt: skip
+def test_cost_of_encoder_counts_parameters_arithmetic_and_memory(spec, parameters):
     assert encoders.cost(spec, channels=3)["parameters"] == parameters
+    if spec.encoder == "nature":
+        cost, outputs = encoders.cost(spec, channels=6), (15 * 15 * 32, 6 * 6 * 64, 4 * 4 * 64, 256)
+        madds = np.dot(outputs, (8 * 8 * 6, 4 * 4 * 32, 3 * 3 * 64, 1024))
+        assert cost["MFLOP"] == pytest.approx(2 * madds / 1e6, rel=0.05)
+        kept = 4 * (64 * 64 * 6 + sum(outputs)) / 1024  # float32 inputs of each layer, and masks of the nonlinearities
+        assert kept < cost["KiB kept"] < 1.5 * kept
 
 
-def test_arithmetic_and_memory_are_counted():
-    cost = encoders.cost(EncoderArgs("nature", width=1, pool="flatten", hidden=512), channels=6)
-    outputs = (15 * 15 * 32, 6 * 6 * 64, 4 * 4 * 64, 512)
-    madds = sum(n * size for n, size in zip(outputs, (8 * 8 * 6, 4 * 4 * 32, 3 * 3 * 64, 1024), strict=True))
-    assert cost["MFLOP"] == pytest.approx(2 * madds / 1e6, rel=0.05)
-    kept = 4 * (64 * 64 * 6 + sum(outputs)) / 1024  # float32 inputs of each layer, and masks of the nonlinearities
-    assert kept < cost["KiB kept"] < 1.5 * kept
+@pytest.mark.parametrize("script", [ppo, trpo, impala, apex, sac], ids=lambda script: script.SCRIPT)
+def test_agent_with_another_encoder_flag_is_another_network(script):
+    def agent(**flags):
+        return script.make_agent(script.Args(**{"channels": "4,4"} | flags))
+
+    assert agent() == agent()
+    assert [flag for flag, value in ENCODER_FLAGS.items() if agent(**{flag: value}) == agent()] == []
 
 
-@pytest.mark.parametrize("script", [ppo, trpo, impala, apex, sac])
-def test_every_flag_changes_the_network(script):
-    """Of PPO, as `make_encoder` reads them all; of the others one says that they give theirs to it."""
-    flags = ENCODER_FLAGS if script is ppo else {"activation": ENCODER_FLAGS["activation"]}
-
-    def program(**flags):
-        args = script.Args(**{"hidden": 8, "channels": "4,8"} | flags)
-        runs.check_args(args, script.SCRIPT)
-        return str(jax.make_jaxpr(lambda: script.initial_state(args, script.make_agent(args)))())
-
-    default = program()
-    assert [flag for flag, value in flags.items() if program(**{flag: value}) == default] == []
-    assert program(seed=2) != default
+def test_encoder_of_auto_dtype_is_bfloat16_on_gpu_alone(monkeypatch):
+    frames = jnp.zeros((2, 64, 64, 3), jnp.uint8)
+    for on_cpu, dtype in ((True, "float32"), (False, "bfloat16")):
+        monkeypatch.setattr(devices, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        for spec in (SMALL, GRADIENTS["nature"], GRADIENTS["xresnet"]):
+            encoder = networks.make_encoder(spec)
+            params = jax.eval_shape(encoder.init, jax.random.PRNGKey(0), frames)
+            assert {x for x, _ in matmuls(encoder.apply, params, frames)} == {dtype}
 
 
 @relaxed
-@given(st.integers(0, 2**32 - 1), st.sampled_from([(3, 3, 16, 32), (3, 3, 32, 8), (1, 1, 4, 4)]))
-def test_spectral_norm_is_the_largest_singular_value(seed, shape):
-    """And its slope that of the singular value, u v'."""
+@given(seeds, st.sampled_from([(3, 3, 16, 32), (3, 3, 32, 8), (1, 1, 4, 4)]))
+def test_largest_singular_value_of_random_kernel_equals_numpy(seed, shape):
+    """And its slope u v'."""
     kernel = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
     u, values, v = np.linalg.svd(kernel.reshape(-1, shape[3]).astype(np.float64), full_matrices=False)
     got, slope = jax.value_and_grad(networks.largest_singular_value)(kernel)
@@ -405,11 +333,27 @@ def test_spectral_norm_is_the_largest_singular_value(seed, shape):
     assert got <= values[0] * (1 + 1e-5)
     if values[1] < 0.95 * values[0]:
         np.testing.assert_allclose(slope.reshape(-1, shape[3]), np.outer(u[:, 0], v[0]), atol=2e-3)
-    text = str(jax.make_jaxpr(networks.largest_singular_value)(kernel))
-    assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 0
 
 
-def test_l2_is_the_gradient_of_the_convolutions_squares():
+def test_largest_singular_value_on_gpu_is_in_full_precision():
+    assert matmuls(networks.largest_singular_value, jnp.ones((3, 3, 4, 4))) == FULL_PRECISION
+
+
+def test_encoder_with_spectral_norm_divides_residual_kernels_by_numpys_norm():
+    encoder = networks.make_encoder(EncoderArgs(channels="4,8", blocks=1, hidden=8, spectral_norm=True))
+    frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    params = init_params(encoder, frames)
+    divided = jax.tree.map(jnp.copy, params)
+    for i in range(4):
+        kernel = params["params"][f"SpectralConv_{i}"]["kernel"]
+        norm = np.linalg.svd(np.reshape(kernel, (-1, kernel.shape[3])), compute_uv=False)[0]
+        divided["params"][f"SpectralConv_{i}"]["kernel"] = kernel / norm
+    done = encoder.clone(layers=replace(encoder.layers, residual_norm="spectral, done"))
+    want = jax.jit(done.apply)(divided, frames)
+    np.testing.assert_allclose(jax.jit(encoder.apply)(params, frames), want, rtol=5e-3, atol=1e-4)
+
+
+def test_l2_of_convolutions_adds_gradient_of_squares():
     rng = np.random.default_rng(0)
     params = {"kernel": rng.normal(size=(3, 3, 2, 4)), "dense": rng.normal(size=(4, 5)), "bias": rng.normal(size=4)}
     grads = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
@@ -419,44 +363,13 @@ def test_l2_is_the_gradient_of_the_convolutions_squares():
     assert networks.add_l2(grads, params, 0.0) is grads
 
 
-def test_residual_blocks_with_spectral_norm_are_those_of_normed_kernels():
-    args = EncoderArgs(channels="4,8", blocks=1, hidden=8, spectral_norm=True)
-    frames = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
-    encoder = networks.make_encoder(args)
-    params = init_params(encoder, frames)
-    normed = jax.tree.map(jnp.copy, params)
-    for i in range(4):
-        kernel = params["params"][f"SpectralConv_{i}"]["kernel"]
-        value = np.linalg.svd(np.reshape(kernel, (-1, kernel.shape[3])), compute_uv=False)[0]
-        normed["params"][f"SpectralConv_{i}"]["kernel"] = kernel / value
-    done = encoder.clone(layers=replace(encoder.layers, residual_norm="spectral, done"))
-    want = jax.jit(done.apply)(normed, frames)
-    np.testing.assert_allclose(jax.jit(encoder.apply)(params, frames), want, rtol=5e-3, atol=1e-4)
-    assert np.abs(jax.jit(done.apply)(params, frames) - want).max() > 1e-2
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernels_to_act_with_are_divided_once(dtype):
-    args = ppo.Args(channels="4,8", blocks=1, hidden=8, spectral_norm=True, dtype=dtype)
-    agent, rng = ppo.make_agent(args), np.random.default_rng(0)
-    params = devices.run_once(ppo.initial_state, args, agent).params["agent"]
-    given = rng.integers(0, 256, (2, 64, 64, 3 * len(args.offsets)), np.uint8), np.ones(2, bool), ()
-    acting, some = networks.for_acting(agent, params)
-    tolerance = 1e-5 if dtype == "float32" else 2e-2
-    done, plain = jax.jit(acting.apply)(some, *given)[:2], jax.jit(agent.apply)(params, *given)[:2]
-    for got, want in zip(done, plain, strict=True):
-        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
-    assert "argmax" not in str(jax.make_jaxpr(acting.apply)(some, *given))
-    assert "argmax" in str(jax.make_jaxpr(agent.apply)(params, *given))
-
-
 @pytest.mark.parametrize("size", [6, 8, 11])
-def test_adaptive_pool_takes_the_largest_of_each_part(size):
+def test_adaptive_max_pool_of_uneven_parts_equals_oracle(size):
     x = np.random.default_rng(0).normal(size=(2, size, size + 1, 3)).astype(np.float32)
     np.testing.assert_array_equal(networks.adaptive_max_pool(x, 6), oracle.max_in_parts(x, 6))
 
 
-def test_initial_weights_have_the_spread_that_they_should():
+def test_initial_weights_of_each_initializer_have_its_variance():
     for init, want in {"glorot": 2 / (32 + 64), "kaiming": 2 / 32, "orthogonal": 2 / 64}.items():
         encoder = networks.make_encoder(EncoderArgs(width=1, hidden=64, init=init))
         params = init_params(encoder, jnp.zeros((1, 64, 64, 3), jnp.uint8))
@@ -465,7 +378,7 @@ def test_initial_weights_have_the_spread_that_they_should():
     np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(32), atol=1e-5)  # orthogonal, gain sqrt(2)
 
 
-def test_initial_weights_as_pytorchs_are_uniform_and_biases_too():
+def test_initial_weights_and_biases_as_pytorchs_are_uniform():
     """torch.nn.Conv2d and Linear: both within 1 / sqrt(fan-in), where a depthwise kernel has one input channel."""
     encoder = networks.make_encoder(replace(SMALL, channels="64", blocks=0, separable=8, hidden=256, init="pytorch"))
     layers = init_params(encoder, jnp.zeros((1, 16, 16, 3), jnp.uint8))["params"]
@@ -478,55 +391,39 @@ def test_initial_weights_as_pytorchs_are_uniform_and_biases_too():
     assert "bias" in layers["Conv_1"]
 
 
-def check_encoder(args):
-    runs.check_limits(args, EncoderArgs.LIMITS)
-    args.check()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"encoder": "imapla"}, ["--encoder imapla", "impala, nature, mobilenet"]),
-        ({"encoder": "xresnet"}, ["--encoder xresnet", "xresnet:["]),
-        ({"encoder": "xresnet:"}, ["--encoder xresnet:", "''", "[channels,stride]"]),
-        ({"encoder": "xresnet:se"}, ["xresnet:se", "no blocks"]),
-        ({"encoder": "xresnet:[32,3]"}, ["'[32,3]'", "stride 1 or 2"]),
-        ({"encoder": "xresnet:[0,1]"}, ["'[0,1]'", "[channels,stride]"]),
-        ({"encoder": "xresnet:[32,2]x0"}, ["[32,2]x0"]),
-        ({"encoder": "xresnet:[32,2"}, ["'[32'"]),
-        ({"encoder": "xresnet:[32,2],[32,1]x4,sa9"}, ["sa9", "5 blocks"]),
-        ({"encoder": "xresnet:[32,2]x6"}, ["6 times", "at most 5"]),
-        ({"encoder": "xresnet:[32,1]x99,[32,1]x99,[32,1]x99"}, ["297 blocks"]),
-        ({"channels": "32,,64"}, ["--channels 32,,64", "16,32,32"]),
-        ({"channels": "32,64", "encoder": "nature"}, ["--channels 32,64", "3 numbers"]),
-        ({"channels": "8,8", "encoder": "xresnet:[32,2]"}, ["--channels 8,8", "impala", "xresnet"]),
-        ({"blocks": 3, "encoder": "nature"}, ["--blocks 3", "nature"]),
-        ({"downsample": "stride", "encoder": "nature"}, ["--downsample stride", "nature", "auto"]),
-        ({"separable": 1, "encoder": "mobilenet"}, ["--separable 1", "mobilenet"]),
-        ({"separable": 17}, ["--separable 17", "16"]),
-        ({"width": 0}, ["--width 0"]),
-        ({"width": 1, "channels": "8,8"}, ["--width 1", "--channels"]),
-        ({"width": 1, "encoder": "xresnet:[32,2]"}, ["--width 1", "xresnet"]),
-        ({"encoder": "xresnet:[32,2],sa0"}, ["'sa0'"]),
-        ({"encoder": "xresnet:[5000,1]"}, ["'[5000,1]'", "1 to 4096"]),
-        ({"encoder": "xresnet:[32,1]x100"}, ["'[32,1]x100'", "at most x99"]),
-        ({"encoder": "xresnet:[32,1],se,se"}, ["'se'", "twice"]),
-        ({"pool": "act_avg", "encoder": "nature"}, ["--pool act_avg", "only impala"]),
-        ({"spectral_norm": True, "separable": 1}, ["--spectral-norm", "--separable"]),
-        ({"spectral_norm": True, "blocks": 0}, ["--spectral-norm", "blocks"]),
-        ({"hidden": 0}, ["--hidden 0"]),
-    ],
-)
-def test_bad_networks_get_one_sentence(flags, words):
-    args = EncoderArgs(**flags)
+@pytest.mark.parametrize(("flags", "words"), [
+    *[({"encoder": text}, f"--encoder {text}: {words}") for text, words in {
+        "imapla": "give impala, nature, mobilenet", "xresnet": "give", "xresnet:": "'' is neither [channels,stride]",
+        "xresnet:se": "has no blocks", "xresnet:[32,3]": "'[32,3]' is neither", "xresnet:[0,1]": "'[0,1]' is neither",
+        "xresnet:[5000,1]": "'[5000,1]' is neither", "xresnet:[32,2]x0": "'[32,2]x0' is neither",
+        "xresnet:[32,1]x100": "'[32,1]x100' is neither", "xresnet:[32,2": "'[32' is neither",
+        "xresnet:[32,2],sa0": "'sa0' is neither", "xresnet:[32,2],[32,1]x4,sa9": "sa9 is more than its 5 blocks",
+        "xresnet:[32,2]x6": "halves the 64 x 64 frame 6 times; at most 5", "xresnet:[32,1],se,se": "has 'se' twice",
+        "xresnet:[32,1]x99,[32,1]x99,[32,1]x99": "has 297 blocks",
+    }.items()],
+    ({"channels": "32,,64"}, "--channels 32,,64: give 1 to 5 numbers from 1 to 4096, such as 16,32,32"),
+    ({"channels": "32,64", "encoder": "nature"}, "--channels 32,64: give 3 numbers"),
+    ({"channels": "8,8", "encoder": "xresnet:[32,2]"}, "--channels 8,8: only impala and nature and mobilenet have it"),
+    ({"blocks": 3, "encoder": "nature"}, "--blocks 3: only impala and mobilenet have it, not nature"),
+    ({"downsample": "stride", "encoder": "nature"}, "leave it at auto"),
+    ({"separable": 1, "encoder": "mobilenet"}, "--separable 1: only"),
+    ({"width": 1, "channels": "8,8"}, "--width 1: has no effect where --channels"),
+    ({"width": 1, "encoder": "xresnet:[32,2]"}, "--width 1: only"),
+    ({"pool": "act_avg", "encoder": "nature"}, "--pool act_avg: only impala"),
+    ({"spectral_norm": True, "separable": 1}, "--spectral-norm: needs"),
+    ({"spectral_norm": True, "blocks": 0}, "--spectral-norm: needs"),
+])  # fmt: skip
+def test_encoder_flags_that_make_no_network_are_answered_in_one_sentence(flags, words):
     with pytest.raises(UsageError) as error:
-        check_encoder(args)
+        EncoderArgs(**flags).check()
+    assert words in str(error.value)
     assert "\n" not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
 
 
-def test_dropout_drops_a_share_and_keeps_the_mean():
+# DROPOUT AND RECURRENT CORES
+
+
+def test_dropout_of_features_drops_fraction_and_keeps_mean():
     keys = jax.random.split(jax.random.PRNGKey(0), 64)
     x = jnp.ones((64, 256))
     y = np.asarray(networks.dropout(x, keys, 0.25))
@@ -537,8 +434,8 @@ def test_dropout_drops_a_share_and_keeps_the_mean():
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_core_forgets_at_an_episodes_first_frame_only(kind):
-    rng, core = np.random.default_rng(0), networks.initial_core(kind, 8, 2)
+def test_recurrent_core_at_first_frame_alone_forgets(kind):
+    rng, core = np.random.default_rng(0), networks.init_hidden_state(kind, 8, 2)
     module = networks.Recurrent(kind, 8)
     x = rng.normal(size=(2, 6, 8)).astype(np.float32)
     start = jax.tree.map(lambda c: rng.normal(size=c.shape).astype(np.float32), core)

@@ -55,7 +55,7 @@ def test_evaluations_of_other_runs_stay(tmp_path):
 def test_batches_of_a_study_are_of_other_games(monkeypatch):
     args = ppo_procgen.Args(env_id="starpilot")
     made, closed = [], types.SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(envs, "make_levels", lambda saved, games, seed, levels: made.append((seed, levels)) or closed)
+    monkeypatch.setattr(envs, "make_procgen", lambda saved, games, seed, levels: made.append((seed, levels)) or closed)
     monkeypatch.setattr(envs, "play_episodes", lambda *_, episodes, seed: (np.full(episodes, seed),))
     normalized, _ = study_units.play(args, None, "train", batches=3, seed=3)
     assert made == [(envs.derive_seed(3, i), "train") for i in range(3)]

@@ -10,22 +10,22 @@ from conftest import assert_refused
 from benchmarks import original_games
 from common import envs
 
-# Episodes of 2, 3, 4, ... steps, whose frames show the game's number and the age; each action is its own reward.
+# Episodes of 2, 3, 4, ... steps, whose frames show the game's number and the episode_step; each action is its own reward.
 PROCGEN = """
 import numpy as np
 print("said by the package")
 class ProcgenGym3Env:
     def __init__(self, num, env_name, start_level, num_levels, **others):
         assert (env_name, start_level, num_levels) == ("maze", 50, 2**31 - 1 - 50), (start_level, num_levels)
-        self.age, self.rewards = np.zeros(num, int), np.zeros(num)
+        self.episode_step, self.rewards = np.zeros(num, int), np.zeros(num)
         self.length = np.arange(num) + 2
     def observe(self):
-        frames = np.zeros((len(self.age), 64, 64, 3), np.uint8)
-        frames[..., 0], frames[..., 1] = self.length[:, None, None], self.age[:, None, None]
-        return self.rewards, {"rgb": frames}, self.age == 0
+        frames = np.zeros((len(self.episode_step), 64, 64, 3), np.uint8)
+        frames[..., 0], frames[..., 1] = self.length[:, None, None], self.episode_step[:, None, None]
+        return self.rewards, {"rgb": frames}, self.episode_step == 0
     def act(self, actions):
         self.rewards = actions.astype(float)
-        self.age = (self.age + 1) % self.length
+        self.episode_step = (self.episode_step + 1) % self.length
 """
 
 
@@ -41,18 +41,18 @@ def test_each_game_plays_its_quota(args):
     saved = original_games.ppo_procgen.Args(env_id="maze", num_levels=50)
     seen = []
 
-    def policy(frames, age, key, memory):
-        seen.append((np.asarray(frames[:, 0, 0]), age, memory))
+    def policy(frames, episode_step, key, memory):
+        seen.append((np.asarray(frames[:, 0, 0]), episode_step, memory))
         return np.arange(3) + 1, len(seen)
 
     with original_games.original(args, saved, 3) as games:
-        returns = original_games.play(games, policy, saved.offsets, num_envs=3, episodes=5, seed=0)
+        returns = original_games.play(games, policy, saved.stack_offsets, num_envs=3, episodes=5, seed=0)
     assert returns.tolist() == [2, 2, 6, 6, 12, 12]
     assert [memory for *_, memory in seen] == [None, *range(1, 8)]
-    for pixels, age, _ in seen:
+    for pixels, episode_step, _ in seen:
         assert pixels[:, 3].tolist() == [2, 3, 4]  # the newest frame's
-        assert pixels[:, 4].tolist() == age.tolist()
-        assert pixels[:, 1].tolist() == np.maximum(age - 3, 0).tolist()
+        assert pixels[:, 4].tolist() == episode_step.tolist()
+        assert pixels[:, 1].tolist() == np.maximum(episode_step - 3, 0).tolist()
 
 
 def test_another_frame_is_noticed(args):

@@ -358,6 +358,6 @@ def test_a_clone_has_values_beside_its_donors():
 
 
 def test_one_process_holds_a_study(tmp_path, capfd):
-    with files.take(tmp_path):
+    with files.lock_run(tmp_path):
         assert_refused(pbt, ["ppo_procgen.py", "--out", tmp_path], capfd, f"--out {tmp_path}: process ", "is at it")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]

@@ -1,6 +1,6 @@
-"""The algorithm's parts against independent oracles."""
+"""PPO's parts, and what it shares with the other scripts, against independent oracles."""
 
-import math
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -10,64 +10,192 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from conftest import init_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 import ppo_procgen as ppo
 import trpo_procgen as trpo
-from common import augment, bonus, devices, envs, runs, shaping
-from common.envs import Steps
+from common import augment, bonus, devices, envs, multihost, runs
+from common.envs import Timesteps
+from common.rewards import init_return_filter, normalize_rewards, prepare_rewards
 
 relaxed = settings(deadline=None, max_examples=25)
 seeds = st.integers(0, 2**32 - 1)
 
 
 def random_steps(rng, steps, envs):
-    """Episodes as EnvPool reports them: after a step that ends one comes a step that is no transition."""
+    """Episodes as EnvPool reports them: after a step that ends one comes a junk step."""
     terminated, truncated = np.zeros((2, steps, envs), bool)
-    done = np.zeros((steps + 1, envs), bool)
-    age = np.zeros((steps + 1, envs), np.int32)
-    age[0], done[0] = rng.integers(0, 5, envs), rng.random(envs) < 0.2
+    is_reset = np.zeros((steps + 1, envs), bool)
+    episode_step = np.zeros((steps + 1, envs), np.int32)
+    episode_step[0], is_reset[0] = rng.integers(0, 5, envs), rng.random(envs) < 0.2
     for t in range(steps):
-        ends = (rng.random(envs) < 0.25) & ~done[t]
+        ends = (rng.random(envs) < 0.25) & ~is_reset[t]
         early = rng.random(envs) < 0.5
-        terminated[t], truncated[t], done[t + 1] = ends & early, ends & ~early, ends
-        age[t + 1] = np.where(done[t], 0, age[t] + 1)
-    raw = (rng.normal(size=(steps, envs)) * 3).astype(np.float32) * ~done[:-1]
-    return Steps(raw, terminated, truncated, done[:-1], age, np.zeros(envs, bool))
+        terminated[t], truncated[t], is_reset[t + 1] = ends & early, ends & ~early, ends
+        episode_step[t + 1] = np.where(is_reset[t], 0, episode_step[t] + 1)
+    rewards = (rng.normal(size=(steps, envs)) * 3).astype(np.float32) * ~is_reset[:-1]
+    return Timesteps(rewards, terminated, truncated, is_reset[:-1], episode_step, np.zeros(envs, bool))
+
+
+MADE_UP = {
+    "num_envs": 3, "num_steps": 8, "num_minibatches": 2, "encoder": "nature", "width": 1, "hidden": 8,
+    "normalize_rewards": True,
+}  # fmt: skip
+
+
+def acting_params(script, state):
+    return state.params["agent"] if script is ppo else state.params
+
+
+def init_env_state(script, args):
+    env_ids = np.arange(args.num_envs)
+    make = script.init_env_state if script is not trpo else lambda args, n: envs.init_env_state(n, args.stack_offsets)
+    return make(args, env_ids)
+
+
+@cache
+def made_up(script, args):
+    """Agent, state and jitted update of PPO or TRPO, and a rollout of random frames with episode ends."""
+    rng, agent, obs_shape = np.random.default_rng(0), script.make_agent(args), (args.num_envs, 3, 64, 64)
+    steps, state = random_steps(rng, args.num_steps, args.num_envs), init_state(script, args, agent)
+    act = jax.jit(partial(script.act, args, agent, acting_params(script, state)))
+    rollout = script.begin_rollout(args, init_env_state(script, args), 0)
+    for t in range(args.num_steps + 1):
+        obs = rng.integers(0, 256, obs_shape, np.uint8)
+        if t < args.num_steps:
+            rollout, _ = act(rollout, obs, steps.episode_step[t])
+    rollout = script.end_rollout(args, rollout, obs, steps.episode_step[-1])
+    images, history = rollout.frames.images, rollout.env_state.history
+    np.testing.assert_array_equal(images[-1], obs.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(history, images[-1 - len(history) : -1])  # the next rollout continues this one
+    assert len(images) == len(history) + args.num_steps + 1
+    update = jax.jit(partial(script.update, args, agent))
+    return SimpleNamespace(agent=agent, state=state, steps=steps, rollout=rollout, update=update)
+
+
+def play(script, args, updates, change=lambda state: state, again=False):
+    """States, metrics and Timesteps of updates of PPO or TRPO on the real game; of the same rollout with `again`."""
+    agent, mesh = script.make_agent(args), devices.make_mesh(args)
+    collect, update = script.make_collect(args, agent, mesh), script.make_update(args, agent, mesh)
+    state = multihost.distribute(mesh, change(init_state(script, args, agent)), script.STATE_SPECS)
+    env_state = jax.device_put(init_env_state(script, args), devices.shardings(mesh, envs.ENV_STATE_SPECS))
+    states, lines, played = [jax.device_get(state)], [], []
+    with closing(envs.make_train_envs(args)) as vec_env:
+        for i in range(updates):
+            if i == 0 or not again:
+                rollout, steps = collect(vec_env, acting_params(script, state), env_state, i, runs.Stopwatch())
+                env_state = rollout.env_state
+            state, metrics = update(state, rollout, steps)
+            for kept, new in zip((states, lines, played), jax.device_get((state, metrics, steps)), strict=True):
+                kept.append(new)
+    return states, lines, played
+
+
+def matmuls(function, *args):
+    """(dtype, precision) of all matrix products and convolutions: a CPU's results do not show a GPU's precision."""
+
+    def inner(x):
+        return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+    def walk(jaxpr):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                yield str(eqn.invars[0].aval.dtype), eqn.params["precision"]
+            for x in filter(inner, jax.tree.leaves(list(eqn.params.values()), is_leaf=inner)):
+                yield from walk(x)
+
+    return set(walk(jax.make_jaxpr(function)(*args)))
+
+
+FULL_PRECISION = {("float32", (jax.lax.Precision.HIGHEST,) * 2)}
+
+
+def assert_advantages_by_hand(args, batch, metrics, rewards, last_value, rollout, steps):
+    """A Batch's returns and normalised advantages [T, N] and their explained variance are the oracle's."""
+    values = np.concatenate([rollout.values, last_value[None]])
+    columns = zip(*(np.asarray(x).T for x in (rewards, values, steps.terminated, steps.truncated)), strict=True)
+    advantages = np.stack([oracle.gae(*column, 0.9, args.gae_lambda) for column in columns], axis=1)
+    valid = ~steps.is_reset
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
+    close((batch.returns - rollout.values)[valid], advantages[valid], atol=1e-4)
+    close(batch.advantages[valid], ((advantages - advantages[valid].mean()) / advantages[valid].std())[valid])
+    explained = 1 - advantages[valid].var() / (advantages + rollout.values)[valid].var()
+    close(metrics["losses/explained_variance"], explained)
+    return_std = oracle.normalize_rewards([(steps.rewards, steps.episode_end, valid)], 0.9)[2] ** 0.5
+    close(metrics["charts/return_std"], return_std)
+
+
+# REWARDS, ADVANTAGES, SCHEDULES
 
 
 @pytest.mark.parametrize("gae", [jax.jit(ppo.gae), jax.jit(trpo.gae)], ids=["ppo", "trpo"])
 @relaxed
 @given(seeds, st.sampled_from([1, 2, 5, 12]), st.floats(0, 1), st.floats(0, 1))
-def test_gae_equals_the_double_sum(gae, seed, length, gamma, gae_lambda):
+def test_gae_of_random_episodes_equals_double_sum(gae, seed, length, gamma, gae_lambda):
     rng = np.random.default_rng(seed)
     steps = random_steps(rng, length, 1)
-    raw, terminated, truncated = (x[:, 0] for x in (steps.rewards, steps.terminated, steps.truncated))
-    values = rng.normal(size=length + 1).astype(np.float32)
-    got = gae(raw, values, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
-    want = oracle.gae(raw, values, terminated, truncated, gamma, gae_lambda)
+    ends = steps.terminated[:, 0], steps.truncated[:, 0]
+    rewards, values = steps.rewards[:, 0], rng.normal(size=length + 1).astype(np.float32)
+    got = gae(rewards, values, *ends, gamma=gamma, gae_lambda=gae_lambda)
+    want = oracle.gae(rewards, values, *ends, gamma, gae_lambda)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_unrolled_gae_is_the_same_bit_for_bit(monkeypatch):
-    """As it runs on a GPU, here with a rest that does not fill a turn."""
+def test_scans_over_time_unrolled_as_on_gpu_are_bit_identical(monkeypatch):
+    """GAE and the return filter, over a number of steps that 32 does not divide."""
     rng = np.random.default_rng(0)
-    steps = random_steps(rng, 75, 4)
-    values = rng.normal(size=(76, 4)).astype(np.float32)
+    steps, values = random_steps(rng, 75, 4), rng.normal(size=(76, 4)).astype(np.float32)
 
-    def advantages(steps):
+    def advantages():
         estimate = jax.vmap(partial(ppo.gae, gamma=0.97, gae_lambda=0.9), 1, 1)
-        _, rewards = shaping.normalize(shaping.new_filter(4), steps.rewards, steps.last, ~steps.done, 0.97)
+        _, rewards = normalize_rewards(init_return_filter(4), steps.rewards, steps.sequence_end, ~steps.is_reset, 0.97)
         return jax.jit(lambda: estimate(rewards, values, steps.terminated, steps.truncated))()
 
-    want = advantages(steps)
-    monkeypatch.setattr(devices, "unroll", lambda: 32)
-    np.testing.assert_array_equal(advantages(steps), want)
+    want = advantages()
+    monkeypatch.setattr(devices, "scan_unroll", lambda: 32)
+    np.testing.assert_array_equal(advantages(), want)
+
+
+@relaxed
+@given(seeds, st.sampled_from([(0.0, 0.9), (0.5, 0.5)]))
+def test_return_filter_over_rollouts_with_restarts_equals_oracle(seed, discounts):
+    """With gamma or its own discount; the result is clipped to +-10."""
+    normalize_gamma, discount = discounts
+    args, rng = ppo.Args(normalize_rewards=True, normalize_gamma=normalize_gamma), np.random.default_rng(seed)
+    state, got, seen = init_return_filter(3), [], []
+    for _ in range(2):
+        steps = random_steps(rng, 10, 3)._replace(forced_reset=rng.random(3) < 0.5)
+        state, normalized = prepare_rewards(args, state, steps, jnp.float32(0.9))
+        ended = steps.terminated | steps.truncated
+        ended[-1] |= steps.forced_reset
+        got.append(normalized)
+        seen.append((steps.rewards, ended, ~steps.is_reset))
+    want, mean, var = oracle.normalize_rewards(seen, discount)
+    np.testing.assert_allclose([state.mean, state.var], [mean, var], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+    assert not state.discounted[ended[-1]].any()
+    yes = np.ones((1000, 1), bool)
+    _, clipped = normalize_rewards(init_return_filter(1), np.float32([[0]] * 999 + [[-1]]), yes, yes, 0.9)
+    assert clipped.min() == -10
+
+
+@relaxed
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1)), min_size=1, max_size=6), st.integers(0, 10**7))
+def test_schedule_between_points_is_linear(moves, step):
+    points = [(sum(m[0] for m in moves[:i]), value) for i, (_, value) in enumerate(moves)]
+    text = ",".join(f"{x}:{y!r}" for x, y in points)
+    assert runs.parse_schedule(text)(step) == pytest.approx(oracle.schedule(points, step), rel=1e-4, abs=1e-7)
+    assert float(runs.parse_schedule("0.25")(step)) == 0.25
+
+
+# THE LOSS
 
 
 def random_batch(rng, *shape):
-    """Logits and values of a policy, the Batch of one that is near to it, and weights."""
+    """Logits and values of a policy, the Batch of a similar one, and weights."""
     weight = rng.random(shape) < 0.8
     weight[0] = True
     normal = partial(rng.normal, size=shape)
@@ -79,224 +207,155 @@ def random_batch(rng, *shape):
     return logits, values, batch._replace(actions=actions), weight
 
 
+class TableAgent:
+    """An agent whose parameters are the logits and values of all samples; a frame is a sample's number."""
+
+    def apply(self, params, x, *_, method):
+        return x if method == "encode" else (params[0][x[..., 0]], params[1][x[..., 0]], ())
+
+
 @cache
-def of_outputs(args):
-    """What `devices.gradient` makes of the loss, with the network's outputs as its parameters: a function of these,
-    (index, batch) and weight."""
+def table_loss(args):
+    def mean_terms(outputs, batch, weight):
+        index = np.arange(weight.size).reshape(weight.shape)
+        inputs = ppo.Inputs(index, None, np.zeros(weight.shape, bool), (), None)
+        loss = partial(ppo.loss, args, TableAgent(), kl_coef=args.kl_coef, ent_coef=0.02)
+        outputs = jax.tree.map(lambda x: x.reshape(weight.size, *x.shape[2:]), outputs)
+        return devices.gradient(loss, {"agent": outputs}, (inputs, batch), weight, in_chunks=False)[1]
 
-    def loss(outputs, data):
-        index, batch = data
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ppo, "forward", lambda *_: (jax.nn.log_softmax(outputs[0][index]), outputs[1][index]))
-            inputs = ppo.Inputs(None, None, None, (), None)
-            return ppo.loss(args, None, {"agent": None}, (inputs, batch), kl_coef=args.kl_coef, ent_coef=0.02)
-
-    return jax.jit(partial(devices.gradient, loss, whole=True))
+    return jax.jit(mean_terms)
 
 
 @relaxed
 @given(seeds, st.sampled_from([0.0, 0.5]), st.sampled_from([0.0, 0.3]), st.sampled_from([(20, 1), (5, 4)]))
-def test_loss_equals_the_sums_by_hand(seed, vf_clip, kl_coef, shape):
+def test_ppo_loss_of_random_batch_equals_sums_by_hand(seed, vf_clip, kl_coef, shape):
     args = ppo.Args(vf_clip=vf_clip, kl_coef=kl_coef, vf_coef=0.7)
     logits, values, batch, weight = random_batch(np.random.default_rng(seed), *shape)
-    _, parts, _ = of_outputs(args)((logits, values), (np.arange(len(weight)), batch), weight)
+    terms = table_loss(args)((logits, values), batch, weight)
     logits, values, batch = jax.tree.map(lambda x: x.reshape(20, *x.shape[2:]), (logits, values, batch))
-    want, want_parts = oracle.ppo_loss(args, kl_coef, 0.02, logits, values, batch, weight.reshape(-1))
-    np.testing.assert_allclose(parts["loss"], want, rtol=2e-4, atol=1e-5)
-    for name, x in want_parts.items():
-        np.testing.assert_allclose(parts[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
+    want, want_terms = oracle.ppo_loss(args, kl_coef, 0.02, logits, values, batch, weight.reshape(-1))
+    for name, x in (want_terms | {"loss": want}).items():
+        np.testing.assert_allclose(terms[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
 
 
-def test_policy_gradient_by_differences():
-    """Of the loss by hand, in float64, with respect to each logit of a sample."""
+def test_ppo_loss_gradient_equals_differences():
     logits, values, batch, _ = random_batch(np.random.default_rng(1), 8, 1)
-    args, weight = ppo.Args(), np.ones(8)
-    flat_values, flat = jax.tree.map(lambda x: np.float64(x).reshape(8, *x.shape[2:]), (values, batch))
-    flat = flat._replace(actions=np.asarray(batch.actions).reshape(8))
 
-    def ours(logits):
-        return ppo.ppo_parts(args, jax.nn.log_softmax(logits), values, batch)["policy_loss"].mean()
+    def total(logits, values):
+        terms = ppo.ppo_loss_terms(ppo.Args(), jax.nn.log_softmax(logits), values, batch)
+        return sum(x.mean() for name, x in terms.items() if name != "clipfrac")
 
-    def by_hand(logits):
-        return oracle.ppo_loss(args, 0.0, 0.0, logits.reshape(8, -1), flat_values, flat, weight)[1]["policy_loss"]
-
-    got, logits, small = jax.grad(ours)(logits), np.float64(logits), 1e-6
-    for place in [(i, 0, int(a)) for i in range(8) for a in (flat.actions[i], (flat.actions[i] + 1) % 15)]:
-        sums = []
-        for sign in (1, -1):
-            moved = logits.copy()
-            moved[place] += sign * small
-            sums.append(by_hand(moved))
-        np.testing.assert_allclose(got[place], (sums[0] - sums[1]) / (2 * small), rtol=1e-3, atol=1e-5)
+    with jax.enable_x64(True):
+        check_grads(total, (np.float64(logits), np.float64(values)), 1, ["rev"], rtol=1e-4)
 
 
-def test_kl_coefficient_doubles_and_halves():
+def test_kl_coefficient_off_target_doubles_or_halves():
     kls = [0.0, 0.0066, 0.0067, 0.0149, 0.0151, 1.0]
     want = [0.1, 0.1, 0.2, 0.2, 0.4, 0.4]
     np.testing.assert_allclose([ppo.adapt_kl_coef(0.2, np.float32(kl), 0.01) for kl in kls], want, rtol=1e-6)
-    coef = jnp.float32(0.2)
-    for kl in [0.0] * 300 + [1.0] * 20:  # after a long quiet time it comes back
-        coef = ppo.adapt_kl_coef(coef, np.float32(kl), 0.01)
+    coef, adapt = jnp.float32(0.2), jax.jit(partial(ppo.adapt_kl_coef, target=0.01))
+    for kl in [0.0] * 300 + [1.0] * 20:  # it comes back, however long KL was low
+        coef = adapt(coef, np.float32(kl))
     assert coef > 0.5
 
 
-@relaxed
-@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1)), min_size=1, max_size=6), st.integers(0, 10**7))
-def test_schedule_is_piecewise_linear(moves, step):
-    points = [(sum(m[0] for m in moves[:i]), value) for i, (_, value) in enumerate(moves)]
-    text = ",".join(f"{x}:{y!r}" for x, y in points)
-    assert runs.parse_schedule(text)(step) == pytest.approx(oracle.schedule(points, step), rel=1e-4, abs=1e-7)
-    assert float(runs.parse_schedule("0.25")(step)) == 0.25
+# UPDATES ON A MADE-UP ROLLOUT
 
 
-def test_reward_shaping():
-    raw = [-12.0, -1.0, 0.0, 0.5, 1.0, 40.0]
-    want = [math.copysign(math.sqrt(abs(r) + 1) - 1, r) + 0.001 * r for r in raw]
-    np.testing.assert_allclose(shaping.shape_reward(np.array(raw)), want, rtol=1e-5)
-
-
-@relaxed
-@given(seeds)
-def test_reward_normaliser_filters_over_time(seed):
-    rng = np.random.default_rng(seed)
-    steps = random_steps(rng, 20, 3)
-    rollouts = [jax.tree.map(lambda x: x[:12], steps), jax.tree.map(lambda x: x[12:], steps)]
-    state, got = shaping.new_filter(3), []
-    for part in rollouts:
-        state, normalized = shaping.normalize(state, part.rewards, part.terminated | part.truncated, ~part.done, 0.9)
-        got.append(normalized)
-    want, mean, var = oracle.normalize_rewards(
-        [(s.rewards, s.terminated | s.truncated, ~s.done) for s in rollouts], 0.9
-    )
-    np.testing.assert_allclose([state.mean, state.var], [mean, var], rtol=1e-3, atol=1e-4)
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-4)
-    yes = np.ones((1000, 1), bool)
-    _, clipped = shaping.normalize(shaping.new_filter(1), np.float32([[0]] * 999 + [[-1]]), yes, yes, 0.9)
-    assert clipped.min() == -10
-
-
-def test_the_normaliser_has_a_discount_of_its_own():
-    steps = random_steps(np.random.default_rng(0), 20, 3)
-    for own, discount in ((0.0, 0.9), (0.5, 0.5)):
-        args = ppo.Args(normalize_rewards=True, normalize_gamma=own)
-        _, got = shaping.prepare_rewards(args, shaping.new_filter(3), steps, jnp.float32(0.9))
-        (want,), *_ = oracle.normalize_rewards([(steps.rewards, steps.ended, ~steps.done)], discount)
-        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
-
-
-def make_tiny(**flags):
-    """Args, agent, state, rollout and steps of made-up frames, with episode ends."""
-    args = ppo.Args(
-        num_envs=3, num_steps=8, num_minibatches=2, update_epochs=2, encoder="nature", width=1, hidden=8,
-        learning_rate="0.001", normalize_rewards=True, **flags,
-    )  # fmt: skip
-    rng, agent = np.random.default_rng(0), ppo.make_agent(args)
-    steps = random_steps(rng, 8, 3)
-    state = devices.run_once(ppo.initial_state, args, agent)
-    rollout = ppo.begin_rollout(args, ppo.initial_carry(args, np.arange(3)), 0)
-    for t in range(8):
-        obs = rng.integers(0, 256, (3, 3, 64, 64), np.uint8)
-        rollout, _ = ppo.act(args, agent, state.params["agent"], rollout, obs, steps.age[t])
-    rollout, carry = ppo.end_rollout(args, rollout, obs, steps.age[8])
-    return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, steps=steps, carry=carry, rng=rng)
+ARGS = ppo.Args(**MADE_UP, update_epochs=2, learning_rate="0.001")
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return make_tiny()
+    return made_up(ppo, ARGS)
 
 
-def run_update(tiny, rollout, steps):
-    state = devices.run_once(ppo.initial_state, tiny.args, tiny.agent)
-    return jax.device_get(ppo.update(tiny.args, tiny.agent, state, rollout, steps))
+@pytest.mark.parametrize(
+    ("script", "args"), [(ppo, replace(ARGS, core="gru")), (trpo, trpo.Args(**MADE_UP))], ids=["ppo", "trpo"]
+)
+def test_advantages_of_rollout_with_recorded_outputs_equal_oracle(script, args):
+    tiny = made_up(script, args)
+    params, rollout, steps = acting_params(script, tiny.state), tiny.rollout, tiny.steps
 
+    @jax.jit
+    def outputs(frames, is_first, hidden_state):
+        if script is ppo:
+            return ppo.policy_and_value(tiny.agent, params, frames, is_first, hidden_state)
+        logits, values = (network.apply(params[name], frames) for name, network in tiny.agent._asdict().items())
+        return logits, values[:, 0], ()
 
-def test_steps_that_are_no_transition_change_nothing(tiny):
-    junk = tiny.steps.done
-    assert 0 < junk.sum() < junk.size
-
-    def noise(x):
-        return np.where(junk.reshape(8, 3, *[1] * (x.ndim - 2)), tiny.rng.normal(size=x.shape), x)
-
-    rollout = tiny.rollout._replace(
-        actions=jnp.where(junk, 14, tiny.rollout.actions),
-        logits=jnp.float32(noise(np.asarray(tiny.rollout.logits))),
-    )
-    steps = tiny.steps._replace(rewards=np.float32(noise(tiny.steps.rewards)))
-    before, after = run_update(tiny, tiny.rollout, tiny.steps), run_update(tiny, rollout, steps)
-    jax.tree.map(np.testing.assert_array_equal, before[0].params, after[0].params)
-    assert before[1] == after[1]
-    assert before[0].global_step == (~junk).sum()
-    assert before[0].reward_filter.count == (~junk).sum()  # it is for the next update too
-
-
-def test_transitions_do_change_the_update(tiny):
-    """The test above can fail: the same noise on transitions does move the parameters."""
-    steps = tiny.steps._replace(rewards=tiny.steps.rewards + ~tiny.steps.done * tiny.rng.random((8, 3), np.float32))
-    before, after = (run_update(tiny, tiny.rollout, given)[0].params for given in (tiny.steps, steps))
-    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True))
-
-
-def test_updates_lower_the_loss(tiny):
-    state, losses = devices.run_once(ppo.initial_state, tiny.args, tiny.agent), []
-    for _ in range(5):
-        key = np.asarray(state.key)
-        state, metrics = ppo.update(tiny.args, tiny.agent, state, tiny.rollout, tiny.steps)
-        logged = {name.split("/")[1]: float(x) for name, x in metrics.items()}
-        assert (logged["learning_rate"], logged["ent_coef"], logged["gamma"]) == pytest.approx((0.001, 0.01, 0.99))
-        parts = logged["policy_loss"] + logged["value_loss"] - 0.01 * logged["entropy"]
-        total = parts + logged["kl_coef"] * logged["approx_kl"]
-        assert logged["loss"] == pytest.approx(total, rel=1e-4, abs=1e-6)
-        losses.append(float(metrics["losses/policy_loss"]))  # advantages are normalised: the same each time
-        assert (np.asarray(state.key) != key).any()  # the next one's minibatches are other ones
-    assert (np.diff(losses) < 0).all()
-    assert state.opt_state[1].count == 20
-    ends = []
-    for seed in (0, 1):
-        start = devices.run_once(ppo.initial_state, tiny.args, tiny.agent)._replace(key=jax.random.PRNGKey(seed))
-        end, _ = ppo.update(tiny.args, tiny.agent, start, tiny.rollout, tiny.steps)
-        ends.append(jax.tree.leaves(end.params))
-    assert any((a != b).any() for a, b in zip(*ends, strict=True))  # of other minibatches
-
-
-def test_the_adapted_kl_coefficient_is_in_the_loss(tiny):
-    assert tiny.state.kl_coef == np.float32(tiny.args.kl_coef)
-    logits = tiny.rollout.logits + np.float32(tiny.rng.normal(size=tiny.rollout.logits.shape))
-    lines = []
-    for coef in (0.1, 10.0):
-        state = devices.run_once(ppo.initial_state, tiny.args, tiny.agent)._replace(kl_coef=jnp.float32(coef))
-        rollout = tiny.rollout._replace(logits=logits)
-        after, metrics = jax.device_get(ppo.update(tiny.args, tiny.agent, state, rollout, tiny.steps))
-        lines.append(metrics)
-        assert after.kl_coef == pytest.approx(2 * coef)  # its KL divergence is far above the target
-    assert lines[1]["losses/loss"] - lines[0]["losses/loss"] > 5 * lines[1]["losses/approx_kl"] > 0.1
-
-
-def test_what_was_recorded_is_what_the_network_says(tiny):
-    first = tiny.steps.age == 0
-    for t in (0, 5, 8):
-        frames = tiny.rollout.frames.stack(t)
-        logits, values, _ = ppo.policy_and_value(tiny.agent, tiny.state.params["agent"], frames, first[t], ())
+    hidden_state = init_env_state(script, args).hidden_state
+    for t in range(9):
+        last_hidden_state = hidden_state
+        logits, values, hidden_state = outputs(rollout.frames.stack(t), steps.episode_step[t] == 0, hidden_state)
         if t < 8:
-            np.testing.assert_allclose(tiny.rollout.logits[t], logits, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(tiny.rollout.values[t], values, rtol=1e-4, atol=1e-5)
-    assert np.abs(tiny.rollout.values).max() > 1e-3
-    kernel = tiny.state.params["agent"]["params"]["policy"]["kernel"]
-    assert np.linalg.norm(kernel, 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform
+            np.testing.assert_allclose(rollout.logits[t], logits, rtol=1e-3, atol=1e-5)
+            np.testing.assert_allclose(rollout.values[t], values, rtol=1e-3, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), rollout.env_state.hidden_state, last_hidden_state)
+    assert np.abs(rollout.values).max() > 1e-3
+    (head,) = (x for x in jax.tree.leaves(params) if x.shape == (8, 15))
+    assert np.linalg.norm(head, 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform
+    compute_advantages = jax.jit(partial(script.compute_advantages, args, tiny.agent))
+    after, batch, metrics = compute_advantages(tiny.state, rollout, steps, 0.9)
+    assert after.reward_filter.count == (~steps.is_reset).sum()  # the filter goes into the next update too
+    rewards = prepare_rewards(args, tiny.state.reward_filter, steps, 0.9)[1]
+    assert_advantages_by_hand(args, batch, metrics, rewards, values, rollout, steps)
 
 
-def test_history_continues_the_rollout(tiny):
-    images = tiny.rollout.frames.images
-    np.testing.assert_array_equal(tiny.carry.history, images[-1 - len(tiny.carry.history) : -1])
-    assert len(images) == len(tiny.carry.history) + 9
+def test_update_with_noise_in_junk_steps_is_bit_identical(tiny):
+    """The same noise in transitions is not."""
+    rng, junk = np.random.default_rng(1), tiny.steps.is_reset
+    assert 0 < junk.sum() < junk.size
+    noise = rng.normal(size=(8, 3, 15)).astype(np.float32)
+    rollout = tiny.rollout._replace(
+        actions=jnp.where(junk, 14, tiny.rollout.actions), logits=jnp.where(junk[..., None], noise, tiny.rollout.logits)
+    )
+    rewards = [tiny.steps.rewards + noise[..., 0] * mask for mask in (junk, ~junk)]
+    state, metrics = tiny.update(tiny.state, tiny.rollout, tiny.steps)
+    same, same_metrics = tiny.update(tiny.state, rollout, tiny.steps._replace(rewards=rewards[0]))
+    other, _ = tiny.update(tiny.state, tiny.rollout, tiny.steps._replace(rewards=rewards[1]))
+    jax.tree.map(np.testing.assert_array_equal, (state, metrics), (same, same_metrics))
+    assert state.global_step == state.reward_filter.count == (~junk).sum()  # the filter goes into the next update too
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True))
 
 
-# AUGMENTATION, BONUS AND CORE
+def test_update_repeated_on_one_rollout_lowers_loss_with_kl_penalty_adapted(tiny):
+    assert tiny.state.kl_coef == np.float32(ARGS.kl_coef)
+    state, losses = tiny.state._replace(kl_coef=jnp.float32(64)), []
+    for _ in range(12):
+        key, kl_coef = state.key, float(state.kl_coef)
+        state, metrics = tiny.update(state, tiny.rollout, tiny.steps)
+        logged = {name.split("/")[1]: float(x) for name, x in metrics.items()}
+        rates = logged["learning_rate"], logged["ent_coef"], logged["gamma"], logged["kl_coef"]
+        assert rates == pytest.approx((0.001, 0.01, 0.99, kl_coef))
+        assert state.kl_coef == ppo.adapt_kl_coef(kl_coef, logged["approx_kl"], ARGS.kl_target)
+        total = logged["policy_loss"] + logged["value_loss"] - 0.01 * logged["entropy"] + kl_coef * logged["approx_kl"]
+        assert logged["loss"] == pytest.approx(total, rel=1e-4, abs=1e-6)
+        losses.append(logged["policy_loss"])  # advantages are normalised: the same each time
+        assert (state.key != key).any()
+    assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 0.02
+    assert state.kl_coef < 64
+    assert state.opt_state[1].count == 12 * 4
+    ends = [tiny.update(tiny.state._replace(key=jax.random.PRNGKey(i)), tiny.rollout, tiny.steps)[0] for i in (0, 1)]
+    leaves = (jax.tree.leaves(end.params) for end in ends)
+    assert any((a != b).any() for a, b in zip(*leaves, strict=True))  # each key draws its own minibatches
+
+
+# AUGMENTATION, BONUS, DROPOUT, RECURRENT CORE
+
+
+@pytest.fixture(scope="module")
+def with_bonus(tiny):
+    """Args with RND's bonus, and the state, whose predictor makes some bonuses exceed 2 on random frames."""
+    args = replace(ARGS, rnd_coef=0.5, rnd_normalize=True)
+    state = init_state(ppo, args, tiny.agent)
+    layers = state.params["predictor"]["params"]
+    layers = layers | {"layers_1": {"kernel": 5 * layers["layers_1"]["kernel"], "bias": jnp.ones(256)}}
+    return args, state._replace(params=state.params | {"predictor": {"params": layers}})
 
 
 def minibatch_of(rng, next_frames=False):
-    """Inputs and a batch of 6 sequences of one step, and their weights; the frames' stack has 2."""
+    """Inputs and a batch of 6 sequences of one step, and their weights; a stack has two frames."""
     frames = rng.integers(0, 256, (2, 6, 1, 64, 64, 6), np.uint8)
     keys = jax.random.split(jax.random.PRNGKey(1), 6)[:, None]
     inputs = ppo.Inputs(frames[0], frames[1] if next_frames else None, np.zeros((6, 1), bool), (), keys)
@@ -304,195 +363,129 @@ def minibatch_of(rng, next_frames=False):
     return inputs, batch, weight
 
 
-def test_augmentation_is_of_the_learners_frames_or_a_regulariser(tiny):
+def test_augmentation_in_either_mode_changes_loss_as_published(tiny):
+    """RAD learns from the augmented frames; DrAC from the plain ones with a regulariser."""
     inputs, batch, weight = minibatch_of(np.random.default_rng(3))
     grey = jax.vmap(augment.grayscale, in_axes=(None, 0))(None, inputs.frames[:, 0])
-    flags = {"augment": "grayscale", "augment_prob": 1.0}
 
-    def parts(frames, **flags):
-        args, params = ppo.Args(**vars(tiny.args) | flags), tiny.state.params
-        loss = partial(ppo.loss, args, tiny.agent, kl_coef=0.1, ent_coef=0.01)
-        data = (inputs._replace(frames=frames), batch)
-        return jax.jit(lambda: devices.gradient(loss, params, data, weight)[1])()
+    def terms_of(**flags):
+        loss = partial(ppo.loss, replace(ARGS, **flags), tiny.agent, kl_coef=0.1, ent_coef=0.01)
+        params = tiny.state.params
+        return jax.jit(lambda x: devices.gradient(loss, params, (inputs._replace(frames=x), batch), weight)[1])
 
-    def outputs(frames):
-        return tiny.agent.apply(tiny.state.params["agent"], frames, np.zeros(6, bool), ())[:2]
-
-    plain, rad = parts(inputs.frames), parts(inputs.frames, **flags)
+    plain_terms, augmented = terms_of(), {"augment": "grayscale", "augment_prob": 1.0}
+    plain, rad = plain_terms(inputs.frames), terms_of(**augmented)(inputs.frames)
     assert rad.keys() == plain.keys()
-    for name, want in parts(grey[:, None]).items():
+    for name, want in plain_terms(grey[:, None]).items():
         np.testing.assert_allclose(rad[name], want, rtol=1e-4, atol=1e-6)
         assert rad[name] != plain[name] or name in ("clipfrac", "entropy")  # the policy is nearly uniform
 
-    drac = parts(inputs.frames, **flags, augment_mode="drac", drac_coef=0.5)
-    each = augment.drac_loss(*outputs(inputs.frames[:, 0]), *outputs(grey))
-    want = each[weight].mean()
+    drac = terms_of(**augmented, augment_mode="drac", drac_coef=0.5)(inputs.frames)
+    outputs = jax.jit(lambda x: tiny.agent.apply(tiny.state.params["agent"], x, np.zeros(6, bool), ())[:2])
+    want = augment.drac_loss(*outputs(inputs.frames[:, 0]), *outputs(grey))[weight].mean()
     np.testing.assert_allclose(drac["drac_loss"], want, rtol=1e-3, atol=1e-7)  # of differences of numbers near 1
     np.testing.assert_allclose(drac["loss"], plain["loss"] + 0.5 * want, rtol=1e-4)
     np.testing.assert_allclose(drac["policy_loss"], plain["policy_loss"], rtol=1e-4)
 
 
-def test_predictor_learns_the_target_and_nothing_else_does(monkeypatch):
-    tiny = make_tiny(rnd_coef=1.0)
+def test_predictor_alone_learns_target_in_full_precision(tiny, with_bonus, monkeypatch):
+    args, state = with_bonus
     inputs, batch, weight = minibatch_of(np.random.default_rng(3), next_frames=True)
-    target = tiny.state.bonus.target
+    target, predictor, frames = state.bonus.target, state.params["predictor"], inputs.next_frames[:, 0]
 
-    def grads(**flags):
-        args = ppo.Args(**vars(tiny.args) | flags)
-        loss = partial(ppo.loss, args, tiny.agent, kl_coef=0.1, ent_coef=0.01, target=target)
-        return jax.jit(lambda params: devices.gradient(loss, params, (inputs, batch), weight))(tiny.state.params)
+    def gradient(rnd_coef):
+        args_ = replace(args, rnd_coef=rnd_coef)
+        loss = partial(ppo.loss, args_, tiny.agent, kl_coef=0.1, ent_coef=0.01, target=target)
+        return jax.jit(lambda params: devices.gradient(loss, params, (inputs, batch), weight))(state.params)
 
-    (with_rnd, parts, _), (without, plain, _) = grads(), grads(rnd_coef=0.0)
-    np.testing.assert_allclose(parts["loss"], plain["loss"] + parts["rnd_loss"], rtol=1e-4)
-    assert set(tiny.state.params) == {"agent", "predictor"}  # the target is not among what is trained
+    (with_rnd, terms, _), (without, plain, _) = gradient(1.0), gradient(0.0)
+    np.testing.assert_allclose(terms["loss"], plain["loss"] + terms["rnd_loss"], rtol=1e-4)
+    assert set(state.params) == {"agent", "predictor"}  # the target is not trained
     assert sum(np.abs(x).sum() for x in jax.tree.leaves(with_rnd["predictor"])) > 0
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), with_rnd["agent"], without["agent"])
-    features = [
-        bonus._network(hidden).apply(params, inputs.next_frames[:, 0])
-        for params, hidden in ((target, 0), (tiny.state.params["predictor"], 256))
-    ]
+    features = [bonus._network(n).apply(params, frames) for params, n in ((target, 0), (predictor, 256))]
     error = ((np.float64(features[1]) - features[0]) ** 2).mean(axis=1)
-    np.testing.assert_allclose(parts["rnd_loss"], error[weight[:, 0]].mean(), rtol=1e-3)
-    kernels = [p["params"]["layers_0"]["Conv_0"]["kernel"] for p in (target, tiny.state.params["predictor"])]
+    np.testing.assert_allclose(terms["rnd_loss"], error[weight[:, 0]].mean(), rtol=1e-3)
+    kernels = [p["params"]["layers_0"]["Conv_0"]["kernel"] for p in (target, predictor)]
     assert (kernels[0] != kernels[1]).all()
-    monkeypatch.setattr(devices, "on_cpu", lambda: False)  # in full float32 on a GPU too
-    predictor = tiny.state.params["predictor"]
-    text = str(jax.make_jaxpr(bonus.novelty)(target, predictor, inputs.next_frames[:, 0]))
-    assert "bf16" not in text
-    assert "(Precision.HIGHEST, Precision.HIGHEST)" in text
-    assert "precision=None" not in text
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    assert matmuls(bonus.novelty, target, predictor, frames) == FULL_PRECISION
 
 
-@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_bonus_is_that_of_the_frame_a_step_leads_to(normalize):
-    tiny = make_tiny(rnd_coef=0.5, rnd_normalize=normalize)
-    params, steps, past = tiny.state.params, tiny.steps, len(tiny.carry.history)
-    layers = params["predictor"]["params"]
-    kernel = layers["layers_1"]["kernel"]  # random frames are much alike: make some bonuses exceed 2
-    layers = layers | {"layers_1": {"kernel": 5 * kernel, "bias": jnp.ones(256)}}
-    params = params | {"predictor": {"params": layers}}
-    images, want = np.asarray(tiny.rollout.frames.images), np.zeros((8, 3))
+def test_bonus_of_transitions_is_novelty_of_next_frames(tiny, with_bonus):
+    """Clipped or normalised; in the advantages, and on the frames that the predictor learns from."""
+    args, state = with_bonus
+    steps = tiny.steps._replace(forced_reset=np.array([True, False, False]))
+    valid, images = ~steps.is_reset, np.asarray(tiny.rollout.frames.images)
+    past, novelty = len(images) - 9, jax.jit(partial(bonus.novelty, state.bonus.target, state.params["predictor"]))
 
-    def seen(row, age):
-        stacks = [np.concatenate([images[row - min(3, a), n], images[row, n]], axis=2) for n, a in enumerate(age)]
-        return np.stack(stacks)
+    def seen(t):
+        row, pairs = past + t, enumerate(steps.episode_step[t])
+        return np.stack([np.concatenate([images[row - min(3, k), n], images[row, n]], axis=2) for n, k in pairs])
 
-    novelty = jax.jit(partial(bonus.novelty, tiny.state.bonus.target, params["predictor"]))
-    for t in range(8):
-        want[t] = novelty(seen(past + t + 1, steps.age[t + 1])) * ~steps.done[t]
-    state = tiny.state._replace(params=params)
-    extra = partial(bonus.of_transitions, tiny.args, state.bonus, params["predictor"])
-    moved, got = jax.jit(lambda: extra(frames=tiny.rollout.frames, steps=steps, gamma=0.9))()
-    assert ((want > 2) & ~steps.done).any()
-    assert ((want < 2) & ~steps.done).any()
-    if normalize:
-        (normalized,), mean, var = oracle.normalize_rewards([(want, steps.ended, ~steps.done)], 0.9)
-        np.testing.assert_allclose([moved.filter.mean, moved.filter.var], [mean, var], rtol=1e-3)
-        np.testing.assert_allclose(got, normalized, rtol=1e-3, atol=1e-5)
-    else:
-        np.testing.assert_allclose(got, want.clip(0, 2), rtol=1e-3, atol=1e-5)
+    raw = np.stack([novelty(seen(t + 1)) for t in range(8)]) * valid
+    assert (raw[valid] > 2).any()
+    assert (raw[valid] < 2).any()
 
-    after, batch, metrics = jax.jit(partial(ppo.prepare, tiny.args, tiny.agent))(state, tiny.rollout, steps, 0.9)
-    kept = ~steps.done
-    assert after.bonus.filter.count == normalize * kept.sum()
-    np.testing.assert_allclose(metrics["charts/intrinsic_reward"], np.asarray(got)[kept].mean(), rtol=1e-3)
-    last = seen(past + 8, steps.age[-1])
-    last_value = tiny.agent.apply(params["agent"], last, np.zeros(3, bool), ())[1][:, 0]
-    values = np.concatenate([tiny.rollout.values, last_value[None]])
-    reward = shaping.prepare_rewards(tiny.args, tiny.state.reward_filter, steps, 0.9)[1]
-    rewards, advantages = np.asarray(reward) + 0.5 * np.asarray(got), np.zeros((8, 3))
-    for n in range(3):
-        ends = steps.terminated[:, n], steps.truncated[:, n]
-        advantages[:, n] = oracle.gae(rewards[:, n], values[:, n], *ends, 0.9, tiny.args.gae_lambda)
-    np.testing.assert_allclose((batch.returns - batch.values)[kept], advantages[kept], rtol=1e-3, atol=1e-4)
-    expected = (advantages - advantages[kept].mean()) / advantages[kept].std()
-    np.testing.assert_allclose(batch.advantages[kept], expected[kept], rtol=1e-3, atol=1e-3)
-    unexplained = advantages[kept].var() / (advantages + values[:-1])[kept].var()
-    np.testing.assert_allclose(metrics["losses/explained_variance"], 1 - unexplained, rtol=1e-3, atol=1e-3)
-    _, _, var = oracle.normalize_rewards([(steps.rewards, steps.ended, kept)], 0.9)
-    np.testing.assert_allclose(metrics["charts/return_std"], np.sqrt(var), rtol=1e-3)
+    def of_transitions(**flags):
+        of = partial(bonus.of_transitions, replace(args, **flags), state.bonus, state.params["predictor"])
+        return jax.jit(lambda frames: of(frames=frames, timesteps=steps, gamma=0.9))(tiny.rollout.frames)
 
-    args = replace(tiny.args, num_minibatches=1, update_epochs=1, learning_rate="0")
-    metrics = ppo.update(args, tiny.agent, state, tiny.rollout, steps)[1]
-    np.testing.assert_allclose(metrics["losses/rnd_loss"], want[kept].mean(), rtol=1e-3)  # on the same frames
+    unchanged, clipped = of_transitions(rnd_normalize=False)
+    np.testing.assert_allclose(clipped, raw.clip(0, 2), rtol=1e-3, atol=1e-5)
+    assert unchanged.filter.count == 0
+    new_bonus, intrinsic = of_transitions()
+    (want,), mean, var = oracle.normalize_rewards([(raw, steps.episode_end, valid)], 0.9)
+    np.testing.assert_allclose([new_bonus.filter.mean, new_bonus.filter.var], [mean, var], rtol=1e-3)
+    np.testing.assert_allclose(intrinsic, want, rtol=1e-3, atol=1e-5)
+    assert ((new_bonus.filter.discounted == 0) == (steps.forced_reset | steps.episode_end[-1])).all()
+
+    compute_advantages = jax.jit(partial(ppo.compute_advantages, args, tiny.agent))
+    after, batch, metrics = compute_advantages(state, tiny.rollout, steps, 0.9)
+    assert after.bonus.filter.count == valid.sum()
+    np.testing.assert_allclose(metrics["charts/intrinsic_reward"], np.asarray(intrinsic)[valid].mean(), rtol=1e-3)
+    last_value = tiny.agent.apply(state.params["agent"], seen(8), np.zeros(3, bool), ())[1][:, 0]
+    rewards = prepare_rewards(args, state.reward_filter, steps, 0.9)[1] + 0.5 * intrinsic
+    assert_advantages_by_hand(args, batch, metrics, rewards, last_value, tiny.rollout, steps)
+
+    args = replace(args, num_minibatches=1, update_epochs=1, learning_rate="0")
+    metrics = jax.jit(partial(ppo.update, args, tiny.agent))(state, tiny.rollout, steps)[1]
+    np.testing.assert_allclose(metrics["losses/rnd_loss"], raw[valid].mean(), rtol=1e-3)
 
 
-@pytest.mark.parametrize("core", [pytest.param("none", marks=pytest.mark.slow), "lstm"])
-def test_same_parameters_give_the_probabilities_that_acted(core):
-    """What the learner rebuilds of real games (stacks, ages, cores) is what was acted on: all ratios are 1."""
-    args = ppo.Args(
-        num_envs=4, num_steps=150, num_minibatches=2, update_epochs=1, encoder="nature", width=1, hidden=8,
-        pool="flatten", learning_rate="0", sticky_actions=0.25, core=core, clip_coef=1e-3,
+@pytest.mark.parametrize(("script", "flags"), [
+    (ppo, {"core": "lstm", "clip_coef": 1e-3, "update_epochs": 1, "learning_rate": "0"}),
+    pytest.param(ppo, {"clip_coef": 1e-3, "update_epochs": 1, "learning_rate": "0"}, marks=pytest.mark.slow),
+    pytest.param(trpo, {"max_kl": 1e-6, "line_search_steps": 1}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_learner_before_its_first_step_rebuilds_policy_that_acted(script, flags):
+    """On real games (stacks, episode steps, hidden states), up to TRPO's smallest step."""
+    args = script.Args(
+        **flags, num_envs=4, num_steps=150, num_minibatches=2, encoder="nature", width=1, hidden=8, pool="flatten",
+        sticky_actions=0.25, seed=3,
     )  # fmt: skip
-    agent, games = ppo.make_agent(args), envs.Games(partial(envs.make_levels, args), range(4), 3, args.restart_every)
-    state, ends = devices.run_once(ppo.initial_state, args, agent), 0
-    state.params["agent"]["params"]["policy"]["kernel"] *= 3000  # it starts nearly uniform: no mistake would show
-    state = devices.put(args, state, ppo.STATE)
-    carry = devices.put(args, ppo.initial_carry(args, np.arange(4)), ppo.CARRY)
-    for i in range(2):
-        acting = state.params["agent"]
-        rollout, steps, carry = ppo.collect(args, agent, games, acting, carry, i=i, watch=runs.Stopwatch())
-        ends += steps.ended.sum()
-        state, metrics = ppo.update(args, agent, state, rollout, steps)
-        assert metrics["losses/entropy"] < 2.6
-        assert abs(metrics["losses/approx_kl"]) < 1e-5
-        assert metrics["losses/clipfrac"] == 0
-    games.close()
-    assert ends > 3
+
+    def sharpen(state):  # the policy's head: it is nearly uniform at first, and no fault would show
+        return state._replace(params=jax.tree.map(lambda x: 3000 * x if x.shape == (8, 15) else x, state.params))
+
+    _, lines, played = play(script, args, 2, sharpen)
+    for line in lines:
+        assert line["losses/entropy"] < 2.6
+        assert abs(line["losses/approx_kl"]) < 1e-5
+        assert script is trpo or line["losses/clipfrac"] == 0
+    assert sum(steps.episode_end.sum() for steps in played) > 3
 
 
-def test_the_last_value_is_of_the_core_after_the_last_step(monkeypatch):
-    """Of a core and a value that count an episode's steps, with no rewards: each target is one more than its value."""
-
-    def counting(agent, params, frames, first, core):
-        core = jnp.where(first, 0, core[0][:, 0]) + 1
-        return jnp.zeros((len(first), 15)), core, (jnp.tile(core[:, None], (1, 8)),)
-
-    monkeypatch.setattr(ppo, "policy_and_value", counting)
-    args = ppo.Args(
-        num_envs=3, num_steps=5, num_devices=1, core="gru", hidden=8, gae_lambda=0.0, num_minibatches=3, seed=78
-    )
-    rollout, frames = (
-        ppo.begin_rollout(args, ppo.initial_carry(args, np.arange(3)), 0),
-        np.zeros((3, 3, 64, 64), np.uint8),
-    )
-    age = np.arange(6, dtype=np.int32)[:, None] + np.int32([0, 4, 9])
-    for t in range(5):
-        rollout, _ = ppo.act(args, None, None, rollout, frames, age[t])
-    rollout, carry = ppo.end_rollout(args, rollout, frames, age[5])
-    assert carry.core[0][:, 0].tolist() == rollout.core[0][:, 0].tolist() == [5, 5, 5]  # for the next rollout
-    no = np.zeros((5, 3), bool)
-    steps = Steps(np.zeros((5, 3), np.float32), no, no, no, age, no[0])
-    state = SimpleNamespace(reward_filter=shaping.new_filter(3), params={"agent": None}, _replace=lambda **_: state)
-    _, batch, _ = ppo.prepare(args, None, state, rollout, steps, 1.0)
-    np.testing.assert_allclose(batch.returns, rollout.values + 1)
-
-
-def test_the_bonus_is_clipped_or_normalised_until_a_restart(monkeypatch):
-    monkeypatch.setattr(bonus, "novelty", lambda target, predictor, frames: jnp.full(len(frames), 3.0))
-    no, junk, restarts = np.zeros((2, 3), bool), np.array([[0, 0, 1], [0, 0, 0]], bool), np.array([True, False, False])
-    steps = Steps(np.zeros((2, 3), np.float32), no, no, junk, np.ones((3, 3), np.int32), restarts)
-    start, frames = bonus.Bonus({}, shaping.new_filter(3)), SimpleNamespace(stack=lambda t: np.zeros((3, 1)))
-    moved = {}
-    for normalize in (False, True):
-        args = SimpleNamespace(num_steps=2, rnd_normalize=normalize)
-        moved[normalize] = bonus.of_transitions(args, start, {}, frames=frames, steps=steps, gamma=0.9)
-    np.testing.assert_array_equal(moved[False][1], 2 * ~junk)
-    assert (moved[True][0].filter.discounted == 0).tolist() == restarts.tolist()
-
-
-def test_dropout_is_the_learners_alone_and_new_each_time():
-    tiny = make_tiny(dropout=0.5)
-    plain, params = ppo.make_agent(replace(tiny.args, dropout=0.0)), tiny.state.params["agent"]
-    stacked, first = tiny.rollout.frames.stack(5), np.zeros(3, bool)
-    seen = [ppo.policy_and_value(agent, params, stacked, first, ()) for agent in (tiny.agent, plain)]
-    jax.tree.map(np.testing.assert_array_equal, *seen)
+def test_dropout_in_learner_alone_is_new_each_epoch(tiny):
+    args, params = replace(ARGS, dropout=0.5, learning_rate="0", l2=100.0), tiny.state.params["agent"]
+    agent, stacked = ppo.make_agent(args), tiny.rollout.frames.stack(5)
+    acting = [ppo.policy_and_value(x, params, stacked, np.zeros(3, bool), ()) for x in (agent, tiny.agent)]
+    jax.tree.map(np.testing.assert_array_equal, *acting)
     losses = set()
-    for epochs in (1, 2):  # the metrics are the last epoch's
-        args = replace(tiny.args, learning_rate="0", update_epochs=epochs, l2=100.0)
-        state = devices.run_once(ppo.initial_state, args, tiny.agent)
-        metrics = ppo.update(args, tiny.agent, state, tiny.rollout, tiny.steps)[1]
+    for epochs in (1, 2):  # metrics are of the last epoch
+        update = jax.jit(partial(ppo.update, replace(args, update_epochs=epochs), agent))
+        metrics = update(tiny.state, tiny.rollout, tiny.steps)[1]
         losses.add(float(metrics["losses/loss"]))
     assert len(losses) == 2
-    kernels = [x for x in jax.tree.leaves(params) if x.ndim == 4]
-    assert metrics["losses/grad_norm"] == pytest.approx(200 * float(devices.norm(kernels)), rel=0.1)  # --l2 counts
+    norm = devices.global_norm([x for x in jax.tree.leaves(params) if x.ndim == 4])
+    assert metrics["losses/grad_norm"] == pytest.approx(200 * float(norm), rel=0.1)  # of --l2

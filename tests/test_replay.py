@@ -20,9 +20,9 @@ draw = jax.jit(replay.sample, static_argnames=("batch_size", "n_step", "gamma"))
 
 def start_anew(steps, t, n):
     """Game n starts anew before its step t."""
-    steps.done[t, n], steps.age[t, n] = False, 0
-    for later in range(t + 1, len(steps.age)):
-        steps.age[later, n] = 0 if steps.done[later - 1, n] else steps.age[later - 1, n] + 1
+    steps.is_reset[t, n], steps.episode_step[t, n] = False, 0
+    for later in range(t + 1, len(steps.episode_step)):
+        steps.episode_step[later, n] = 0 if steps.is_reset[later - 1, n] else steps.episode_step[later - 1, n] + 1
 
 
 def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
@@ -31,7 +31,7 @@ def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
     A frame's first number is its step, its second its game. `lost` are the steps whose transition nobody has seen.
     """
     steps = random_steps(rng, rows * inserts, GAMES)
-    lost = np.zeros(steps.done.shape, bool)
+    lost = np.zeros(steps.is_reset.shape, bool)
     restarts = np.zeros((inserts, GAMES), bool)
     for i in restart_after:
         restarts[i, i % 2 :: 2] = True
@@ -39,16 +39,16 @@ def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
             lost[(i + 1) * rows - 1, n] = not steps.terminated[(i + 1) * rows - 1, n]
             if i + 1 < inserts:
                 start_anew(steps, (i + 1) * rows, n)
-    images = np.zeros((*steps.done.shape, 64, 64, 3), np.uint8)
+    images = np.zeros((*steps.is_reset.shape, 64, 64, 3), np.uint8)
     images[..., 0, 0, 0], images[..., 0, 0, 1] = np.arange(len(images))[:, None], np.arange(GAMES)
-    actions = rng.integers(0, 15, steps.done.shape, np.int32)
+    actions = rng.integers(0, 15, steps.is_reset.shape, np.int32)
     action_value, state_value = rng.normal(size=(2, *actions.shape)).astype(np.float32)
-    buffer, past = replay.empty(LENGTH, GAMES, offsets), max(*offsets, 1)
+    buffer, past = replay.init(LENGTH, GAMES, offsets), max(*offsets, 1)
     for i in range(inserts):
         now = slice(i * rows, (i + 1) * rows)
         older = np.zeros((past, GAMES, 64, 64, 3), np.uint8)
-        parts = (steps.rewards, steps.terminated, steps.ended, steps.done, action_value, state_value)
-        frames = envs.Frames(np.concatenate([older, images[now]]), steps.age[now], offsets)
+        parts = (steps.rewards, steps.terminated, steps.episode_end, steps.is_reset, action_value, state_value)
+        frames = envs.Frames(np.concatenate([older, images[now]]), steps.episode_step[now], offsets)
         new = replay.Rows(frames, actions[now], *(x[now] for x in parts))
         buffer = insert(buffer, new, restarts[i], n_step=n_step, gamma=GAMMA, per_alpha=ALPHA)
     return SimpleNamespace(
@@ -57,7 +57,7 @@ def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
 
 
 def return_of(game, t, n, n_step=3):
-    parts = (x[:, n] for x in (game.steps.rewards, game.steps.terminated, game.steps.ended))
+    parts = (x[:, n] for x in (game.steps.rewards, game.steps.terminated, game.steps.episode_end))
     return oracle.n_step(GAMMA, n_step, *parts, t, game.lost[:, n])
 
 
@@ -75,8 +75,8 @@ def test_insert_gives_priorities_to_what_can_be_drawn(inserts, rows, restart_aft
     want = np.zeros((LENGTH, GAMES))
     for t in range(oldest, end - n_step):
         for n in range(GAMES):
-            known = t >= min(game.steps.age[t, n], past)  # the games were going on before the first row
-            if known and not game.steps.done[t, n] and not game.lost[t, n]:
+            known = t >= min(game.steps.episode_step[t, n], past)  # the games were going on before the first row
+            if known and not game.steps.is_reset[t, n] and not game.lost[t, n]:
                 returns, discount, after = return_of(game, t, n, n_step)
                 td = returns + discount * game.state_value[after, n] - game.action_value[t, n]
                 want[t % LENGTH, n] = (abs(td) + 1e-6) ** ALPHA
@@ -104,7 +104,7 @@ def test_what_is_drawn_was_played(offsets):
             t = int(end - 1 - (end - 1 - batch.row[b]) % LENGTH)
             n = int(batch.env[b])
             seen.add((t, n))
-            assert not game.steps.done[t, n]
+            assert not game.steps.is_reset[t, n]
             assert not game.lost[t, n]
             returns, discount, after = return_of(game, t, n)
             cut += game.lost[after, n]
@@ -112,7 +112,7 @@ def test_what_is_drawn_was_played(offsets):
             np.testing.assert_allclose(batch.discounts[b], discount, rtol=1e-5)
             assert batch.actions[b] == game.actions[t, n]
             for stack, newest in ((batch.frames[b], t), (batch.next_frames[b], after)):
-                want = [newest - min(game.steps.age[newest, n], back) for back in offsets]
+                want = [newest - min(game.steps.episode_step[newest, n], back) for back in offsets]
                 np.testing.assert_array_equal(stack[0, 0, 0::3], want)
                 assert (stack[0, 0, 1::3] == n).all()
     assert len(seen) > 40
@@ -147,7 +147,7 @@ def test_drawing_follows_the_priorities():
 
 def test_drawing_has_no_loop_on_a_gpu():
     """As searchsorted's own method would be: twenty kernels, one after the other."""
-    buffer = jax.eval_shape(lambda: replay.empty(LENGTH, GAMES, (3, 0)))
+    buffer = jax.eval_shape(lambda: replay.init(LENGTH, GAMES, (3, 0)))
     how = {"batch_size": 32, "n_step": 3, "gamma": GAMMA}
     text = draw.trace(buffer, jax.random.PRNGKey(0), 0.6, **how).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.gather" in text
@@ -172,7 +172,7 @@ def test_uniform_priorities_need_no_values():
 
 
 def test_rows_must_divide_the_ring():
-    buffer = replay.empty(LENGTH, GAMES, (3, 0))
+    buffer = replay.init(LENGTH, GAMES, (3, 0))
     frames = envs.Frames.after(envs.empty_history(GAMES, (3, 0)), 3, (3, 0))
     new = replay.Rows(frames, *[np.zeros((3, GAMES))] * 7)
     with pytest.raises(AssertionError, match="20"):

@@ -130,7 +130,7 @@ def test_a_run_that_another_process_holds_is_made_once_it_is_free(table, monkeyp
     """As after `kill -9`, where the script of the one before is still writing its checkpoint: after the others."""
     args = reproduce.Args("small", cells=("runs",), seeds=(1, 2), runs=str(table / "runs"), out=str(table / "out"))
     row = reproduce.read_table("small")[0]
-    held = files.take(reproduce.folder_of(table / "runs", row, reproduce.flags_of(row, args), 1))
+    held = files.lock_run(reproduce.folder_of(table / "runs", row, reproduce.flags_of(row, args), 1))
     made = []
 
     def run(program, flags, folder, lock, **how):

@@ -1,7 +1,7 @@
 """Random Network Distillation's parts against independent oracles."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from conftest import init_state
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ppo_math import random_steps, relaxed, seeds
 
 import rnd_montezuma as rnd
-from common import atari, devices, envs, runs, shaping
+from common import atari, devices, envs, runs
+from common.rewards import merge_moments
 
 T, GAMES = 8, 4
 SMALL = {"num_envs": GAMES, "num_steps": T, "num_minibatches": 2, "update_epochs": 2, "channels": "4,4,4", "hidden": 8,
@@ -33,9 +35,9 @@ def one_by_one(rewards, values, ratio, terminated, done, gamma, gae_lambda):
 
 @jax.jit
 def compiled_advantages(gammas, rewards, bonus, given):
-    """`rnd.advantages`, compiled once for whatever discounts."""
+    """`rnd.gae_per_head`, compiled once for whatever discounts."""
     names = ("gamma", "int_gamma", "gae_lambda")
-    return rnd.advantages(SimpleNamespace(**dict(zip(names, gammas, strict=True))), rewards, bonus, **given)
+    return rnd.gae_per_head(SimpleNamespace(**dict(zip(names, gammas, strict=True))), rewards, bonus, **given)
 
 
 @relaxed
@@ -44,15 +46,15 @@ def test_both_advantages_equal_the_sums_by_hand(seed, length, gamma, int_gamma, 
     """The game's are episodic; the bonus's are those of one long episode, without EnvPool's junk steps."""
     rng = np.random.default_rng(seed)
     steps, real = random_steps(rng, length, 3), None
-    bonus = rng.random((length, 3)).astype(np.float32) * ~steps.done
+    bonus = rng.random((length, 3)).astype(np.float32) * ~steps.is_reset
     values = rng.normal(size=(length + 1, 3, 2)).astype(np.float32)
     ratio = np.exp(0 if on_policy else rng.normal(size=(length, 3))).astype(np.float32) * np.ones((length, 3), "f")
-    given = {"values": values, "ratio": ratio, "steps": steps}
+    given = {"values": values, "ratio": ratio, "timesteps": steps}
     got = np.asarray(compiled_advantages((gamma, int_gamma, gae_lambda), steps.rewards, bonus, given))
     for n in range(3):
-        real, nothing = ~steps.done[:, n], np.zeros(length, bool)
+        real, nothing = ~steps.is_reset[:, n], np.zeros(length, bool)
         streams = (
-            (steps.rewards[:, n], values[:, n, 0], ratio[:, n], steps.terminated[:, n], steps.done[:, n], gamma),
+            (steps.rewards[:, n], values[:, n, 0], ratio[:, n], steps.terminated[:, n], steps.is_reset[:, n], gamma),
             (bonus[real, n], values[np.append(real, True), n, 1], ratio[real, n], nothing, nothing, int_gamma),
         )
         for head, stream in enumerate(streams):
@@ -96,13 +98,13 @@ def test_loss_equals_the_sums_by_hand(seed):
     weight[0] = True
     batch = rnd.Batch(rng.integers(0, 18, (20, 1)), old, normal(20, 1), returns)
 
-    def loss(outputs, data):  # what is made of the parts, with the networks' outputs as parameters
+    def loss(outputs, data):  # what is made of the terms, with the networks' outputs as parameters
         index, batch = data
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rnd, "forward", lambda *_: (jax.nn.log_softmax(outputs[0][index]), outputs[1][index]))
             return rnd.loss(args, None, None, (None, batch))
 
-    _, parts, _ = devices.gradient(loss, (new, values), (np.arange(20), batch), weight, whole=True)
+    _, terms, _ = devices.gradient(loss, (new, values), (np.arange(20), batch), weight, in_chunks=False)
     (new, values, weight), flat = jax.tree.map(lambda x: x[:, 0], ((new, values, weight), batch))
     plain = SimpleNamespace(clip_coef=args.clip_coef, vf_clip=0, vf_coef=0.7)
     value_loss = 0
@@ -112,9 +114,9 @@ def test_loss_equals_the_sums_by_hand(seed):
         value_loss += want["value_loss"]
     want["value_loss"] = value_loss
     want["loss"] = want["policy_loss"] + 0.7 * value_loss - 0.02 * want["entropy"]
-    assert parts.keys() == want.keys()
+    assert terms.keys() == want.keys()
     for name, x in want.items():
-        np.testing.assert_allclose(parts[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(terms[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
 
 
 # STATISTICS AND BONUS
@@ -135,7 +137,7 @@ def test_merged_frame_statistics_equal_those_of_one_big_batch(seed, sizes):
     np.testing.assert_allclose(stats.var, var, rtol=1e-3, atol=1e-4)
     other = frames[:1] + rng.integers(0, 3, atari.FRAME_SHAPE, np.uint8)
     want = np.clip((other - mean) / np.sqrt(var + 1e-4), -5, 5)
-    got = rnd.whiten(stats, other)
+    got = rnd.normalize_frames(stats, other)
     assert (np.abs(np.abs(got) - 5) < 1e-6).any()
     np.testing.assert_allclose(got[:, 40:], want[:, 40:], rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(got[:, :40], want[:, :40], atol=0.1)  # a grey level is 100 standard deviations there
@@ -143,7 +145,7 @@ def test_merged_frame_statistics_equal_those_of_one_big_batch(seed, sizes):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_features_equal_numpy(depth):
-    network, rng = rnd.Features("4,6,5", 7, depth), np.random.default_rng(0)
+    network, rng = rnd.RNDNetwork("4,6,5", 7, depth), np.random.default_rng(0)
     white = rng.normal(size=(3, *atari.FRAME_SHAPE)).astype(np.float32)
     params = jax.jit(network.init)(jax.random.PRNGKey(0), white)
     want, layers = oracle.rnd_features(params["params"], np.float64(white), depth)
@@ -157,7 +159,7 @@ def test_novelty_is_the_mean_square_between_predictor_and_target(tiny):
     truth = oracle.rnd_features(state.target["params"], white, 0)[0]
     guess = oracle.rnd_features(state.params["predictor"]["params"], white, tiny.args.predictor_depth)[0]
     given = tiny.args, state.frame_stats, state.target, state.params["predictor"], frames
-    for got in (rnd.novelty(*given), rnd.predictor_loss(*given)["loss"]):
+    for got in (rnd.prediction_error(*given), rnd.predictor_loss(*given)["loss"]):
         np.testing.assert_allclose(got, ((truth - guess) ** 2).mean(axis=1), rtol=1e-3)
     for name, layer in state.target["params"].items():  # the predictor begins elsewhere
         assert (layer["kernel"] != state.params["predictor"]["params"][name]["kernel"]).all()
@@ -180,25 +182,53 @@ def test_heads_by_hand(tiny):
 NUMBERS = np.arange(GAMES, dtype=np.int32)
 
 
-def made_up(args, agent, params):
-    """A rollout of made-up frames, the Carry after it, steps with episode ends, the frames, and who drew them."""
+HOW = {"watch": runs.Stopwatch(), "check_stop": lambda: None}
+
+
+class Recording:
+    """Environments that show frames uint8 [T + 1, N, 1, 84, 84] of such timesteps, whatever is played."""
+
+    def __init__(self, frames, timesteps):
+        self.frames, self.timesteps = frames, timesteps
+        self.info = {"ram": np.ones((GAMES, 128), np.uint8)}
+
+    def play(self, act, num_steps, watch, check_stop):
+        for t in range(num_steps):
+            act(self.frames[t], self.timesteps.episode_step[t])
+        self.obs, self.episode_step = self.frames[num_steps], self.timesteps.episode_step[num_steps]
+        return self.timesteps
+
+
+@cache
+def make_collect(args):
+    return rnd.make_collect(args, rnd.make_agent(args), devices.make_mesh(args))
+
+
+@cache
+def make_update(args):
+    return rnd.make_update(args, rnd.make_agent(args), devices.make_mesh(args))
+
+
+def made_up(args, params):
+    """A rollout of made-up frames, the EnvState after it, steps with episode ends, the frames, and who drew them."""
     rng = np.random.default_rng(0)
     steps = random_steps(rng, T, GAMES)
-    rollout = rnd.begin_rollout(args, rnd.initial_carry(args, NUMBERS), 0)
     frames = rng.integers(0, 256, (T + 1, GAMES, 1, 84, 84), np.uint8)
-    for t in range(T):
-        rollout, _ = rnd.act(args, agent, params, rollout, frames[t], steps.age[t])
-    return *rnd.end_rollout(args, agent, params, rollout, frames[T], steps.age[T]), steps, frames, rng
+    env_state = rnd.init_env_state(args, NUMBERS)
+    unroll, env_state = make_collect(args)(Recording(frames, steps), params, env_state, i=0, **HOW)
+    return unroll.rollout, env_state, steps, frames, rng
 
 
 def make_tiny(**flags):
     """Args, agent, state, rollout and steps of made-up frames, with episode ends."""
     args = rnd.Args(**SMALL | flags)
     agent = rnd.make_agent(args)
-    state = devices.run_once(rnd.initial_state, args, agent)
-    rollout, carry, steps, frames, rng = made_up(args, agent, state.params["agent"])
+    state = init_state(rnd, args, agent)
+    rollout, env_state, steps, frames, rng = made_up(args, state.params["agent"])
     state = state._replace(frame_stats=rnd.add_frames(state.frame_stats, frames[0].transpose(0, 2, 3, 1)))
-    return SimpleNamespace(args=args, agent=agent, state=state, rollout=rollout, carry=carry, steps=steps, rng=rng)
+    return SimpleNamespace(
+        args=args, agent=agent, state=state, rollout=rollout, env_state=env_state, steps=steps, rng=rng
+    )
 
 
 @pytest.fixture(scope="module")
@@ -213,18 +243,18 @@ def tiny(tinies):
 
 def run_update(tiny, rollout, steps, **flags):
     args = replace(tiny.args, **flags)
-    return jax.device_get(rnd.update(args, tiny.agent, jax.tree.map(jnp.copy, tiny.state), rollout, steps))
+    return jax.device_get(make_update(args)(jax.tree.map(jnp.copy, tiny.state), rollout, steps))
 
 
 def test_it_plays_the_same_on_all_devices_in_turns_as_on_one(tinies):
     tiny = tinies["gru"]
     args = replace(tiny.args, async_=False)
-    rollout, carry, *_ = made_up(args, tiny.agent, tiny.state.params["agent"])
+    rollout, env_state, *_ = made_up(args, tiny.state.params["agent"])
     assert len(rollout.logits.sharding.device_set) == 2
     assert len(tiny.rollout.logits.sharding.device_set) == 1
     np.testing.assert_array_equal(rollout.actions, tiny.rollout.actions)
     jax.tree.map(
-        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), (rollout, carry), (tiny.rollout, tiny.carry)
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), (rollout, env_state), (tiny.rollout, tiny.env_state)
     )
 
 
@@ -233,21 +263,21 @@ def test_two_devices_learn_the_same_as_one(tiny):
     """From a whole batch, where it is not drawn at random what a minibatch has of each."""
     flags = {"num_minibatches": 1, "update_epochs": 1, "update_proportion": 1.0, "norm_adv": True, "vtrace": True}
     one, two = (run_update(tiny, tiny.rollout, tiny.steps, **flags, num_devices=n) for n in (1, 2))
-    assert (one[2] > 0).sum() == (~tiny.steps.done).sum()
+    assert (one[2] > 0).sum() == (~tiny.steps.is_reset).sum()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), two, one)
 
 
 def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
     """Two rollouts: the second goes on with the first one's returns; no junk step, no clipping, no mean taken off."""
-    after, mask = np.asarray(tiny.rollout.frames.images[4:]), ~tiny.steps.done
+    after, mask = np.asarray(tiny.rollout.frames.images[4:]), ~tiny.steps.is_reset
     state, parts = tiny.state, []
-    novelty = partial(rnd.novelty, tiny.args, state.frame_stats, state.target, state.params["predictor"])
+    novelty = partial(rnd.prediction_error, tiny.args, state.frame_stats, state.target, state.params["predictor"])
     for _ in range(2):
         raw = np.zeros((T, GAMES))
         for t, n in np.argwhere(mask):
             raw[t, n] = novelty(after[t, n][None])[0]
         parts.append((raw, np.zeros_like(mask), mask))
-        bonus_filter, got_raw, got = jax.jit(partial(rnd.bonuses, tiny.args))(state, tiny.rollout, mask)
+        bonus_filter, got_raw, got = jax.jit(partial(rnd.compute_bonuses, tiny.args))(state, tiny.rollout, mask)
         np.testing.assert_allclose(got_raw, raw, rtol=1e-3, atol=1e-6)
         state = state._replace(bonus_filter=bonus_filter)
     want, mean, var = oracle.normalize_rewards(parts, tiny.args.int_gamma, clip=np.inf)
@@ -255,7 +285,7 @@ def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
     np.testing.assert_allclose(got, want[1], rtol=1e-3, atol=1e-6)
     most = float(np.median(got[mask]))
     learnt_from = [
-        jax.jit(partial(rnd.prepare, replace(tiny.args, int_reward_clip=clip), tiny.agent))(
+        jax.jit(partial(rnd.compute_advantages, replace(tiny.args, int_reward_clip=clip), tiny.agent))(
             state, tiny.rollout, tiny.steps
         )
         for clip in (0.0, most)
@@ -263,7 +293,7 @@ def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
     (moved, _, no_limit, metrics), (same, batch, limited, others) = learnt_from
     values, ratio = np.asarray(tiny.rollout.values), np.ones((T, GAMES))
     rewards = np.sign(tiny.steps.rewards)
-    both = rnd.advantages(tiny.args, rewards, limited, values=values, ratio=ratio, steps=tiny.steps)
+    both = rnd.gae_per_head(tiny.args, rewards, limited, values=values, ratio=ratio, timesteps=tiny.steps)
     np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(limited, np.minimum(no_limit, most), rtol=1e-4)
     assert same.bonus_filter.var == moved.bonus_filter.var
@@ -272,17 +302,17 @@ def test_bonus_is_of_the_next_frame_and_its_filter_runs_over_time(tiny):
 
 def test_what_an_update_learns_from(tiny):
     """Rewards by their sign; advantages 2 : 1, not normalised; returns of both heads; statistics for the next time."""
-    steps, mask = tiny.steps._replace(rewards=400 * tiny.steps.rewards), ~tiny.steps.done
-    prepare = jax.jit(partial(rnd.prepare, replace(tiny.args, norm_adv=True), tiny.agent))
+    steps, mask = tiny.steps._replace(rewards=400 * tiny.steps.rewards), ~tiny.steps.is_reset
+    prepare = jax.jit(partial(rnd.compute_advantages, replace(tiny.args, norm_adv=True), tiny.agent))
     moved, batch, bonus, metrics = prepare(tiny.state, tiny.rollout, steps)
     values, ratio = np.asarray(tiny.rollout.values), np.ones((T, GAMES))
-    both = rnd.advantages(tiny.args, np.sign(steps.rewards), bonus, values=values, ratio=ratio, steps=steps)
+    both = rnd.gae_per_head(tiny.args, np.sign(steps.rewards), bonus, values=values, ratio=ratio, timesteps=steps)
     total = np.asarray(2 * both[..., 0] + both[..., 1])
     want = (total - total[mask].mean()) / total[mask].std()
     np.testing.assert_allclose(batch.advantages[mask], want[mask], rtol=1e-3, atol=1e-3)
     for share in (0.5, 1.0):
         args = replace(tiny.args, int_coef=share)
-        batch = jax.jit(partial(rnd.prepare, args, tiny.agent))(tiny.state, tiny.rollout, steps)[1]
+        batch = jax.jit(partial(rnd.compute_advantages, args, tiny.agent))(tiny.state, tiny.rollout, steps)[1]
         want = total - (1 - share) * both[..., 1]
         np.testing.assert_allclose(batch.advantages, want, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(batch.returns, both + values[:-1], rtol=1e-3, atol=1e-5)
@@ -290,7 +320,7 @@ def test_what_an_update_learns_from(tiny):
     for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
         unexplained = np.asarray(both)[..., i][mask].var() / np.asarray(batch.returns)[..., i][mask].var()
         np.testing.assert_allclose(metrics[f"losses/{name}"], 1 - unexplained, rtol=1e-3, atol=1e-3)
-    _, raw, _ = rnd.bonuses(tiny.args, tiny.state, tiny.rollout, mask)
+    _, raw, _ = rnd.compute_bonuses(tiny.args, tiny.state, tiny.rollout, mask)
     for name, x in {"intrinsic_reward": bonus, "prediction_error": raw}.items():
         np.testing.assert_allclose(metrics[f"charts/{name}"], np.asarray(x)[mask].mean(), rtol=1e-3)
     assert moved.bonus_filter.count == mask.sum()
@@ -308,7 +338,7 @@ def test_what_an_update_learns_from(tiny):
     # The predictor learns by the statistics from after it.
     _, metrics, _ = run_update(tiny, tiny.rollout, steps, num_minibatches=1, update_epochs=1, update_proportion=1.0)
     predictor, reached = tiny.state.params["predictor"], frames[4:].reshape(-1, *frames.shape[2:])
-    errors = rnd.novelty(tiny.args, stats, tiny.state.target, predictor, reached[:, None]).reshape(T, GAMES)
+    errors = rnd.prediction_error(tiny.args, stats, tiny.state.target, predictor, reached[:, None]).reshape(T, GAMES)
     np.testing.assert_allclose(metrics["losses/rnd_loss"], np.asarray(errors)[mask].mean(), rtol=1e-3)
     seen = np.float64(np.concatenate([frames[3], *frames[4:]]))  # the first were in the statistics before
     np.testing.assert_allclose(stats.mean, seen.mean(axis=0), rtol=1e-4)
@@ -336,18 +366,21 @@ def test_vtrace_corrects_from_the_actors_to_the_learners_policy(tinies, core):
     through the rollout step by step."""
     tiny = tinies[core]
     args = replace(tiny.args, vtrace=True)
-    rng, steps, mask = np.random.default_rng(1), tiny.steps, ~tiny.steps.done
+    rng, steps, mask = np.random.default_rng(1), tiny.steps, ~tiny.steps.is_reset
     moved = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype("f"), tiny.state.params["agent"])
-    frames, core = np.asarray(tiny.rollout.frames.images), tiny.rollout.first_core
+    frames, core = np.asarray(tiny.rollout.frames.images), tiny.rollout.first_hidden_state
     logits, values = np.zeros((T + 1, GAMES, 18)), np.zeros((T + 1, GAMES, 2), np.float32)
     apply = jax.jit(tiny.agent.apply)
     for t in range(T + 1):
         seen = np.stack(
-            [[frames[3 + t - min(back, age), n] for back in (3, 2, 1, 0)] for n, age in enumerate(steps.age[t])]
+            [
+                [frames[3 + t - min(back, episode_step), n] for back in (3, 2, 1, 0)]
+                for n, episode_step in enumerate(steps.episode_step[t])
+            ]
         )
         seen = seen[..., 0].transpose(0, 2, 3, 1)
         logits[t], values[t], core = (
-            x if isinstance(x, tuple) else x[:, 0] for x in apply(moved, seen, steps.age[t] == 0, core)
+            x if isinstance(x, tuple) else x[:, 0] for x in apply(moved, seen, steps.episode_step[t] == 0, core)
         )
 
     def picked(x):
@@ -360,9 +393,9 @@ def test_vtrace_corrects_from_the_actors_to_the_learners_policy(tinies, core):
     assert (ratio[mask] > 1.05).any()
     assert (ratio[mask] < 0.95).any()
     state = tiny.state._replace(params=tiny.state.params | {"agent": moved})
-    _, batch, bonus, metrics = jax.jit(partial(rnd.prepare, args, tiny.agent))(state, tiny.rollout, steps)
-    given = {"values": values, "ratio": np.float32(ratio), "steps": steps}
-    want = rnd.advantages(args, np.sign(steps.rewards), bonus, **given)
+    _, batch, bonus, metrics = jax.jit(partial(rnd.compute_advantages, args, tiny.agent))(state, tiny.rollout, steps)
+    given = {"values": values, "ratio": np.float32(ratio), "timesteps": steps}
+    want = rnd.gae_per_head(args, np.sign(steps.rewards), bonus, **given)
     np.testing.assert_allclose(batch.returns[mask], (want + values[:-1])[mask], rtol=1e-2, atol=1e-3)
     np.testing.assert_allclose(batch.advantages[mask], (2 * want[..., 0] + want[..., 1])[mask], rtol=1e-2, atol=2e-3)
     np.testing.assert_allclose(probs(batch.logits), probs(logits[:T]), rtol=1e-2, atol=1e-5)
@@ -371,7 +404,7 @@ def test_vtrace_corrects_from_the_actors_to_the_learners_policy(tinies, core):
 
 
 def test_steps_that_are_no_transition_change_nothing(tiny):
-    junk = tiny.steps.done
+    junk = tiny.steps.is_reset
     assert 0 < junk.sum() < junk.size
     noise = np.where(junk[..., None], tiny.rng.normal(size=tiny.rollout.logits.shape), tiny.rollout.logits)
     actions = jnp.where(junk, 17, tiny.rollout.actions)
@@ -379,7 +412,7 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
     steps = tiny.steps._replace(rewards=np.where(junk, 1.0, tiny.steps.rewards).astype("f"))
     moved = tiny.steps._replace(rewards=np.where(junk, 0, 1.0).astype("f"))
     # That games start anew afterwards changes nothing either: values stand for what would have followed.
-    restarted = tiny.steps._replace(restarts=np.ones(GAMES, bool))
+    restarted = tiny.steps._replace(forced_reset=np.ones(GAMES, bool))
     inputs = ((tiny.rollout, tiny.steps), (rollout, steps), (tiny.rollout, restarted), (tiny.rollout, moved))
     before, *same, other = (run_update(tiny, *x, vtrace=True) for x in inputs)
     for one in same:
@@ -407,7 +440,7 @@ def test_predictor_learns_from_a_random_quarter_of_the_bonus_frames(tinies, core
     rollout = rollout._replace(frames=rollout.frames.replace(images=jnp.array(images)))
     run_update(tiny, rollout, tiny.steps, update_epochs=16)
     jax.effects_barrier()
-    quarter, real = T * GAMES // 2 // 4, ~tiny.steps.done.reshape(-1)
+    quarter, real = T * GAMES // 2 // 4, ~tiny.steps.is_reset.reshape(-1)
     assert len(seen) == 16 * 2 * 2
     for drawn, weight in seen:
         assert len(set(drawn.tolist())) == len(drawn) == quarter / 2
@@ -422,7 +455,7 @@ def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
     """Two states are visited again and again, a third is not: a known answer."""
     args = rnd.Args(**SMALL | {"hidden": 32})  # in which few units are dead
     agent, rng = rnd.make_agent(args), np.random.default_rng(0)
-    state = devices.run_once(rnd.initial_state, args, agent)
+    state = init_state(rnd, args, agent)
     states = np.zeros((3, *atari.FRAME_SHAPE), np.uint8)
     for i in range(3):
         states[i, 10 + 20 * i : 30 + 20 * i, 20:60] = 200  # a body on three places
@@ -431,17 +464,19 @@ def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
     frozen = jax.device_get((state.frame_stats, state.target))
 
     def bonus(state):
-        return np.asarray(rnd.novelty(args, *frozen, state.params["predictor"], states))
+        return np.asarray(rnd.prediction_error(args, *frozen, state.params["predictor"], states))
 
-    age, nothing = np.ones((T + 1, GAMES), np.int32), np.zeros((T, GAMES), bool)
-    steps = envs.Steps(np.zeros((T, GAMES), np.float32), nothing, nothing, nothing, age, np.zeros(GAMES, bool))
-    rollout = rnd.begin_rollout(args, rnd.initial_carry(args, NUMBERS), 0)
-    first, curve = bonus(state), []
+    episode_step, nothing = np.ones((T + 1, GAMES), np.int32), np.zeros((T, GAMES), bool)
+    steps = envs.Timesteps(
+        np.zeros((T, GAMES), np.float32), nothing, nothing, nothing, episode_step, np.zeros(GAMES, bool)
+    )
+    rollout = rnd.begin_rollout(args, rnd.init_env_state(args, NUMBERS), 0)
+    update, first, curve = make_update(args), bonus(state), []
     for _ in range(150):
         images = jnp.array(states[rng.integers(0, 2, rollout.frames.images.shape[:2])])
-        frames = rollout.frames.replace(images=images, ages=jnp.array(age))
+        frames = rollout.frames.replace(images=images, episode_steps=jnp.array(episode_step))
         state = state._replace(frame_stats=frozen[0])
-        state, metrics, _ = rnd.update(args, agent, state, rollout._replace(frames=frames), steps)
+        state, metrics, _ = update(state, rollout._replace(frames=frames), steps)
         curve.append(float(metrics["charts/prediction_error"]))
     last = bonus(state)
     assert (last[:2] < 0.05 * first[:2]).all()
@@ -455,10 +490,10 @@ def test_bonus_falls_where_it_was_and_stays_where_it_was_not():
 
 def without_learning(loss, params, batch, weight):
     """`devices.gradient`, but that it is 0."""
-    parts = loss(params, batch)
-    count = devices.total(weight.sum())
-    means = {name: devices.total((weight * part).sum()) / count for name, part in parts.items()}
-    return jax.tree.map(jnp.zeros_like, params), means, parts
+    terms = loss(params, batch)
+    count = devices.psum(weight.sum())
+    means = {name: devices.psum((weight * term).sum()) / count for name, term in terms.items()}
+    return jax.tree.map(jnp.zeros_like, params), means, terms
 
 
 @pytest.mark.parametrize("core", [pytest.param("none", marks=pytest.mark.slow), "gru"])
@@ -468,28 +503,30 @@ def test_the_learner_sees_what_was_acted_on(core, monkeypatch):
     monkeypatch.setattr(devices, "gradient", without_learning)
     args = rnd.Args(**SMALL, core=core, vtrace=True, max_episode_steps=10, restart_every=20, clip_coef=1e-3)
     agent = rnd.make_agent(args)
-    games = envs.Games(partial(atari.make_montezuma, args), NUMBERS, 3, args.restart_every)
-    state, carry = devices.run_once(rnd.initial_state, args, agent), rnd.initial_carry(args, NUMBERS)
+    vec_env = envs.ReplayableVecEnv(partial(atari.make_montezuma, args), NUMBERS, 3, args.restart_every)
+    state, env_state = init_state(rnd, args, agent), rnd.init_env_state(args, NUMBERS)
     state.params["agent"]["params"]["policy"]["kernel"] *= 10_000  # it starts nearly uniform: no mistake would show
-    state, seen = devices.put(args, state, rnd.STATE), []
+    state_sharding, *shardings = devices.shardings(
+        devices.make_mesh(args), (rnd.STATE_SPECS, rnd.ROLLOUT_SPECS, envs.TIMESTEP_SPECS)
+    )
+    state, seen = jax.device_put(state, state_sharding), []
     local = jax.device_put(jax.device_get(state.params["agent"]), jax.devices()[-1])
-    how = {"watch": runs.Stopwatch(), "check_stop": lambda: None}
     for i in range(6):
-        unroll, carry = rnd.collect(args, agent, games, local, carry, i=i, **how)
+        unroll, env_state = make_collect(args)(vec_env, local, env_state, i=i, **HOW)
         seen.append(unroll)
-        given = devices.put(args, (unroll.rollout, unroll.steps), (rnd.ROLLOUT, envs.STEPS))
-        state, metrics, _ = rnd.update(args, agent, state, *given)
+        inputs = jax.device_put([unroll.rollout, unroll.timesteps], shardings)
+        state, metrics, _ = make_update(args)(state, *inputs)
         assert metrics["losses/rho"] == pytest.approx(1, abs=1e-3)
         assert abs(metrics["losses/approx_kl"]) < 1e-5
         assert metrics["losses/clipfrac"] == 0
         assert metrics["losses/entropy"] < 2.8
         np.testing.assert_array_equal(unroll.rooms, 1)
         assert set(unroll.pictures) == {1}
-    games.close()
-    assert sum(unroll.steps.ended.sum() for unroll in seen) >= 4 * GAMES
-    assert [unroll.steps.restarts.all() for unroll in seen] == [False, False, True] * 2
-    np.testing.assert_array_equal(seen[3].steps.age[0], 0)
-    assert seen[2].steps.age[-1].all()  # there the games were in the midst of episodes
+    vec_env.close()
+    assert sum(unroll.timesteps.episode_end.sum() for unroll in seen) >= 4 * GAMES
+    assert [unroll.timesteps.forced_reset.all() for unroll in seen] == [False, False, True] * 2
+    np.testing.assert_array_equal(seen[3].timesteps.episode_step[0], 0)
+    assert seen[2].timesteps.episode_step[-1].all()  # there the games were in the midst of episodes
     logits = np.concatenate([unroll.rollout.logits for unroll in seen])
     assert logits.std(axis=(0, 1)).max() > 0.1  # it does see differences
 
@@ -498,28 +535,27 @@ def test_two_rollouts_are_one_of_twice_the_length():
     """History, core and draws go on over a rollout's border as if it were not there; and each step draws anew."""
     rng, parts = np.random.default_rng(0), {}
     frames = rng.integers(0, 256, (9, GAMES, 1, 84, 84), np.uint8)
-    age = np.arange(9)[:, None] * np.ones(GAMES, np.int32)
+    episode_step = np.arange(9)[:, None] * np.ones(GAMES, np.int32)
     for size in (4, 8):
         args = rnd.Args(**SMALL | {"num_steps": size, "core": "gru"})
-        agent, carry, parts[size] = rnd.make_agent(args), rnd.initial_carry(args, NUMBERS), []
-        params = devices.run_once(rnd.initial_state, args, agent).params["agent"]
+        agent, env_state, parts[size] = rnd.make_agent(args), rnd.init_env_state(args, NUMBERS), []
+        params = init_state(rnd, args, agent).params["agent"]
         for i in range(8 // size):
-            rollout = rnd.begin_rollout(args, carry, i)
-            for t in range(i * size, (i + 1) * size):
-                rollout, _ = rnd.act(args, agent, params, rollout, frames[t], age[t])
-            rollout, carry = rnd.end_rollout(args, agent, params, rollout, frames[t + 1], age[t + 1])
-            parts[size].append(rollout)
+            frame, step = frames[i * size : (i + 1) * size + 1], episode_step[i * size : (i + 1) * size + 1]
+            vec_env = Recording(frame, SimpleNamespace(episode_step=step))
+            unroll, env_state = make_collect(args)(vec_env, params, env_state, i=i, **HOW)
+            parts[size].append(unroll.rollout)
     (first, second), (whole,) = parts[4], parts[8]
     np.testing.assert_allclose(np.concatenate([first.logits, second.logits]), whole.logits, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(np.concatenate([first.values[:4], second.values]), whole.values, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(carry.core[0], whole.core[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(env_state.hidden_state[0], whole.env_state.hidden_state[0], rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(first.actions, whole.actions[:4])
     rows = [tuple(row) for row in np.concatenate([whole.actions, second.actions]).tolist()]
     assert len(set(rows)) > 8
 
 
 def test_history_continues_the_rollout(tiny):
-    np.testing.assert_array_equal(tiny.carry.history, tiny.rollout.frames.images[T : T + 3])
+    np.testing.assert_array_equal(tiny.env_state.history, tiny.rollout.frames.images[T : T + 3])
 
 
 def test_moments_merge_in_any_order():
@@ -527,6 +563,6 @@ def test_moments_merge_in_any_order():
     x, y = rng.normal(size=70), 5 + 3 * rng.normal(size=30)
     parts = [(len(z), z.mean(), z.var()) for z in (x, y)]
     for a, b in (parts, parts[::-1]):
-        count, mean, var = shaping.merge_moments(*a, *b)
+        count, mean, var = merge_moments(*a, *b)
         both = np.concatenate([x, y])
         np.testing.assert_allclose([count, mean, var], [100, both.mean(), both.var()], rtol=1e-5)

@@ -55,7 +55,7 @@ def test_raw_returns_are_those_of_an_evaluation():
     normalized, raw = study_units.play(args, envs.random_policy, "test", batches=1, seed=3)
     seed = envs.derive_seed(3, 0)
     plain, *_ = envs.play_episodes(
-        envs.make_levels(args, 32, seed, "test"), envs.random_policy, args.offsets, episodes=32, seed=seed
+        envs.make_procgen(args, 32, seed, "test"), envs.random_policy, args.stack_offsets, episodes=32, seed=seed
     )
     np.testing.assert_array_equal(raw, plain)
     assert ((normalized > 0) == (raw > 0)).all()

@@ -226,7 +226,7 @@ def test_a_killed_sweep_goes_on_exactly(tmp_path):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, monkeypatch, end):
     """Started again at once, while the old script still writes its checkpoint: the trial waits, and then goes on."""
-    take, written = files.take, tmp_path / "written"
+    take, written = files.lock_run, tmp_path / "written"
 
     def take_or_let_it_end(folder, wait=False):
         lock = take(folder, wait)
@@ -301,7 +301,7 @@ def test_a_run_goes_on_from_whole_checkpoints_only(tmp_path, checkpoint, flag):
     (tmp_path / "script.py").write_text(f"import os, sys; print(sys.argv, os.environ['{shares}'])")
     (tmp_path / "0/run/checkpoints" / checkpoint).mkdir(parents=True)
     (tmp_path / "0/run/args.json").write_text("{}")
-    with files.take(tmp_path / "0") as lock:
+    with files.lock_run(tmp_path / "0") as lock:
         trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
     said = (tmp_path / "0/output.txt").read_text()
     assert flag in said
@@ -323,7 +323,7 @@ def test_a_trial_is_pruned(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     content = {"method": "random", "program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
-    with files.take(folder := tmp_path / "0000") as lock:
+    with files.lock_run(folder := tmp_path / "0000") as lock:
         text = io.StringIO()
         with trials.ProgressLine("study", 1, 0, Console(file=text, force_terminal=True, width=100)) as line:
             where = {"folder": folder, "lock": lock, "stopping": threading.Event(), "line": line}
@@ -851,7 +851,7 @@ def test_a_sampler_that_is_not_there_begins_no_study(tmp_path, monkeypatch, capf
 )
 def test_how_a_run_ended(code, says, raises, tmp_path):
     (tmp_path / "script.py").write_text(f"import sys; print({says!r}); sys.exit({code})")
-    with files.take(tmp_path / "0") as lock, pytest.raises(raises) as raised:
+    with files.lock_run(tmp_path / "0") as lock, pytest.raises(raises) as raised:
         trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
     assert raised.type is raises
     if code == 2:

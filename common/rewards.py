@@ -1,0 +1,112 @@
+"""Reward shaping and normalisation, and moments of masked arrays."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from common import devices
+from common.flags import UnitInterval, check_needs
+
+
+@dataclass(frozen=True)
+class NormalizeArgs:
+    """Reward normalisation."""
+
+    normalize_rewards: bool = False
+    """divide (clipped) rewards by the running standard deviation of their discounted return, then clip to +-10"""
+    normalize_gamma: UnitInterval = 0.0
+    """discount of that return; 0 for gamma (Baselines always uses 0.99)"""
+
+    def check(self) -> None:
+        """Raises UsageError for inconsistent flags."""
+        check_needs(self, self.normalize_rewards, "--normalize-rewards", ("normalize_gamma",))
+
+
+def shape_reward(reward: jax.Array) -> jax.Array:
+    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r, float32 [...]: small rewards are halved, large ones become roots.
+
+    Pohlen et al. 2018, section 3.2, of values; .001 is R2D2's (Kapturowski et al. 2019, section 2.3).
+    """
+    return jnp.sign(reward) * (jnp.sqrt(jnp.abs(reward) + 1) - 1) + 0.001 * reward
+
+
+class ReturnFilter(NamedTuple):
+    """Running statistics of discounted returns, float32."""
+
+    discounted: jax.Array  # [N]: the return so far of each unfinished episode
+    count: jax.Array  # []
+    mean: jax.Array  # []
+    var: jax.Array  # []
+
+
+RETURN_FILTER_SPECS = devices.partition_specs(ReturnFilter, discounted=devices.ENV_SHARDED)
+
+
+def init_return_filter(num_envs: int) -> ReturnFilter:
+    """The filter of `num_envs` environments before the first reward."""
+    return ReturnFilter(jnp.zeros(num_envs), jnp.float32(0), jnp.float32(0), jnp.float32(1))
+
+
+def merge_moments(count, mean, var, new_count, new_mean, new_var):
+    """Count [], mean and variance [...] of the union of two samples, from those of each, float32 (Chan et al. 1979)."""
+    total = jnp.maximum(count + new_count, 1)
+    delta = new_mean - mean
+    var = (var * count + new_var * new_count + delta**2 * count * new_count / total) / total
+    return count + new_count, mean + delta * new_count / total, var
+
+
+def normalize_rewards(
+    state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array, clip=10.0
+):
+    """Divides rewards by the standard deviation of the discounted return, which runs forward in time.
+
+    The rollout's own returns count too. As OpenAI Baselines' VecNormalize, which does so step by step.
+
+    Args:
+      rewards: float32 [T, N].
+      ended: bool [T, N], whether nothing follows the transition: `envs.Timesteps.sequence_end`.
+      mask: bool [T, N], False for steps that are no transition.
+      clip: the result is clipped to +- this.
+
+    Returns the filter with this rollout's transitions added, and rewards float32 [T, N].
+    """
+    chex.assert_rank(rewards, 2)
+    chex.assert_equal_shape([rewards, ended, mask])
+
+    def forward(past, step):
+        reward, end, valid = step
+        now = jnp.where(valid, gamma * past + reward, past)
+        return jnp.where(end, 0.0, now), now
+
+    steps = rewards, ended, mask
+    discounted, returns = jax.lax.scan(forward, state.discounted, steps, unroll=devices.scan_unroll())
+    count = devices.psum(mask.sum())
+    moments = merge_moments(state.count, state.mean, state.var, count, *masked_moments(returns, mask))
+    state = ReturnFilter(discounted, *moments)
+    return state, jnp.clip(rewards / jnp.sqrt(state.var + 1e-8), -clip, clip)
+
+
+def shape_and_clip(args, rewards) -> jax.Array:
+    """Shapes and clips rewards of any shape (`args`: reward_shaping, reward_clip)."""
+    rewards = shape_reward(rewards) if args.reward_shaping else jnp.asarray(rewards)
+    return jnp.clip(rewards, -args.reward_clip, args.reward_clip) if args.reward_clip else rewards
+
+
+def prepare_rewards(args, state: ReturnFilter, timesteps, gamma: jax.Array) -> tuple[ReturnFilter, jax.Array]:
+    """Shapes, clips and normalises the rewards of `envs.Timesteps` (`args`: reward_shaping, reward_clip,
+    normalize_rewards, normalize_gamma). Returns the updated filter and rewards float32 [T, N]."""
+    rewards = shape_and_clip(args, timesteps.rewards)
+    if args.normalize_rewards:
+        gamma = args.normalize_gamma or gamma
+        return normalize_rewards(state, rewards, timesteps.sequence_end, ~timesteps.is_reset, gamma)
+    return state, rewards
+
+
+def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance, float32 [], of x where `mask` (bool, of x's shape) is true, over all devices."""
+    count = jnp.maximum(devices.psum(mask.sum()), 1)
+    mean = devices.psum((x * mask).sum()) / count
+    return mean, devices.psum(((x - mean) ** 2 * mask).sum()) / count
