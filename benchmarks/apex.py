@@ -14,8 +14,8 @@ import numpy as np
 import tyro
 
 import apex_procgen as apex
-from benchmarks import records
 from common import offpolicy, runs
+from experiments import records
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ import tyro
 
 import evaluate
 import ppo_procgen as ppo
-from benchmarks import records
 from common import envs, files, runs
-from experiments import plot, trials
+from experiments import plot, records, trials
 from experiments.plot import plt
 
 # Its settings, OpenAI's but for the reward normaliser's discount and the initial weights, in our flags.

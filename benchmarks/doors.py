@@ -30,10 +30,10 @@ import numpy as np
 import optax
 
 import hnppo_doorgym as hn
-from benchmarks import records
 from common import devices, runs
 from common.doors import DECISIONS, make_doors
 from doorgym.opener import Opener
+from experiments import records
 
 PUBLISHED = (
     "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "

@@ -45,10 +45,11 @@ import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import sac_procgen as sac
 import trpo_procgen as trpo
-from benchmarks import hlo, records
+from benchmarks import hlo
 from common import atari, devices, doors, envs, files, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME, STEPS
 from common.gpu import layouts
+from experiments import records
 
 WHEEL = "jax_plugins.xla_cuda12"
 

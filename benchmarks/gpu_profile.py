@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import ppo_procgen as ppo
-from benchmarks import records
 from common import devices, envs, networks, runs
+from experiments import records
 
 
 @dataclass(frozen=True)

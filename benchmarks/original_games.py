@@ -23,8 +23,8 @@ import tyro
 
 import evaluate
 import ppo_procgen
-from benchmarks import records
 from common import devices, envs, runs
+from experiments import records
 
 # What the other interpreter runs. It writes rewards, whether frames are an episode's first, and frames, and reads
 # actions.

@@ -15,8 +15,9 @@ import tyro
 
 import impala_procgen as impala
 import ppo_procgen as ppo
-from benchmarks import records, throughput
+from benchmarks import throughput
 from common import runs
+from experiments import records
 
 
 @dataclass(frozen=True)

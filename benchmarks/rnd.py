@@ -15,8 +15,9 @@ import numpy as np
 import tyro
 
 import rnd_montezuma as rnd
-from benchmarks import records, throughput
+from benchmarks import throughput
 from common import atari, runs
+from experiments import records
 
 MODES = {"synchronous": "", "--async": "--async", "--async --vtrace": "--async --vtrace"}
 

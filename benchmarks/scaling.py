@@ -23,8 +23,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import records
 from common import devices, runs
+from experiments import records
 
 
 @dataclass(frozen=True)

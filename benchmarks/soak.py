@@ -27,9 +27,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from benchmarks import records
 from common import checkpoints, files, runs
-from experiments import trials
+from experiments import records, trials
 
 WARM = 10  # minutes after each start that do not count as growth: it compiles and fills its buffers
 ENDLESS = 2_000_000_000  # steps

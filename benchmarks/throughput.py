@@ -18,9 +18,10 @@ import numpy as np
 import tyro
 
 import ppo_procgen as ppo
-from benchmarks import encoders, records
+from benchmarks import encoders
 from common import devices, envs, networks, runs
 from common.devices import GAMES, SAME
+from experiments import records
 
 
 @dataclass(frozen=True)

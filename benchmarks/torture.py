@@ -24,9 +24,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks import records
 from common import checkpoints, files, runs
-from experiments import trials
+from experiments import records, trials
 
 # Everything that has a state of its own is on. A checkpoint after each update or two, and long enough for a dozen.
 PROCGEN = {

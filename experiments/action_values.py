@@ -19,8 +19,8 @@ import numpy as np
 import tyro
 
 import evaluate
-from benchmarks import records
 from common import checkpoints, envs, files, runs
+from experiments import records
 from experiments.constant_actions import ACTIONS
 
 MEASURED = "run", "game", "step", "do the same", "spread among these", "spread among others", "liked anyway"

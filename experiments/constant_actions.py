@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from benchmarks import records
 from common import envs, files, runs
+from experiments import records
 
 # Of Procgen's 15 actions; the last six are keys of games that have them, and stand still in the others.
 ACTIONS = ("left down", "left", "left up", "down", "none", "up", "right down", "right", "right up", *"DAWSQE")

@@ -15,9 +15,8 @@ import numpy as np
 import tyro
 from matplotlib.ticker import EngFormatter
 
-from benchmarks import records
 from common import runs
-from experiments import plot, reproduce, trials
+from experiments import plot, records, reproduce, trials
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = 20

@@ -17,10 +17,9 @@ import tyro
 from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from benchmarks import records
 from common import files, runs
 from common.envs import GAMES
-from experiments import plot
+from experiments import plot, records
 
 # Workers whose steps add up to a run's; those that only test play on levels of their own.
 WORKERS = {"easy-all": 1, "easy-200": 1, "hard-all": 4, "hard-500": 4}

@@ -37,10 +37,9 @@ from matplotlib.figure import Figure
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from benchmarks import records
 from common import files, runs
 from common.files import check
-from experiments import trials
+from experiments import records, trials
 
 for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AIR_NEW_OUTPUT"):
     os.environ[name] = "0"

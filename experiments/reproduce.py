@@ -29,10 +29,9 @@ from pydantic import ConfigDict, Field
 from scipy import stats
 from typing_extensions import TypedDict
 
-from benchmarks import records
 from common import files, runs
 from common.files import check
-from experiments import trials
+from experiments import records, trials
 from experiments.trials import ORIGIN, joined
 
 mpl.use("Agg")

@@ -15,9 +15,8 @@ import numpy as np
 import tyro
 
 import evaluate
-from benchmarks import records
 from common import devices, envs, files, runs
-from experiments import plot, reproduce
+from experiments import plot, records, reproduce
 
 GAME, GAMES = "starpilot", 32
 REFERENCE = reproduce.REFERENCE.parent / "starpilot_study.csv"

@@ -33,10 +33,9 @@ from pydantic import AfterValidator, ConfigDict, Field
 from sqlalchemy.exc import SQLAlchemyError
 from typing_extensions import TypedDict
 
-from benchmarks import records
 from common import files, runs
 from common.files import check
-from experiments import trials
+from experiments import records, trials
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import cleanrl, records
+from benchmarks import cleanrl
 from common import files, runs
-from experiments import constant_actions, plot, reproduce, study_units
+from experiments import constant_actions, plot, records, reproduce, study_units
 
 DOCS = records.ROOT / "docs"
 SPEED = records.ROOT / "benchmarks" / "results"

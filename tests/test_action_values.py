@@ -5,9 +5,8 @@ import pytest
 from conftest import ROOT, assert_refused
 
 import sac_procgen as sac
-from benchmarks import records
 from common import envs
-from experiments import action_values
+from experiments import action_values, records
 
 
 def test_actions_that_do_the_same_are_found():

@@ -8,9 +8,8 @@ from conftest import ROOT
 from test_plots import EVALUATION, draw, evaluated, summary, write_run
 
 import ppo_procgen
-from benchmarks import records
 from common import envs, files
-from experiments import curves, levels, plot, reproduce, study_units
+from experiments import curves, levels, plot, records, reproduce, study_units
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ import pytest
 from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
 
-from benchmarks import records
 from common import files, films
 from common.envs import GAMES
-from experiments import augmentations, levels, openai_curves, plot, trials
+from experiments import augmentations, levels, openai_curves, plot, records, trials
 
 RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
 EVALUATION = "eval/test_levels/mean_return"

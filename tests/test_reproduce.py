@@ -22,9 +22,8 @@ from PIL import Image
 
 import hnppo_doorgym
 import ppo_procgen
-from benchmarks import records
 from common import continual, doors, files, runs
-from experiments import curves, matrices, reproduce, tables, trials
+from experiments import curves, matrices, records, reproduce, tables, trials
 
 ROWS = reproduce.published()
 FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))

@@ -16,7 +16,6 @@ from benchmarks import (
     gpu_profile,
     original_games,
     ppo_impala,
-    records,
     rnd,
     scaling,
     soak,
@@ -24,6 +23,7 @@ from benchmarks import (
     torture,
 )
 from common import runs
+from experiments import records
 
 
 def rows(slope, start=1, begin=0, minutes=60):

@@ -7,9 +7,8 @@ import pytest
 from conftest import ROOT, assert_refused
 
 import ppo_procgen
-from benchmarks import records
 from common import envs, runs
-from experiments import constant_actions, study_units
+from experiments import constant_actions, records, study_units
 
 pytestmark = pytest.mark.optimised  # episodes are played to their end
 
