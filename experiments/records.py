@@ -70,7 +70,8 @@ def commit() -> str:
         except FileNotFoundError:  # no git here, as in the image of the Dockerfile
             return ""
 
-    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!experiments/results")
+    data = ":!benchmarks/results", ":!experiments/results", ":!experiments/studies/*.csv", ":!experiments/studies/*.png"
+    changed = git("status", "--porcelain", "--", ".", *data)
     return git("rev-parse", "--short=9", "HEAD").strip() + ("+" if changed else "")
 
 

@@ -63,7 +63,7 @@ class Args:
     """folder of the runs"""
     out: str = "runs/tables"
     """where to write: OUT/TABLE.csv, .md and .png, TABLE_evaluations.csv, with every evaluation while runs trained, and
-    TABLE_training.csv, with their curves, for curves.py (those of the repository are in experiments/results)"""
+    TABLE_training.csv, with their curves (those of the repository are in experiments/results)"""
 
 
 # WHAT TO RUN

@@ -19,7 +19,7 @@ import doorgym
 import hnppo_doorgym as hn
 from common import continual, devices, doors, envs, runs, shaping
 from common.doors import DECISIONS, Rollout
-from experiments import matrices
+from experiments.studies.doorgym_six import matrices
 
 TINY = {
     "tasks": "0,1", "hidden": 5, "hyper_width": 7, "task_embedding_dim": 3, "num_envs": 4, "num_minibatches": 4,

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 
 import jax
@@ -24,7 +24,6 @@ import doorgym
 import evaluate
 import hnppo_doorgym as hn
 from common import checkpoints, doors, runs
-from experiments import remedies
 
 # Small enough to compile in seconds; the physics is real. A task has three updates of 256 decisions, and is evaluated
 # after the second and at its end.
@@ -259,46 +258,6 @@ def test_each_seed_has_doors_of_its_own_and_as_many_as_are_asked_for(train, monk
 
 def test_doors_have_no_training_levels(whole, capfd):
     assert_refused(evaluate, [whole, "--levels", "train"], capfd, "--levels train", "hnppo_doorgym.py")
-
-
-def test_a_row_says_what_it_took(tmp_path, whole, capfd):
-    """Of a run of one task, written by hand; what cannot be told is refused."""
-    run = tmp_path / "run"
-    run.mkdir()
-    args = asdict(hn.Args(tasks="2", method="ppo", noise_color=0.0, seed=3))
-    lines = [{"global_step": 10 * (i + 1), "time": i, "losses/action_std": 1 / (i + 1)} for i in range(20)]
-    for i, line in enumerate(lines):
-        line |= {"charts/success_rate": i / 20, "charts/freed_rate": i / 40, "charts/max_knob_angle": i / 10}
-        if i % 5 == 4:
-            line["eval/success_rate"] = i / 20
-
-    def write(args, lines):
-        (run / "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
-        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-
-    write(args, lines)
-    (row,) = remedies.main(remedies.Args((str(run),), out=str(tmp_path / "rows")))
-    assert row == {
-        "task": "Lever-Right-Pull", "method": "ppo", "flags": "--noise-color 0.0", "seed": 3, "decisions": 200,
-        "best_evaluation": 0.95, "decisions_to_0.5": 150, "training_success_rate": 0.725,
-        "training_freed_rate": 0.362, "training_max_knob_angle": 1.45, "action_std": 0.05,
-    }  # fmt: skip
-    assert "best evaluation 0.95" in capfd.readouterr().out
-    write(args, [*lines[:-1], lines[-1] | {"eval/success_rate": 0.6}])  # the best one need not be the last
-    (other,) = remedies.main(remedies.Args((str(run),), out=str(tmp_path / "other")))
-    assert (other["best_evaluation"], other["decisions_to_0.5"]) == (0.7, 150)
-    capfd.readouterr()
-    write(args, lines)
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()}]
-    write({name: value for name, value in args.items() if name != "noise_color"}, lines)
-    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "without --noise-color")
-    write(args, lines[:3])
-    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "no evaluation yet")
-    write(args, [{"global_step": 1, "time": 0, "eval/success_rate": 0.5}])
-    assert_refused(remedies, [run], capfd, f"RUN_DIRS {run}", "what became of the latch")
-    assert_refused(remedies, [whole], capfd, f"RUN_DIRS {whole}", "of 2 tasks")
-    assert_refused(remedies, [], capfd, "RUN_DIRS", "at least one")
 
 
 # FLAGS

@@ -21,7 +21,6 @@ from conftest import (
     TINY,
     assert_flag_matters,
     assert_one_sentence,
-    assert_refused,
     assert_same_run,
     cut_back,
     documented_flags,
@@ -40,7 +39,6 @@ import sac_procgen as sac
 import trpo_procgen as trpo
 from common import checkpoints, devices, envs, films, runs
 from common.flags import _field_texts
-from experiments import strip
 
 pytestmark = pytest.mark.optimised
 
@@ -317,24 +315,6 @@ def test_a_film_strip_has_each_scenes_first_and_last_moment():
     strip = films.film_strip(film, 6, moments=3)
     assert strip.shape == (6 * 2, 3 * 2, 3)
     np.testing.assert_array_equal(strip[::2, ::2, 0], np.arange(30).reshape(6, 5)[:, [0, 2, 4]])
-
-
-def test_strips_are_put_under_each_other(tmp_path, capsys):
-    """All of one, then the second row of the other, each pixel twice as large."""
-    one, two = np.random.default_rng(0).integers(0, 256, (2, 16, 64, 3), np.uint8)
-    for name, picture in {"one": one, "two": two, "flat": one[:4], "wide": one[:12]}.items():
-        Image.fromarray(picture).save(tmp_path / f"{name}.png")
-    out = tmp_path / "both.png"
-    strip.main(strip.Args((str(tmp_path / "one.png"), f"{tmp_path / 'two.png'}:2"), width=128, out=str(out)))
-    got = np.asarray(Image.open(out))
-    np.testing.assert_array_equal(got, np.concatenate([one, two[8:]]).repeat(2, 0).repeat(2, 1))
-    capsys.readouterr()
-    (tmp_path / "text.png").write_text("no")
-    bad = {"text.png": "is no picture", "flat.png": "is no film strip", "one.png:3": "has rows 1 to 2",
-           "wide.png:1": "are not square"}  # fmt: skip
-    for name, why in bad.items():
-        assert_refused(strip, [tmp_path / name], capsys, why)
-    assert_refused(strip, [tmp_path / "one.png", "--out", tmp_path], capsys, f"--out {tmp_path}", "name of a file")
 
 
 def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on(train):

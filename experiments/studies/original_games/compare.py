@@ -1,18 +1,14 @@
-"""A policy in EnvPool's Procgen and in OpenAI's own: both scores, with their standard errors, and whether the same seed
-and actions show the same frames.
+"""Do EnvPool's and OpenAI's Procgen agree? Plays a policy in both, and compares frames of the same seed and actions.
 
-OpenAI's package needs NumPy below 2 and Python 3.10 at most, so it runs in an interpreter of its own, which sends its
-frames through a pipe:
+OpenAI's package needs NumPy below 2 and Python 3.10 at most, so it runs in an interpreter of its own, behind a pipe:
 
     python3.10 -m venv original && original/bin/pip install procgen "numpy<2"
-    python -m benchmarks.original_games agents/ppo_bigfish agents/ppo_starpilot --python original/bin/python
-    python -m benchmarks.original_games --random coinrun maze --python original/bin/python
+    python -m experiments.studies.original_games.compare agents/ppo_bigfish --python original/bin/python
+    python -m experiments.studies.original_games.compare --random coinrun maze --python original/bin/python
 """
 
-import contextlib
 import json
 import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +22,7 @@ import ppo_procgen
 from common import devices, envs, runs
 from experiments import records
 
-# What the other interpreter runs. It writes rewards, whether frames are an episode's first, and frames, and reads
-# actions.
+# Writes rewards, whether a frame is the episode's first, and frames; reads actions.
 PLAYER = """
 import json, sys
 out, sys.stdout = sys.stdout.buffer, sys.stderr  # what libraries print must not come between
@@ -52,63 +47,52 @@ class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]] = ()
     """runs of Procgen scripts, or exported agents"""
     python: str = "python3.10"
-    """the interpreter that has OpenAI's procgen"""
+    """interpreter with OpenAI's procgen"""
     random: tuple[str, ...] = ()
-    """games in which random actions are played too"""
+    """games to play with random actions too"""
     episodes: int = 256
-    """episodes in each of the two, the same number in each game"""
+    """episodes in each of the two"""
     seed: int = 0
-    """of the games and the policy's draws"""
+    """seed of the games and the policy"""
     csv: str = ""
-    """also write the table to this file, among the rows of other policies and games that it has"""
+    """table to add rows to"""
 
 
 class Original:
-    """OpenAI's games in a process of another interpreter. `with` ends it."""
+    """OpenAI's games, with the settings of a Procgen script (`saved`: GameArgs), on its unseen levels."""
 
-    def __init__(self, python: str, settings: dict):
-        """Raises UsageError if there is no such interpreter, or it does not play."""
-        self._num, self._said = settings["num"], tempfile.TemporaryFile()  # noqa: SIM115 - until the end
-        command = [python, "-c", PLAYER, json.dumps(settings)]
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
-        except OSError as error:
-            raise runs.UsageError(f"--python {python}: {error.strerror}, give an interpreter with procgen") from None
-        self._python = python
+    def __init__(self, args: Args, saved, num_envs: int):
+        first, count = envs.range_of_levels(saved, "test")
+        settings = {"num": num_envs, "env_name": saved.env_id, "distribution_mode": saved.distribution_mode,
+                    "start_level": first, "num_levels": count, "rand_seed": args.seed,
+                    "use_backgrounds": saved.use_backgrounds, "restrict_themes": saved.restrict_themes}  # fmt: skip
+        command = [args.python, "-c", PLAYER, json.dumps(settings)]
+        self._num = num_envs
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __enter__(self) -> "Original":
         return self
 
     def __exit__(self, *_) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has died, and nobody reads what is still to be flushed
-            self._process.stdin.close()
-        self._process.stdout.close()  # before the wait: it may be writing a frame that nobody reads
+        self._process.kill()
         self._process.wait()
-        self._said.close()
 
     def observe(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rewards float32 [N] of the last actions, whether a frame is its episode's first bool [N], and frames uint8
-        [N, 3, 64, 64]."""
+        """Rewards float32 [N], first frames bool [N], and frames uint8 [N, 3, 64, 64]."""
         sizes = 4 * self._num, self._num, self._num * 64 * 64 * 3
-        parts = [self._process.stdout.read(size) for size in sizes]
-        if len(parts[-1]) < sizes[-1]:
-            self._process.wait()
-            self._said.seek(0)
-            why = self._said.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise runs.UsageError(f"--python {self._python}: its procgen does not play ({''.join(why)})")
-        rewards, first = np.frombuffer(parts[0], np.float32), np.frombuffer(parts[1], np.uint8) > 0
-        return rewards, first, np.frombuffer(parts[2], np.uint8).reshape(self._num, 64, 64, 3).transpose(0, 3, 1, 2)
+        rewards, first, frames = (self._process.stdout.read(size) for size in sizes)
+        runs.check(len(frames) == sizes[2], "--python: its procgen does not play")
+        frames = np.frombuffer(frames, np.uint8).reshape(self._num, 64, 64, 3).transpose(0, 3, 1, 2)
+        return np.frombuffer(rewards, np.float32), np.frombuffer(first, np.uint8) > 0, frames
 
     def act(self, actions: np.ndarray) -> None:
-        """Plays int [N] actions."""
-        with contextlib.suppress(BrokenPipeError):  # it has died: `observe` says so
-            self._process.stdin.write(np.ascontiguousarray(actions, np.int32).tobytes())
-            self._process.stdin.flush()
+        self._process.stdin.write(np.ascontiguousarray(actions, np.int32).tobytes())
+        self._process.stdin.flush()
 
 
 def play(games: Original, policy: Callable, offsets: tuple[int, ...], *, num_envs: int, episodes: int, seed: int):
-    """As `envs.play_episodes`, but where the frame after an episode's last action is the next one's first: the returns
-    float64 [episodes]."""
+    """Returns float64 [episodes], as `envs.play_episodes`; here an episode's last action shows the next one's first
+    frame."""
     quota = -(-episodes // num_envs)
     returns: list[list[float]] = [[] for _ in range(num_envs)]
     totals, age = np.zeros(num_envs), np.zeros(num_envs, np.int32)
@@ -129,22 +113,13 @@ def play(games: Original, policy: Callable, offsets: tuple[int, ...], *, num_env
     return np.array([some[:quota] for some in returns]).reshape(-1)
 
 
-def original(args: Args, saved, num_envs: int) -> Original:
-    """OpenAI's games as a Procgen script has them (`saved`: GameArgs), on its unseen levels."""
-    first, count = envs.range_of_levels(saved, "test")
-    settings = {"num": num_envs, "env_name": saved.env_id, "distribution_mode": saved.distribution_mode,
-                "start_level": first, "num_levels": count, "rand_seed": args.seed,
-                "use_backgrounds": saved.use_backgrounds, "restrict_themes": saved.restrict_themes}  # fmt: skip
-    return Original(args.python, settings)
-
-
 def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple[int, float, int]:
-    """Both with the same seed and random actions, each game until its first episode ends in either or for so many
-    steps: how many frames were compared, the share of their pixels that differ, and how many rewards do."""
+    """Frames compared under the same seed and random actions, until a game's first episode ends in either; the share of
+    their pixels that differ, and the number of rewards that do."""
     rng, frames, pixels, rewards = np.random.default_rng(args.seed), 0, 0, 0
     env = envs.make_levels(saved, num_envs, args.seed, "test")
     obs, _ = env.reset()
-    with original(args, saved, num_envs) as games:
+    with Original(args, saved, num_envs) as games:
         _, _, other = games.observe()
         alive = np.ones(num_envs, bool)
         for _ in range(steps):
@@ -162,10 +137,10 @@ def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple
 
 def compare(args: Args, name: str, saved, policy: Callable) -> dict:
     """A row: the policy's mean return and its standard error in both, on unseen levels."""
-    frames, pixels, rewards = difference(args, saved)  # first: an interpreter without procgen is noticed here
+    frames, pixels, rewards = difference(args, saved)
     ours, *_ = envs.evaluate(saved, policy, "test", episodes=args.episodes, seed=args.seed)
     num_envs = devices.multiple(saved, min(args.episodes, 64))
-    with original(args, saved, num_envs) as games:
+    with Original(args, saved, num_envs) as games:
         theirs = play(games, policy, saved.offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
     theirs = envs.summarize(theirs)
     return {
@@ -176,13 +151,8 @@ def compare(args: Args, name: str, saved, policy: Callable) -> dict:
     }  # fmt: skip
 
 
-def main(args: Args) -> list[dict]:
-    """Compares each policy; returns the table's rows."""
-    runs.check_limits(args, {"episodes": (2, 10**6), "seed": (0, runs.MAX_SEED)})
-    records.make_room(args.csv, "--csv")
-    runs.check(len(args.run_dirs + args.random) > 0, "RUN_DIRS: give at least one, or --random GAME")
-    for game in args.random:
-        envs.check_game(game, "--random")
+def main(args: Args) -> None:
+    chosen = [(Path(run), *evaluate.procgen_policy(run)[1::2]) for run in args.run_dirs]
     chosen = []
     for run_dir in args.run_dirs:
         _, saved, _, policy = evaluate.procgen_policy(run_dir)
@@ -194,7 +164,6 @@ def main(args: Args) -> list[dict]:
         if args.csv:
             records.add_rows(Path(args.csv), [rows[-1] | records.origin()], ("policy", "game"))
     evaluate.show("EnvPool's Procgen and OpenAI's", rows, {})
-    return rows
 
 
 if __name__ == "__main__":
