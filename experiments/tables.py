@@ -22,10 +22,10 @@ DOCS = records.ROOT / "docs"
 EXPERIMENTS = records.ROOT / "experiments"
 SPEED = records.ROOT / "benchmarks" / "results"
 RESULTS = EXPERIMENTS / "results"
+STUDIES = "cleanrl", "constant_actions", "original_games", "starpilot_study"
 FROZEN = {  # tables of finished measurements, as they are shown
     **{name: SPEED / "tables" / f"{name}.csv" for name in ("throughput", "ppo_impala", "apex", "rnd")},
-    **{name: EXPERIMENTS / "studies" / name / "table.csv" for name in ("cleanrl", "original_games", "starpilot_study")},
-    "not_looking": EXPERIMENTS / "studies" / "constant_actions" / "table.csv",
+    **{name: EXPERIMENTS / "studies" / name / "table.csv" for name in STUDIES},
 }
 
 
