@@ -21,15 +21,17 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import evaluate
 import ppo_procgen as ppo
 from benchmarks import records
 from common import envs, files, runs
+from common.flags import Seed
 from experiments import plot, trials
 from experiments.plot import plt
 
@@ -49,13 +51,13 @@ class Args:
     """path of CleanRL's ppo_procgen.py"""
     python: str = "python3.10"
     """the interpreter that runs it"""
-    env_id: str = "starpilot"
+    env_id: envs.Game = "starpilot"
     """one of the 16 games"""
-    minutes: float = 30.0
+    minutes: Annotated[float, Interval(ge=0.1, le=10_000)] = 30.0
     """how long each run lasts"""
     flags: str = ""
     """a setting of ours that is to be compared too, in one string, after a =; none for two runs only"""
-    seed: int = 1
+    seed: Seed = 1
     """of all three"""
     out: str = "benchmarks/results/cleanrl"
     """OUT.csv: a row for every half minute of a run"""
@@ -156,8 +158,6 @@ def draw(path: Path, rows: list[dict]) -> None:
 
 
 def main(args: Args) -> None:
-    runs.check_limits(args, {"minutes": (0.1, 10_000), "seed": (0, runs.MAX_SEED)})
-    envs.check_game(args.env_id)
     runs.check(Path(args.script).is_file(), f"SCRIPT {args.script}: no such file, give CleanRL's ppo_procgen.py")
     plot.check_out(args.out)
     runs.check_flags(records.parse_flags(ppo, args.flags))

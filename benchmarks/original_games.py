@@ -16,15 +16,18 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import evaluate
 import ppo_procgen
 from benchmarks import records
 from common import devices, envs, runs
+from common.flags import Seed
 
 # What the other interpreter runs. It writes rewards, whether frames are an episode's first, and frames, and reads
 # actions.
@@ -55,9 +58,9 @@ class Args:
     """the interpreter that has OpenAI's procgen"""
     random: tuple[str, ...] = ()
     """games in which random actions are played too"""
-    episodes: int = 256
+    episodes: Annotated[int, Interval(ge=2, le=10**6)] = 256
     """episodes in each of the two, the same number in each game"""
-    seed: int = 0
+    seed: Seed = 0
     """of the games and the policy's draws"""
     csv: str = ""
     """also write the table to this file, among the rows of other policies and games that it has"""
@@ -178,7 +181,6 @@ def compare(args: Args, name: str, saved, policy: Callable) -> dict:
 
 def main(args: Args) -> list[dict]:
     """Compares each policy; returns the table's rows."""
-    runs.check_limits(args, {"episodes": (2, 10**6), "seed": (0, runs.MAX_SEED)})
     records.make_room(args.csv, "--csv")
     runs.check(len(args.run_dirs + args.random) > 0, "RUN_DIRS: give at least one, or --random GAME")
     for game in args.random:

@@ -9,14 +9,17 @@ file. The flags in quotes go to both scripts, then to each:
 import shlex
 import tempfile
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import impala_procgen as impala
 import ppo_procgen as ppo
 from benchmarks import records, throughput
 from common import runs
+from common.flags import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,9 @@ class Args:
     """more flags, of ppo_procgen.py"""
     impala_flags: str = "--update-epochs 1 --num-minibatches 2"
     """more flags, of impala_procgen.py"""
-    updates: int = 10
+    updates: PositiveInt = 10
     """timed iterations in a round, after two that compile"""
-    rounds: int = 3
+    rounds: Annotated[int, Interval(ge=1, le=100)] = 3
     """how often each script runs, in turns; the table has the medians"""
     csv: str = "benchmarks/results/ppo_impala.csv"
     """file that rows are appended to; empty for none"""
@@ -67,7 +70,6 @@ def measure(script, flags: str, updates: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
-    runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     settings = {"ppo": (ppo, f"{args.flags} {args.ppo_flags}"), "impala": (impala, f"{args.flags} {args.impala_flags}")}
     results = {name: [] for name in settings}
     for i in range(args.rounds):

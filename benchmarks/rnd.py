@@ -10,13 +10,16 @@ flags in quotes are those of rnd_montezuma.py:
 import shlex
 import tempfile
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import rnd_montezuma as rnd
 from benchmarks import records, throughput
 from common import atari, runs
+from common.flags import PositiveInt
 
 MODES = {"synchronous": "", "--async": "--async", "--async --vtrace": "--async --vtrace"}
 
@@ -27,9 +30,9 @@ class Args:
     """what to call this setting in the table"""
     flags: str = ""
     """flags of rnd_montezuma.py, in one string, after a ="""
-    updates: int = 5
+    updates: PositiveInt = 5
     """timed iterations in a round, after two that compile"""
-    rounds: int = 3
+    rounds: Annotated[int, Interval(ge=1, le=100)] = 3
     """how often each mode and the emulator alone run, in turns; the table has the medians"""
     csv: str = "benchmarks/results/rnd.csv"
     """file that rows are appended to; empty for none"""
@@ -60,7 +63,6 @@ def measure(flags: str, updates: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
-    runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     results = {name: [] for name in MODES}
     alone, given = [], records.read_flags(rnd, args.flags)
     runs.check(

@@ -21,6 +21,7 @@ import ppo_procgen as ppo
 from benchmarks import encoders, records
 from common import devices, envs, networks, runs
 from common.devices import GAMES, SAME
+from common.flags import PositiveInt
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Args:
     """what to call this setting in the table"""
     flags: str = ""
     """flags of ppo_procgen.py, in one string, after a ="""
-    updates: int = 3
+    updates: PositiveInt = 3
     """timed iterations, after two that compile"""
     csv: str = "benchmarks/results/throughput.csv"
     """file that a row is appended to; empty for none"""
@@ -171,7 +172,6 @@ def measure(args: ppo.Args, updates: int) -> dict[str, float]:
 
 def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
-    runs.check_limits(args, {"updates": (1, None)})
     ppo_args = records.read_flags(ppo, args.flags)
     row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
     row |= {"flags": args.flags} | records.origin()

@@ -13,14 +13,17 @@ sac_procgen.py (the mean of its two Q-functions).
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated
 
 import jax
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import evaluate
 from benchmarks import records
 from common import checkpoints, envs, files, runs
+from common.flags import Seed
 from experiments.constant_actions import ACTIONS
 
 MEASURED = "run", "game", "step", "do the same", "spread among these", "spread among others", "liked anyway"
@@ -30,11 +33,11 @@ MEASURED = "run", "game", "step", "do the same", "spread among these", "spread a
 class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """run directories; of each the newest checkpoint is asked"""
-    games: int = 16
+    games: Annotated[int, Interval(ge=1, le=1024)] = 16
     """games that are played, of the test levels"""
-    steps: int = 120
+    steps: Annotated[int, Interval(ge=3, le=10**4)] = 120
     """random steps of each; the network is asked about every third frame"""
-    seed: int = 0
+    seed: Seed = 0
     """of the games and the random actions"""
     out: str = "action_values"
     """where to write: OUT.csv"""
@@ -101,7 +104,6 @@ def spreads(values: np.ndarray, groups: list[list[int]]) -> tuple[float, float, 
 
 def main(args: Args) -> list[dict]:
     """Returns the rows of the table."""
-    runs.check_limits(args, {"games": (1, 1024), "steps": (3, 10**4), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
     files.make_room(Path(f"{args.out}.csv"), "--out")
     chosen = [evaluate.script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played

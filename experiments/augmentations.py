@@ -7,9 +7,11 @@ On frames of real games, a row each:
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import jax
 import numpy as np
+from annotated_types import Interval
 
 import ppo_procgen as ppo
 from common import augment, envs, runs
@@ -22,7 +24,7 @@ class Args:
     """the picture: OUT.png"""
     env_ids: str = "bigfish,coinrun,fruitbot"
     """games, one a row"""
-    steps: int = 40
+    steps: Annotated[int, Interval(ge=0, le=1_000_000)] = 40
     """random steps before the frame"""
     seed: int = 1
     """of games and transforms"""
@@ -41,7 +43,6 @@ def play(env_id: str, args: Args) -> np.ndarray:
 
 def main(args: Args) -> None:
     plot.check_out(args.out)
-    runs.check_limits(args, {"steps": (0, 1_000_000)})
     frames = np.stack([play(env_id, args) for env_id in args.env_ids.split(",")])
     keys = jax.random.split(jax.random.PRNGKey(args.seed), len(frames))
     columns = {"frame": frames}

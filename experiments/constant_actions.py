@@ -9,12 +9,15 @@ the best action is played anew, in four times as many other games.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 from benchmarks import records
 from common import envs, files, runs
+from common.flags import MAX_SEED
 
 # Of Procgen's 15 actions; the last six are keys of games that have them, and stand still in the others.
 ACTIONS = ("left down", "left", "left up", "down", "none", "up", "right down", "right", "right up", *"DAWSQE")
@@ -27,9 +30,9 @@ MEASURED = "game", "action", "mean", "error", "min", "max", "episodes"
 class Args:
     games: tyro.conf.Positional[tuple[str, ...]]
     """games, such as bigfish"""
-    episodes: int = 64
+    episodes: Annotated[int, Interval(ge=2, le=10**4)] = 64
     """episodes of each action, on all levels of each game's easy form, one in each of as many games"""
-    seed: int = 0
+    seed: Annotated[int, Interval(ge=0, le=MAX_SEED - 1)] = 0
     """of the games and the random actions; where the best action is played anew, one more"""
     out: str = "constant_actions"
     """where to write: OUT.csv, after each game; what it has of other games stays"""
@@ -52,7 +55,6 @@ def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) 
 
 def main(args: Args) -> list[dict]:
     """Returns the rows of the table."""
-    runs.check_limits(args, {"episodes": (2, 10**4), "seed": (0, runs.MAX_SEED - 1)})
     runs.check(len(args.games) > 0, "GAMES: give at least one, such as bigfish")
     for game in args.games:
         envs.check_game(game, "GAMES")

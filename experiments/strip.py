@@ -8,9 +8,11 @@ A strip has a row for each scene; FILE:N takes its N-th alone.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 from PIL import Image
 
 from common import files, films, runs
@@ -21,7 +23,7 @@ from common.files import check
 class Args:
     strips: tyro.conf.Positional[tuple[str, ...]]
     """pictures, or FILE:N for a row of one"""
-    width: int = 1280
+    width: Annotated[int, Interval(ge=64, le=8192)] = 1280
     """pixels of the picture"""
     out: str = "docs/agents.png"
     """where to write"""
@@ -50,7 +52,6 @@ def rows(text: str, width: int) -> np.ndarray:
 
 
 def main(args: Args) -> None:
-    runs.check_limits(args, {"width": (64, 8192)})
     check(len(args.strips) > 0, "STRIPS: give at least one")
     files.make_room(Path(args.out), "--out")
     films.write_picture(Path(args.out), np.concatenate([rows(text, args.width) for text in args.strips]))

@@ -10,13 +10,16 @@ Beside the file goes a picture of its rows: returns over the number of training 
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import evaluate
 from benchmarks import records
 from common import devices, envs, files, runs
+from common.flags import Seed
 from experiments import plot, reproduce
 
 GAME, GAMES = "starpilot", 32
@@ -31,9 +34,9 @@ MEASURED = "normalized", "normalized error", "raw", "raw error"
 class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """runs of Procgen scripts, or exported agents"""
-    batches: int = 8
+    batches: Annotated[int, Interval(ge=1, le=10**4)] = 8
     """evaluations of 32 episodes, each with a normaliser of its own"""
-    seed: int = 0
+    seed: Seed = 0
     """of the games and the policy's draws"""
     csv: str = ""
     """also write the table to this file, among the rows of other runs that it has; a picture goes beside it"""
@@ -139,7 +142,6 @@ def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
 
 def main(args: Args) -> list[dict]:
     """Evaluates each run; returns the table's rows."""
-    runs.check_limits(args, {"batches": (1, 10**4), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
     path, origin = Path(args.csv), records.origin()
     if args.csv:
