@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -333,6 +333,8 @@ def _check_range(flag: str, kind: Any, value: Any) -> None:
     elif origin is tuple:
         for part, each in zip(parts[:1] * len(value) if parts[-1] is ... else parts, value, strict=True):
             _check_range(flag, part, each)
+    elif origin is Literal:
+        check(value in parts, f"{flag} {value}: give one of {', '.join(map(str, parts))}")
     elif origin in (Union, UnionType) and value is not None:
         for part in parts:
             _check_range(flag, part, value)

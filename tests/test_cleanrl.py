@@ -82,7 +82,6 @@ def test_runs_are_compared_at_the_steps_of_the_shortest(args, monkeypatch):
 def test_bad_input_gets_one_sentence(args, tmp_path, capfd):
     out = ["--out", args.out]
     assert_refused(cleanrl, [tmp_path / "none.py"], capfd, "SCRIPT", "none.py")
-    assert_refused(cleanrl, [args.script, "--env-id", "golf"], capfd, "golf", "bigfish")
     assert_refused(cleanrl, [args.script, "--minutes", 0], capfd, "--minutes 0")
     assert_refused(cleanrl, [args.script, "--flags=--num-envs 0"], capfd, "--num-envs 0")
     (tmp_path / "other.csv").write_text("game,return\nmaze,1\n")

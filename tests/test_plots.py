@@ -519,7 +519,7 @@ def test_unlimited_levels_stand_at_the_right_end(tmp_path):
         ({"points": 0}, "--points 0", "1 or more"),
         ({"aggregate": True}, f"--score-metric {EVALUATION}", "charts/episodic_return"),
         ({"score_metric": "charts/episodic_return"}, "--score-metric charts/episodic_return", "--aggregate"),
-        ({"random": "nan"}, "--random nan", "give a return"),
+        ({"random": "nan"}, "--random nan", "not a number"),
         ({"metrics": ("losses/x",), "random": 1}, "--random", "give one in --metrics"),
         ({"metrics": ("losses/x",), "reference": ("easy-all",)}, "--reference", "give one in --metrics"),
         ({"out": ""}, "--out ''", "name of a file"),
