@@ -8,12 +8,11 @@ Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-ste
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -21,10 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
 
 from common import agents, augment, devices, envs, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME
 from common.files import check
+from common.flags import (
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    Timesteps,
+    UnitInterval,
+)
 
 SCRIPT = Path(__file__).stem
 EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a policy may stand still for ever
@@ -32,50 +41,44 @@ EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a polic
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "epsilon": (0, 1), "epsilon_alpha": (0, None), "num_atoms": (1, 1024), "v_min": (-1e9, 1e9),
-        "v_max": (-1e9, 1e9), "num_quantiles": (0, 1024), "munchausen_alpha": (0, 1), "munchausen_tau": (1e-6, None),
-        "target_network_frequency": (1, 2**31 - 1), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-        "l2": (0, None), "learning_rate": (0, None),
-    }  # fmt: skip
     FIXED: ClassVar = ("num_atoms", "v_min", "v_max", "num_quantiles", "dueling")  # what the network's outputs mean
 
-    hidden: int = 512
+    hidden: Size = 512
     """units of the dense layer of each stream"""
     dueling: bool = True
     """a stream for the state's value beside the one for the actions' advantages, each with a dense layer of its own"""
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 24
-    n_step: int = 20
-    epsilon: float = 0.4
+    total_timesteps: Timesteps = 8_000_000
+    """total number of environment steps"""
+    num_envs: Size = 24
+    n_step: PositiveInt = 20
+    epsilon: UnitInterval = 0.4
     """game i of N plays a random action with probability epsilon^(1 + i / (N - 1) * epsilon_alpha)"""
-    epsilon_alpha: float = 7.0
+    epsilon_alpha: NonNegativeFloat = 7.0
     """spread of exploration: the first game's random actions have probability epsilon, the last's epsilon^(1 + this)"""
-    num_atoms: int = 99
+    num_atoms: Annotated[int, Interval(ge=1, le=1024)] = 99
     """atoms of the distribution of values (C51); 1 for its mean alone, learnt with Huber's loss"""
-    v_min: float = -5.0
+    v_min: Annotated[float, Interval(ge=-1e9, le=1e9)] = -5.0
     """the lowest atom"""
-    v_max: float = 20.0
+    v_max: Annotated[float, Interval(ge=-1e9, le=1e9)] = 20.0
     """the highest atom; returns above it cannot be told apart"""
-    num_quantiles: int = 0
+    num_quantiles: Annotated[int, Interval(ge=0, le=1024)] = 0
     """learn this many quantiles of the distribution of values, drawn anew in each update (IQN); 0 to learn atoms"""
-    munchausen_alpha: float = 0.0
+    munchausen_alpha: UnitInterval = 0.0
     """weight in the reward of the bonus max(tau log pi(a|s), -1), pi a softmax of the target's values; 0 for none"""
-    munchausen_tau: float = 0.03
+    munchausen_tau: PositiveFloat = 0.03
     """temperature tau of Munchausen's softmax policy, whose mean value replaces that of double_q's best action"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
-    target_network_frequency: int = 150
+    target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 150
     """updates between two copies to the target network"""
-    learning_rate: str = "1e-4"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
-    max_grad_norm: float = 40.0
-    """clip the gradient to this global norm; 0 for no clipping"""
-    adam_eps: float = 1.5e-4
+    learning_rate: NonNegativeSchedule = "1e-4"
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    max_grad_norm: NonNegativeFloat = 40.0
+    """maximum global norm of the gradient; 0 for no clipping"""
+    adam_eps: PositiveFloat = 1.5e-4
     """Adam's epsilon"""
-    l2: float = 0.0
-    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
+    l2: NonNegativeFloat = 0.0
+    """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
 
     @property
     def with_atoms(self) -> bool:
@@ -83,7 +86,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         return self.num_atoms > 1 and not self.num_quantiles
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         differ = self.num_envs > 1 and 0 < self.epsilon < 1
         runs.check_needs(self, differ, "two games or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))

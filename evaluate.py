@@ -8,7 +8,6 @@ Each is the newest checkpoint of a run, or what --export has written of one. Try
     python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --export my_agents/bigfish --push-to-hub me/bigfish
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 import dataclasses
 import importlib
 import json
@@ -19,23 +18,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
+from annotated_types import Interval
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from common import agents, checkpoints, devices, envs, files, films, runs
 from common.devices import SAME
+from common.flags import Seed
 
 
 @dataclass(frozen=True)
 class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """run directories, or those of exported agents"""
-    episodes: int = 128
+    episodes: Annotated[int, Interval(ge=1, le=10**6)] = 128
     """episodes to play, rounded up so that all games side by side play as many (DoorGym: episodes of each task)"""
     levels: Literal["train", "test"] = "test"
     """Procgen: play the levels trained on, or unseen ones (the same distribution if training levels were unlimited)"""
@@ -46,7 +47,7 @@ class Args:
     --num-levels"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
-    seed: int = 0
+    seed: Seed = 0
     """of the games and the policy's draws"""
     export: str = ""
     """write what is played to this folder, as a small agent that evaluate.py plays too, and play that"""
@@ -110,7 +111,6 @@ def main(args: Args) -> list[dict]:
 
     An eval.json keeps what it says of more episodes at the same step.
     """
-    runs.check_limits(args, {"episodes": (1, 10**6), "seed": (0, runs.MAX_SEED)})
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
     runs.check(not (args.push_to_hub and args.random), "--push-to-hub: is for what has learnt, not for --random")

@@ -11,14 +11,13 @@ and in the flags is Schoepf et al. 2022; its own settings are
     python hnppo_doorgym.py --method ppo --task 2 --robot gripper
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
 from jax.flatten_util import ravel_pytree
 
 import doorgym
@@ -33,6 +33,7 @@ from common import agents, continual, devices, doors, envs, runs, shaping
 from common.devices import SAME, STEPS
 from common.doors import DECISIONS, SLOTS, Rollout
 from common.files import check
+from common.flags import Iterations, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Size, UnitInterval
 
 SCRIPT = Path(__file__).stem
 # Seeds of the doors of evaluations: for the matrix (evaluate.py adds --seed), and for choosing parameters.
@@ -42,14 +43,6 @@ HYPER = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning
 
 @dataclass(frozen=True)
 class Args(doors.DoorArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "beta": (0, None), "task_embedding_dim": (1, 4096), "hyper_width": (1, 65536), "hidden": (1, 65536),
-        "num_layers": (1, 16), "task_timesteps": (1, 2**28), "num_envs": (1, 65536), "num_minibatches": (1, None),
-        "update_epochs": (1, 1000), "learning_rate": (0, None), "hyper_learning_rate": (0, None), "gamma": (0, 1),
-        "gae_lambda": (0, 1), "clip_coef": (1e-6, None), "ent_coef": (0, None), "noise_color": (0, 2),
-        "vf_coef": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "max_skipped": (1, None),
-        "stop_at_success": (0, 2),
-    }  # fmt: skip
     FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # num_envs: of the return filter
 
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
@@ -59,54 +52,54 @@ class Args(doors.DoorArgs, runs.RunArgs):
     keep_std: bool = False
     """as in the study: hnppo generates and remembers the actions' standard deviation too, finetune keeps it from task
     to task; without this flag it starts at 1 in each task"""
-    beta: float = 1.0
+    beta: NonNegativeFloat = 1.0
     """weight of the penalty on changing what is generated for earlier tasks"""
-    task_embedding_dim: int = 8
+    task_embedding_dim: Annotated[int, Interval(ge=1, le=4096)] = 8
     """numbers in a task's embedding"""
-    hyper_width: int = 640
+    hyper_width: Size = 640
     """units of the hypernetwork's two hidden layers"""
     chunked: bool = False
     """generate 1000 weights at a time, from embeddings of chunks: a hypernetwork of about a million weights"""
-    hidden: int = 64
+    hidden: Size = 64
     """units of each hidden layer of policy and value network"""
-    num_layers: int = 2
+    num_layers: Annotated[int, Interval(ge=1, le=16)] = 2
     """hidden layers of each"""
-    task_timesteps: int = 4_000_000
+    task_timesteps: Annotated[int, Interval(ge=1, le=2**28)] = 4_000_000
     """at most this many decisions, of 80 ms each, to learn a task from (rounded up to whole updates)"""
-    num_envs: int = 64
+    num_envs: Size = 64
     """doors side by side; a batch is one episode of each, of 128 decisions"""
-    num_minibatches: int = 8
-    """minibatches in an epoch"""
-    update_epochs: int = 10
-    """passes over a batch"""
-    learning_rate: float = 1e-3
+    num_minibatches: PositiveInt = 8
+    """number of minibatches per epoch"""
+    update_epochs: Iterations = 10
+    """epochs over each batch"""
+    learning_rate: NonNegativeFloat = 1e-3
     """Adam's step size for ordinary networks, and for a standard deviation that is not generated"""
-    hyper_learning_rate: float = 5e-5
+    hyper_learning_rate: NonNegativeFloat = 5e-5
     """Adam's step size for the hypernetwork and the task's embedding"""
-    gamma: float = 0.99
+    gamma: UnitInterval = 0.99
     """discount of a decision"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
-    clip_coef: float = 0.2
+    gae_lambda: UnitInterval = 0.95
+    """lambda of generalised advantage estimation (GAE)"""
+    clip_coef: PositiveFloat = 0.2
     """clip the probability ratio to 1 +- this, and a value to its old one +- this"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
-    ent_coef: float = 0.01
+    ent_coef: NonNegativeFloat = 0.01
     """coefficient of the entropy bonus"""
-    noise_color: float = 1.0
+    noise_color: Annotated[float, Interval(ge=0, le=2)] = 1.0
     """the noise of exploration: its power falls as 1 / frequency^this; 0 is white, as the study's, 1 is pink"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: NonNegativeFloat = 0.5
     """clip the gradient of PPO's loss, not the penalty's, to this global norm; 0 for no clipping"""
-    adam_eps: float = 1e-5
+    adam_eps: PositiveFloat = 1e-5
     """Adam's epsilon"""
-    max_skipped: int = 50
+    max_skipped: PositiveInt = 50
     """end the run with an error after this many steps in a row whose gradient is not finite; such steps are skipped"""
-    stop_at_success: float = 0.95
+    stop_at_success: Annotated[float, Interval(ge=0, le=2)] = 0.95
     """end a task early once three evaluations in a row have opened at least this share of the doors; 2 for never"""
-    num_devices: int = 1  # small networks: a batch on one device takes less time than sums over several
-    checkpoint_every: int = devices.host_only(163_840)
+    num_devices: NonNegativeInt = 1  # small networks: a batch on one device takes less time than sums over several
+    checkpoint_every: PositiveInt = devices.host_only(163_840)
     """decisions between checkpoints"""
-    keep_checkpoints: int = devices.host_only(2)
+    keep_checkpoints: PositiveInt = devices.host_only(2)
     wandb_project: str = devices.host_only("doorgym")
 
     @property
@@ -114,7 +107,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
         return self.task_timesteps * len(doors.task_names(self))
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         runs.check_needs(self, self.method == "hnppo", "--method hnppo", HYPER)
         runs.check_needs(self, self.method != "ppo", "--method hnppo or finetune", ("keep_std",))
         ordinary = self.method != "hnppo" or self.critic == "fresh" or not self.keep_std
@@ -653,8 +646,8 @@ def evaluate(
     args: Args, run_dir: str, *, episodes: int, seed: int, levels: str, random: bool, video: bool
 ) -> runs.Evaluation:
     """For evaluate.py: plays what a run has learnt, or random actions, on each of its tasks."""
-    most = doors.DoorArgs.LIMITS["eval_episodes"][1]
-    check(episodes <= most, f"--episodes {episodes}: give at most {most:,}, since each needs a door of its own")
+    most = f"give at most {doors.MAX_DOORS:,}, since each needs a door of its own"
+    check(episodes <= doors.MAX_DOORS, f"--episodes {episodes}: {most}")
     agent = make_agent(args)
     saved, rows, film = trained(args, agent, run_dir), [], []
     rng, finished = np.random.default_rng(seed), int(saved["finished"])

@@ -7,12 +7,11 @@ of 200 steps, three passes over each batch, and the same network on the same fra
     python impala_procgen.py --env-id coinrun --num-actors 4 --num-envs 256 --num-steps 32 --update-epochs 1
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -20,11 +19,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
 
 from common import actors, agents, augment, devices, envs, networks, runs, shaping
 from common.actors import Unroll
 from common.devices import GAMES, SAME, STEPS
 from common.files import check
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    Timesteps,
+    UnitInterval,
+    UnitSchedule,
+)
 
 SCRIPT = Path(__file__).stem
 
@@ -34,68 +45,61 @@ class Args(
     envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs,
     actors.FleetArgs, runs.RunArgs,
 ):  # fmt: skip
-    LIMITS: ClassVar = {
-        "num_steps": (1, 65536), "update_epochs": (1, 1000), "num_minibatches": (1, None), "replay_fraction": (0, 0.95),
-        "replay_size": (1, 2**20), "rho_bar": (1e-6, None), "c_bar": (0, None), "pg_rho_bar": (1e-6, None),
-        "vtrace_lambda": (0, 1), "clip_coef": (0, None), "vf_coef": (0, None), "max_grad_norm": (0, None),
-        "adam_eps": (1e-30, None), "l2": (0, None), "learning_rate": (0, None), "ent_coef": (0, None), "gamma": (0, 1),
-    }  # fmt: skip
-
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 16
-    num_steps: int = 200
+    total_timesteps: Timesteps = 8_000_000
+    """total number of environment steps"""
+    num_envs: Size = 16
+    num_steps: PositiveInt = 200
     """steps of each game in an unroll; an update learns from one unroll of every game"""
-    num_minibatches: int = 2
+    num_minibatches: PositiveInt = 2
     """minibatches in an epoch, each of whole unrolls"""
-    update_epochs: int = 3
-    """passes over a batch"""
-    replay_fraction: float = 0.0
+    update_epochs: Iterations = 3
+    """epochs over each batch"""
+    replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
     """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
-    replay_size: int = 128
+    replay_size: PositiveInt = 128
     """unrolls of one game that the buffer holds, on the device (2.4 MiB each at 200 steps)"""
-    learning_rate: str = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; this is for 8M"""
-    gamma: str = "0.99"
+    learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; here for 8M"""
+    gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
-    rho_bar: float = 1.0
+    rho_bar: PositiveFloat = 1.0
     """V-trace: clip each temporal difference's importance ratio; a lower one brings values nearer to those of the
     policy that acted"""
-    c_bar: float = 1.0
+    c_bar: NonNegativeFloat = 1.0
     """V-trace: clip the ratios that carry later differences back; changes how fast values are learnt, not what they
     come to"""
-    pg_rho_bar: float = 1.0
+    pg_rho_bar: PositiveFloat = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
-    vtrace_lambda: float = 1.0
+    vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
-    clip_coef: float = 0.0
+    clip_coef: NonNegativeFloat = 0.0
     """for several passes, as in PPO: V-trace once per update, advantages normalised, and the ratio to the policy before
     the update clipped to 1 +- this; 0 for the paper's loss, with V-trace computed anew in each minibatch"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
-    ent_coef: str = "0.01"
+    ent_coef: NonNegativeSchedule = "0.01"
     """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: NonNegativeFloat = 0.5
     """clip the gradient (of the mean over a minibatch) to this global norm; 0 for no clipping"""
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """Adam, as the competition entry, or RMSProp, as the paper (decay 0.99)"""
-    adam_eps: float = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """epsilon of Adam, or of RMSProp"""
-    l2: float = 0.0
-    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
+    l2: NonNegativeFloat = 0.0
+    """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         runs.check_needs(self, self.replay_fraction, "--replay-fraction", ("replay_size",))
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
         both = f" ({self.num_envs} new and {replayed} replayed)" if self.replay_fraction else ""
         check(
             batch * self.num_steps <= 2**24,
-            f"--num-envs {self.num_envs}: a batch of {batch} unrolls{both}, {batch * self.num_steps} steps, is too "
-            f"large, at most {2**24} steps",
+            f"--num-envs {self.num_envs} --num-steps {self.num_steps}: a batch of {batch} unrolls{both}, "
+            f"{batch * self.num_steps} steps, is too large, at most {2**24} steps",
         )
         check(
             batch % self.num_minibatches == 0,

@@ -7,22 +7,32 @@ wide IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Tr
     python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --learning-rate 5e-4
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Interval
 
 from common import agents, augment, bonus, devices, envs, networks, runs, shaping
 from common.devices import GAMES, SAME
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    Timesteps,
+    UnitInterval,
+    UnitSchedule,
+)
 
 SCRIPT = Path(__file__).stem
 
@@ -32,53 +42,49 @@ class Args(
     envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    LIMITS: ClassVar = {
-        "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "update_epochs": (1, 1000),
-        "gae_lambda": (0, 1), "clip_coef": (1e-6, None), "kl_coef": (0, 1000), "kl_target": (1e-8, None),
-        "vf_coef": (0, None), "vf_clip": (0, None), "max_grad_norm": (0, None), "adam_eps": (1e-30, None),
-        "l2": (0, None), "learning_rate": (0, None), "ent_coef": (0, None), "gamma": (0, 1),
-    }  # fmt: skip
     FIXED: ClassVar = ("kl_coef",)  # what a resume cannot change: it has adapted since
 
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 64
-    """games played side by side, by all devices together"""
-    num_steps: int = 128
-    """steps of each game in a rollout; num_envs x num_steps is the batch"""
-    num_minibatches: int = 8
-    """minibatches in an epoch"""
-    update_epochs: int = 3
-    """passes over a batch"""
-    learning_rate: str = "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps; here for 8M"""
-    gamma: str = "0.99"
+    total_timesteps: Timesteps = 8_000_000
+    """total number of environment steps"""
+    num_envs: PositiveInt = 64
+    """number of parallel environments, over all devices"""
+    num_steps: PositiveInt = 128
+    """steps per environment in a rollout; the batch is num_envs x num_steps"""
+    num_minibatches: PositiveInt = 8
+    """number of minibatches per epoch"""
+    update_epochs: Iterations = 3
+    """epochs over each batch"""
+    learning_rate: NonNegativeSchedule = (
+        "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
+    )
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; here for 8M"""
+    gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
-    gae_lambda: float = 0.9
-    """lambda of generalised advantage estimation"""
-    clip_coef: float = 0.2
+    gae_lambda: UnitInterval = 0.9
+    """lambda of generalised advantage estimation (GAE)"""
+    clip_coef: PositiveFloat = 0.2
     """clip the probability ratio to 1 +- this; 1e9 for no clip, so that the KL penalty alone holds it"""
-    kl_coef: float = 0.2
+    kl_coef: Annotated[float, Interval(ge=0, le=1000)] = 0.2
     """initial coefficient of the adaptive KL penalty; 0 for none"""
-    kl_target: float = 0.01
+    kl_target: PositiveFloat = 0.01
     """the KL divergence (nats) that the penalty's coefficient is adapted to"""
-    vf_coef: float = 1.0
+    vf_coef: NonNegativeFloat = 1.0
     """coefficient of the value loss, half the mean squared error (RLlib's 0.5, which has no half, is 1.0 here)"""
-    vf_clip: float = 30.0
+    vf_clip: NonNegativeFloat = 30.0
     """clip the change of a value in one update to +- this, in units of the rewards learnt from; 0 for no clipping"""
-    ent_coef: str = "0.01"
+    ent_coef: NonNegativeSchedule = "0.01"
     """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
-    max_grad_norm: float = 0.0
-    """clip the gradient to this global norm; 0 for no clipping"""
-    adam_eps: float = 1e-8
+    max_grad_norm: NonNegativeFloat = 0.0
+    """maximum global norm of the gradient; 0 for no clipping"""
+    adam_eps: PositiveFloat = 1e-8
     """Adam's epsilon"""
-    l2: float = 0.0
-    """coefficient of the L2 penalty: the squared norm of all convolutions' kernels (not part of the logged loss)"""
+    l2: NonNegativeFloat = 0.0
+    """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         runs.check_batch(self)
         runs.check_needs(self, self.kl_coef, "--kl-coef", ("kl_target",))
 

@@ -7,7 +7,6 @@ bonus" is the paper's intrinsic reward. With --async the games go on while the l
     python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,84 +20,87 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from annotated_types import Interval
 
 from common import agents, atari, devices, envs, networks, runs, shaping
 from common.actors import ActorArgs, Fleet
 from common.devices import GAMES, SAME, STEPS
 from common.files import check
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    Timesteps,
+    UnitInterval,
+)
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
 class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "hidden": (1, 65536), "predictor_depth": (0, 16), "num_envs": (1, 65536), "num_steps": (1, 65536),
-        "obs_norm_init_steps": (1, 10**6), "num_minibatches": (1, None), "update_epochs": (1, 1000), "gamma": (0, 1),
-        "int_gamma": (0, 1), "gae_lambda": (0, 1), "ext_coef": (0, None), "int_coef": (0, None),
-        "clip_coef": (1e-6, None), "vf_coef": (0, None), "ent_coef": (0, None), "update_proportion": (0, 1),
-        "max_grad_norm": (0, None), "adam_eps": (1e-30, None), "learning_rate": (0, None),
-        "predictor_lr_ratio": (0, None), "int_reward_clip": (0, None),
-    }  # fmt: skip
     FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
 
-    checkpoint_every: int = devices.host_only(2_000_000)
+    checkpoint_every: PositiveInt = devices.host_only(2_000_000)
     wandb_project: str = devices.host_only("montezuma")
 
-    total_timesteps: int = 163_840_000
-    """environment steps to train for"""
-    num_envs: int = 128
-    """games played side by side, by all devices together"""
-    num_steps: int = 128
-    """steps of each game in a rollout; num_envs x num_steps is the batch"""
+    total_timesteps: Timesteps = 163_840_000
+    """total number of environment steps"""
+    num_envs: PositiveInt = 128
+    """number of parallel environments, over all devices"""
+    num_steps: PositiveInt = 128
+    """steps per environment in a rollout; the batch is num_envs x num_steps"""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """play the next rollout while the learner learns from this one, with parameters that are one update behind"""
     vtrace: bool = False
     """with async: correct both values and their advantages for the policy's age by V-trace, ratios clipped at 1"""
-    obs_norm_init_steps: int = 2048
+    obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
     """steps that each game plays at random before training (not in total_timesteps), to start the statistics by which
     RND's frames are normalised"""
-    num_minibatches: int = 4
-    """minibatches in an epoch"""
-    update_epochs: int = 4
-    """passes over a batch"""
-    learning_rate: str = "1e-4"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
-    predictor_lr_ratio: float = 1.0
+    num_minibatches: PositiveInt = 4
+    """number of minibatches per epoch"""
+    update_epochs: Iterations = 4
+    """epochs over each batch"""
+    learning_rate: NonNegativeSchedule = "1e-4"
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    predictor_lr_ratio: NonNegativeFloat = 1.0
     """step size of RND's predictor over that of the policy; the slower it learns, the longer a bonus lasts"""
-    gamma: float = 0.999
+    gamma: UnitInterval = 0.999
     """discount of the game's reward"""
-    int_gamma: float = 0.99
+    int_gamma: UnitInterval = 0.99
     """discount of the bonus, whose return does not end with the episode"""
-    gae_lambda: float = 0.95
+    gae_lambda: UnitInterval = 0.95
     """lambda of generalised advantage estimation, for both"""
-    ext_coef: float = 2.0
+    ext_coef: NonNegativeFloat = 2.0
     """weight of the advantage from the game's reward, which is clipped to its sign; 0 for curiosity only"""
-    int_coef: float = 1.0
+    int_coef: NonNegativeFloat = 1.0
     """weight of the advantage from the bonus"""
-    int_reward_clip: float = 0.0
+    int_reward_clip: NonNegativeFloat = 0.0
     """a transition's bonus, divided by its return's standard deviation, is at most this; 0 for no limit"""
     norm_adv: bool = False
     """normalise the advantages of a batch"""
-    clip_coef: float = 0.1
+    clip_coef: PositiveFloat = 0.1
     """clip the probability ratio to 1 +- this"""
-    vf_coef: float = 1.0
+    vf_coef: NonNegativeFloat = 1.0
     """coefficient of the value loss, half the mean squared error of each head"""
-    ent_coef: float = 0.001
+    ent_coef: NonNegativeFloat = 0.001
     """coefficient of the entropy bonus"""
-    update_proportion: float = 0.25
+    update_proportion: UnitInterval = 0.25
     """share of each minibatch, drawn at random, that the predictor learns from"""
-    max_grad_norm: float = 0.0
+    max_grad_norm: NonNegativeFloat = 0.0
     """clip the gradient of policy and predictor together to this global norm; 0 for no clipping"""
-    adam_eps: float = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """Adam's epsilon"""
     channels: str = "32,64,64"
     """channels of the three convolutions, in policy, target and predictor"""
-    hidden: int = 512
+    hidden: Size = 512
     """units of the dense layers (half as many in the policy's first) and of the core, and the target's features"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core of the policy; minibatches then are of whole rollouts"""
-    predictor_depth: int = 2
+    predictor_depth: Annotated[int, Interval(ge=0, le=16)] = 2
     """dense layers that the predictor has besides the target's one; 0 for equal depth"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the policy's convolutions and first dense layer; auto is bfloat16 on an accelerator and float32 on a CPU"""
@@ -106,7 +108,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     """draw the rooms visited so far, at each checkpoint: rooms.png in the run directory, and W&B"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")

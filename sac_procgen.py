@@ -8,12 +8,11 @@ learns from the critics alone, as in DrQ (Kostrikov et al. 2021, arXiv 2004.1364
     python sac_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --average-q --q-clip 0.5
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import chex
 import flax.linen as nn
@@ -21,10 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
 
 from common import agents, augment, devices, envs, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME
 from common.files import check
+from common.flags import NonNegativeFloat, NonNegativeInt, NonNegativeSchedule, Size, Timesteps, UnitInterval
 
 SCRIPT = Path(__file__).stem
 MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses at random
@@ -32,46 +33,41 @@ MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses 
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "alpha": (1e-6, 10), "target_entropy_scale": (0.01, 0.99), "alpha_learning_rate": (1e-6, 1),
-        "min_alpha": (1e-6, 10), "tau": (1e-6, 1), "target_network_frequency": (1, 2**31 - 1), "q_clip": (0, None),
-        "entropy_penalty": (0, None), "max_grad_norm": (0, None), "learning_rate": (0, None),
-    }  # fmt: skip
     FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
 
-    hidden: int = 256
+    hidden: Size = 256
     """units of the encoder's dense layer, and of the hidden layer of the policy and of each Q-function"""
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    learning_starts: int = 20_000
-    per_alpha: float = 0.0
+    total_timesteps: Timesteps = 8_000_000
+    """total number of environment steps"""
+    learning_starts: NonNegativeInt = 20_000
+    per_alpha: UnitInterval = 0.0
     autotune: bool = True
     """move the temperature so that the policy's entropy comes to its target"""
-    alpha: float = 0.01
+    alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 0.01
     """temperature, the reward that a nat of entropy is worth: at the start or, with --no-autotune, throughout"""
-    target_entropy_scale: float = 0.3
+    target_entropy_scale: Annotated[float, Interval(ge=0.01, le=0.99)] = 0.3
     """the target of the policy's entropy, as a part of log 15, that of a random policy"""
-    alpha_learning_rate: float = 0.01
+    alpha_learning_rate: Annotated[float, Interval(ge=1e-6, le=1)] = 0.01
     """how far an update moves the temperature's logarithm for each nat between that target and the policy's entropy"""
-    min_alpha: float = 1e-6
+    min_alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 1e-6
     """lower bound of the temperature; one that has sunk far rises again too slowly to save the policy's entropy"""
-    tau: float = 0.005
+    tau: Annotated[float, Interval(ge=1e-6, le=1)] = 0.005
     """how far the target network goes towards the one that learns; 1 copies it"""
-    target_network_frequency: int = 1
+    target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 1
     """updates between two such moves"""
     average_q: bool = False
     """take the mean of both Q-functions, in targets and for the policy; the smaller one, the default, may be too low"""
-    q_clip: float = 0.0
+    q_clip: NonNegativeFloat = 0.0
     """in the critics' loss, clip how far a Q-value is from the target network's to +- this, in reward; 0 for no clip"""
-    entropy_penalty: float = 0.0
+    entropy_penalty: NonNegativeFloat = 0.0
     """coefficient of half the squared difference (nats^2) of the policy's entropy from that of the target network's"""
-    learning_rate: str = "3e-4"
-    """Adam's step size: a number, or "step:value,..." for piecewise-linear in environment steps"""
-    max_grad_norm: float = 10.0
-    """clip the gradient to this global norm; 0 for no clipping"""
+    learning_rate: NonNegativeSchedule = "3e-4"
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    max_grad_norm: NonNegativeFloat = 10.0
+    """maximum global norm of the gradient; 0 for no clipping"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
         # With dropout a target that is copied each time differs too, since it drops nothing.

@@ -7,69 +7,73 @@ and a line search that takes only what is better. --penalty trades the trust reg
     python trpo_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --penalty 0.5
 """
 
-import common  # noqa: F401, I001 - first: from here on signals are answered
 import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Interval
 
 from common import agents, devices, envs, networks, runs, shaping
 from common.derivatives import forward_mode
 from common.devices import GAMES, SAME
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    Timesteps,
+    UnitInterval,
+    UnitSchedule,
+)
 
 SCRIPT = Path(__file__).stem
 
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, shaping.NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
-    LIMITS: ClassVar = {
-        "num_envs": (1, 65536), "num_steps": (1, 65536), "num_minibatches": (1, None), "gae_lambda": (0, 1),
-        "max_kl": (1e-6, None), "fisher_fraction": (1e-6, 1), "cg_iterations": (1, 1000), "damping": (1e-5, None),
-        "line_search_steps": (1, 100), "value_epochs": (1, 1000), "penalty": (0, None),
-        "learning_rate": (0, None), "gamma": (0, 1),
-    }  # fmt: skip
     FIXED: ClassVar = ("penalty",)  # with one, Adam has the policy's moments too
 
-    total_timesteps: int = 8_000_000
-    """environment steps to train for"""
-    num_envs: int = 64
-    """games played side by side, by all devices together"""
-    num_steps: int = 128
-    """steps of each game in a rollout; num_envs x num_steps is the batch"""
-    num_minibatches: int = 8
+    total_timesteps: Timesteps = 8_000_000
+    """total number of environment steps"""
+    num_envs: PositiveInt = 64
+    """number of parallel environments, over all devices"""
+    num_steps: PositiveInt = 128
+    """steps per environment in a rollout; the batch is num_envs x num_steps"""
+    num_minibatches: PositiveInt = 8
     """parts that a batch is cut into: Adam takes a step on each; TRPO's own step adds them up, only to save memory"""
-    gamma: str = "0.99"
+    gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
-    gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
-    max_kl: float = 0.01
+    gae_lambda: UnitInterval = 0.95
+    """lambda of generalised advantage estimation (GAE)"""
+    max_kl: PositiveFloat = 0.01
     """how far a step may take the policy: mean KL divergence from the old one, nats"""
-    fisher_fraction: float = 0.1
+    fisher_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.1
     """share of the batch to estimate the Fisher matrix on (rounded up to a multiple of 8, in each pass and device)"""
-    cg_iterations: int = 10
+    cg_iterations: Iterations = 10
     """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
-    damping: float = 0.1
+    damping: PositiveFloat = 0.1
     """added to the Fisher matrix's diagonal: the more, the nearer a step is to the plain gradient's, and the shorter"""
-    line_search_steps: int = 10
+    line_search_steps: Iterations = 10
     """lengths of a step that are tried, each half the last, before it is given up"""
-    learning_rate: str = "5e-4"
+    learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's step size for the value network (with a penalty, the policy too): a number, or a schedule like gamma's"""
-    value_epochs: int = 3
+    value_epochs: Iterations = 3
     """passes over a batch to fit the value network (with a penalty, the policy too)"""
-    penalty: float = 0.0
+    penalty: NonNegativeFloat = 0.0
     """learn by Adam from the surrogate minus this times the KL divergence, without a trust region; 0 for TRPO"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         runs.check_batch(self)
         of_trpo = "max_kl", "fisher_fraction", "cg_iterations", "damping", "line_search_steps"
         runs.check_needs(self, not self.penalty, "--penalty 0", of_trpo)

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from annotated_types import Interval
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from rich import box
@@ -48,6 +49,7 @@ import trpo_procgen as trpo
 from benchmarks import hlo
 from common import atari, devices, doors, envs, files, networks, offpolicy, replay, runs
 from common.devices import GAMES, SAME, STEPS
+from common.flags import NonNegativeFloat
 from common.gpu import layouts
 from experiments import records
 
@@ -471,10 +473,10 @@ class Args:
     """what 8 GPUs have: each as many games as one alone, 8 times the flags' in all; or, strong, these divided by 8"""
     flags: str = ""
     """flags of the scripts, in one string, after a ="""
-    game_ms: float | None = None
+    game_ms: NonNegativeFloat | None = None
     """what a step of all games costs besides act, however many GPUs: playing it, frames there, actions back; for
     steps/s; by default 0.3, of Montezuma's Revenge 7.5, of doors 2.6"""
-    top: int = 0
+    top: Annotated[int, Interval(ge=0, le=1000)] = 0
     """also list so many of each program's kernels, those that take longest"""
     dump: str = ""
     """also write each program's optimised HLO to this folder"""
@@ -548,7 +550,6 @@ def show(rows: list[dict[str, str]]) -> None:
 
 def main(args: Args) -> None:
     jax.config.update("jax_platforms", "cpu")  # else the plug-in asks for a driver when JAX starts
-    runs.check_limits(args, {"game_ms": (0, None), "top": (0, 1000)})
     records.make_room(args.csv, "--csv")
     if args.dump:
         files.make_folder(Path(args.dump), "--dump")

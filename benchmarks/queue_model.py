@@ -11,30 +11,32 @@ other, and Python's lock. Acting for half the games takes as long as for all: it
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from annotated_types import Interval
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from common import runs
+from common.flags import NonNegativeFloat
 
 
 @dataclass(frozen=True)
 class Args:
-    act_ms: float = 0.19
+    act_ms: NonNegativeFloat = 0.19
     """the GPU's time of one look at the policy"""
-    update_ms: float = 85.0
+    update_ms: NonNegativeFloat = 85.0
     """the GPU's time of an update"""
-    game_ms: float = 0.3
+    game_ms: NonNegativeFloat = 0.3
     """the host's time of one step of all games, with frames to the GPU and actions back"""
-    steps: int = 128
+    steps: Annotated[int, Interval(ge=1, le=10_000)] = 128
     """of each game in a rollout"""
-    actors: int = 1
+    actors: Annotated[int, Interval(ge=1, le=10_000)] = 1
     """threads that play beside a learner, each its own games, a step of which takes game_ms"""
-    pieces: int = 24
+    pieces: Annotated[int, Interval(ge=1, le=10_000)] = 24
     """parts of an update that is given to the GPU piece by piece, each after the one before: its minibatches"""
-    rounds: int = 20
+    rounds: Annotated[int, Interval(ge=1, le=10_000)] = 20
     """rollouts to play"""
 
 
@@ -112,8 +114,6 @@ def ways(args: Args) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    runs.check_limits(args, dict.fromkeys(("act_ms", "update_ms", "game_ms"), (0, None)))
-    runs.check_limits(args, dict.fromkeys(("steps", "actors", "pieces", "rounds"), (1, 10_000)))
     results = ways(args)
     first = next(iter(results.values()))
     table = Table("is", "way", "ms a rollout", "speed", box=box.SIMPLE)

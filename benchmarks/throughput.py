@@ -22,6 +22,7 @@ import numpy as np
 import tyro
 
 from common import atari, envs, files, runs
+from common.flags import PositiveInt
 from experiments import records, trials
 
 # Flags of a run, where a script has them: it trains until it is stopped, and does nothing else.
@@ -36,9 +37,9 @@ class Args:
     """scripts, each alone or in quotes with flags of its own"""
     flags: str = ""
     """flags of all variants, in one string, after a ="""
-    updates: int = 10
+    updates: PositiveInt = 10
     """timed iterations in a round"""
-    rounds: int = 3
+    rounds: PositiveInt = 3
     """how often each variant runs, in turns; the table has the medians"""
     csv: str = ""
     """file that rows are appended to"""
@@ -118,7 +119,6 @@ def rates(lines: list[dict]) -> dict[str, float]:
 def main(args: Args) -> list[dict]:
     """Returns the table's rows."""
     records.make_room(args.csv, "--csv")
-    runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100)})
     runs.check(len(set(args.variants)) == len(args.variants) > 0, "VARIANTS: give one or more, each once")
     parsed = {variant: read_variant(variant, args.flags) for variant in args.variants}
     found, alone = {variant: [] for variant in parsed}, []

@@ -15,45 +15,44 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 
 from common import checkpoints, devices, envs, runs
 from common.envs import Games, Mark
 from common.files import check
+from common.flags import NonNegativeInt, Size
 
 
 @dataclass(frozen=True)
 class ActorArgs:
     """The actors' devices."""
 
-    LIMITS: ClassVar = {"actor_devices": (0, None)}
-
-    actor_devices: int = 0
-    """how many devices, the last ones of this machine, only actors use; 0: actors share those that learn"""
+    actor_devices: NonNegativeInt = 0
+    """number of devices, the last ones of this host, for actors alone; 0 to share the learner's"""
 
 
 @dataclass(frozen=True)
 class FleetArgs(ActorArgs):
-    """Who plays Procgen, and with how old a policy."""
+    """Actor threads and policy lag."""
 
-    LIMITS: ClassVar = {"num_actors": (1, 256), "num_envs": (1, 65536), "max_lag": (0, 64)}
     FIXED: ClassVar = ("num_envs", "num_actors")  # each has games of its own
 
-    num_actors: int = 2
-    """actor threads, each with its own games"""
-    num_envs: int = 32
-    """games played side by side, all actors' together"""
-    max_lag: int = 1
-    """most iterations of the learner that the policy of an unroll may lag behind; 0: actors and learner take turns"""
+    num_actors: Annotated[int, Interval(ge=1, le=256)] = 2
+    """number of actor threads, which share the environments"""
+    num_envs: Size = 32
+    """number of parallel environments, over all actors"""
+    max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
+    """maximum policy lag of an unroll in learner iterations; 0 for actors and learner in turns"""
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
     for bit on a CPU); without it the threads' timing decides how old (not at --max-lag 0)"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
         check(self.num_envs % self.num_actors == 0, what)
         each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
+from annotated_types import Interval
 
 from common import devices, envs
 
@@ -18,25 +19,21 @@ NUM_ROOMS = 24
 
 @dataclass(frozen=True)
 class GameArgs:
-    """The game, and what of it the policy sees."""
+    """Montezuma's Revenge and its observations."""
 
-    LIMITS: ClassVar = {
-        "sticky_actions": (0, 0.99), "max_episode_steps": (2, 10**6), "frame_stack": (1, 64),
-        "restart_every": (1, 10**6),
-    }  # fmt: skip
     FIXED: ClassVar = ("sticky_actions", "max_episode_steps", "restart_every")
 
     env_id: ClassVar[str] = ENV_ID
 
-    sticky_actions: float = 0.25
-    """probability, at each of the emulator's frames, that it repeats its previous action instead of the chosen one"""
-    max_episode_steps: int = 4500
-    """steps of an episode, four frames each, after which it is truncated"""
-    frame_stack: int = 4
-    """how many frames back the policy sees, the newest included; RND sees the newest one only"""
-    restart_every: int = 65_536
-    """at the end of the rollout in which each game has played this many steps, all games start anew, and unfinished
-    episodes are dropped; a resume replays the steps since the last such start"""
+    sticky_actions: Annotated[float, Interval(ge=0, le=0.99)] = 0.25
+    """probability, at each emulator frame, of repeating the previous action (repeat_action_probability)"""
+    max_episode_steps: Annotated[int, Interval(ge=2, le=10**6)] = 4500
+    """time limit of an episode in steps of four frames, after which it is truncated"""
+    frame_stack: Annotated[int, Interval(ge=1, le=64)] = 4
+    """number of stacked frames for the policy; RND sees only the newest"""
+    restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 65_536
+    """steps of each environment between restarts of all games, which drop unfinished episodes; a resume replays the
+    steps since the last restart"""
 
     @property
     def offsets(self) -> tuple[int, ...]:

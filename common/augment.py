@@ -12,13 +12,14 @@ RAD's are not; DrAC is Raileanu et al. 2020 (arXiv 2006.12862).
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 
 from common.files import UsageError, check
-from common.flags import check_needs
+from common.flags import NonNegativeFloat, UnitInterval, check_needs
 
 GREY = (0.299, 0.587, 0.114)  # luma of red, green and blue (ITU-R BT.601)
 
@@ -136,37 +137,33 @@ TRANSFORMS: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class AugmentArgs:
-    """Random transforms of what the learner sees, and dropout."""
-
-    LIMITS: ClassVar = {"augment_prob": (0, 1), "dropout": (0, 0.99)}
+    """Image augmentation and dropout."""
 
     augment: str = ""
-    """random transforms of the learner's frames, such as translate,flip (--augment help lists them)"""
-    augment_prob: float = 0.5
-    """probability of each of these transforms, for each sample"""
-    dropout: float = 0.0
-    """share of the encoder's outputs that the learner drops"""
+    """augmentations of the learner's frames, such as translate,flip (--augment help lists them)"""
+    augment_prob: UnitInterval = 0.5
+    """probability of each augmentation, per sample"""
+    dropout: Annotated[float, Interval(ge=0, le=0.99)] = 0.0
+    """dropout rate of the encoder's outputs in the learner"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         parse(self.augment)
         check_needs(self, self.augment, "--augment", ("augment_prob",))
 
 
 @dataclass(frozen=True)
 class DracArgs:
-    """What a policy's loss makes of augmented frames."""
-
-    LIMITS: ClassVar = {"drac_coef": (0, None)}
+    """The use of augmented frames in the loss."""
 
     augment_mode: Literal["rad", "drac"] = "rad"
     """rad: learn from augmented frames (the ratio compares them with the plain frames acted on); drac: learn from plain
     frames and regularise with augmented ones"""
-    drac_coef: float = 0.1
-    """coefficient of DrAC's regulariser"""
+    drac_coef: NonNegativeFloat = 0.1
+    """coefficient of DrAC's regularisation terms"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         check_needs(self, self.augment, "--augment", ("augment_mode", "drac_coef"))
         check_needs(self, self.augment_mode == "drac", "--augment-mode drac", ("drac_coef",))
 

@@ -5,31 +5,29 @@ the episode, and it has no value head of its own; rnd_montezuma.py is the paper'
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from common import devices, envs, networks, shaping
-from common.flags import check_needs
+from common.flags import NonNegativeFloat, check_needs
 
 ENCODER = networks.EncoderArgs(width=1)
 
 
 @dataclass(frozen=True)
 class BonusArgs:
-    """A bonus for new frames."""
+    """RND's exploration bonus."""
 
-    LIMITS: ClassVar = {"rnd_coef": (0, None)}
-
-    rnd_coef: float = 0.0
-    """coefficient of RND's bonus for new frames, added to rewards that are shaped and normalised already; 0 for none"""
+    rnd_coef: NonNegativeFloat = 0.0
+    """coefficient of RND's bonus, added to shaped and normalised rewards; 0 for none"""
     rnd_normalize: bool = False
-    """divide the bonus by the running standard deviation of its return and clip it to +-10; else clip it to [0, 2]"""
+    """divide the bonus by the running standard deviation of its return, clip to +-10; if off, clip to [0, 2]"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         check_needs(self, self.rnd_coef, "--rnd-coef", ("rnd_normalize",))
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from common import files
-from common.files import UsageError, check, full_disk_explained
+from common.files import UsageError, check
 
 NOT_ITS_FAULT = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is not finished
@@ -62,21 +62,20 @@ def checksum(tree: dict[str, Any]) -> np.ndarray:
 def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
     """Writes a tree of dicts of arrays, with its checksum, and removes all checkpoints but the newest ones.
 
-    Raises FullError if the disk is full, and removes what there is of it.
+    Where that fails, as on a full disk, removes what there is of it.
     """
     import orbax.checkpoint as ocp
 
     tree = jax.device_get(tree)
     folder = (run_dir / "checkpoints").absolute()
     try:
-        with full_disk_explained(folder / str(step)), _orbax() as orbax:
+        with _orbax() as orbax:
             orbax.save(folder / str(step), ocp.args.PyTreeSave(tree | {"checksum": checksum(tree)}), force=True)
     except BaseException:
         remove_unfinished(run_dir, seconds=1)
         raise
-    with full_disk_explained(folder / str(step)):
-        for path in (*(folder / str(step)).rglob("*"), folder / str(step), folder):
-            _write_through(path)
+    for path in (*(folder / str(step)).rglob("*"), folder / str(step), folder):
+        _write_through(path)
     for old in steps_in(run_dir)[:-keep]:
         away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}")
         shutil.rmtree(away, ignore_errors=True)  # on NFS what somebody reads can stay; the next resume removes it

@@ -7,11 +7,12 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
 import doorgym
 from common import devices
 from common.files import FailedError, check
-from common.flags import check_needs
+from common.flags import NonNegativeInt, check_needs
 
 # The study's tasks, by number (Schoepf et al. 2022).
 TASKS = (
@@ -24,17 +25,15 @@ TASKS = (
 )
 SLOTS = len(TASKS)  # a series has at most this many
 ACTION_REPEAT, DECISIONS = 4, 128  # of 80 ms in an episode: 10.24 seconds
+MAX_DOORS = 20_000  # of a task, each compiled
 WORLD = 220_000  # bytes of a compiled world
 DOOR = 40_000  # bytes of a door in an environment, its steps in one decision, and its rollout
 
 
 @dataclass(frozen=True)
 class DoorArgs:
-    """Tasks of DoorGym, one after another, and how their policies are evaluated."""
+    """A sequence of DoorGym tasks, and evaluation."""
 
-    LIMITS: ClassVar = {
-        "num_worlds": (1, 20_000), "num_threads": (0, 4096), "eval_every": (0, None), "eval_episodes": (1, 20_000),
-    }  # fmt: skip
     FIXED: ClassVar = ("robot", "hardness", "num_worlds", "eval_episodes")  # the last: best.success is of so many
     env_id: ClassVar[str] = "DoorGym"
 
@@ -42,20 +41,20 @@ class DoorArgs:
     """tasks, in this order: 0, 1: pull handles, hinged on the right, on the left; 2, 3: levers to pull; 4, 5: levers to
     push; or names such as Round-Right-Pull"""
     robot: Literal["hook", "gripper"] = "hook"
-    """the robot before the door: a floating wrist with a hook or a gripper"""
+    """robot: a floating wrist with a hook or a gripper"""
     hardness: Literal["hard", "easy"] = "hard"
-    """strength of the spring and damper of a knob that turns; easy: ten times weaker"""
-    num_worlds: int = 512
-    """random doors of each task"""
-    num_threads: int = devices.host_only(0)
-    """threads that step the worlds; 0 for one a core"""
-    eval_every: int = 81_920
-    """decisions between evaluations of a task, counted from its start; 0 for one at its end only"""
-    eval_episodes: int = 100
-    """episodes of an evaluation, each time before the same doors, with mean actions; the best parameters are kept"""
+    """spring and damper of a turning knob; easy: ten times weaker"""
+    num_worlds: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 512
+    """number of random doors per task"""
+    num_threads: Annotated[int, Interval(ge=0, le=4096)] = devices.host_only(0)
+    """simulation threads; 0 for one per core"""
+    eval_every: NonNegativeInt = 81_920
+    """decisions between evaluations within a task; 0 for a single one at its end"""
+    eval_episodes: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 100
+    """evaluation episodes, always of the same doors, with mean actions; the best parameters are kept"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         turns = any(doorgym.TASKS[task].turns for task in task_names(self))
         check_needs(self, turns, "a lever or a round knob in --tasks", ("hardness",))
         for task in task_names(self):

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Interval
 from flax import struct
 
 from common import devices
 from common.files import UsageError, check, write_json
-from common.flags import MAX_SEED, check_needs
+from common.flags import MAX_SEED, NonNegativeFloat, NonNegativeInt, check_needs
 from common.runs import Evaluation, Run, Stopwatch
 
 NUM_ACTIONS = 15  # of every Procgen game
@@ -71,16 +72,13 @@ RETURN_RANGES = {
     },
 }
 GAMES = tuple(RETURN_RANGES["easy"])
+Game = Literal[GAMES]
 
 
 @dataclass(frozen=True)
 class GameArgs:
-    """A Procgen game, what of it is seen and learnt from, and how the policy is evaluated."""
+    """The Procgen game, its observations and rewards, and evaluation."""
 
-    LIMITS: ClassVar = {
-        "num_levels": (0, MAX_SEED), "start_level": (0, MAX_SEED), "sticky_actions": (0, 0.99), "frame_stack": (1, 64),
-        "reward_clip": (0, None), "restart_every": (1, 10**6), "eval_every": (0, None), "eval_episodes": (0, 10**6),
-    }  # fmt: skip
     # With another restart_every, games would restart although the saved steps had not announced it (`Steps.restarts`);
     # another stack of as many frames has the saved one's shapes, so that nothing else would notice.
     FIXED: ClassVar = (
@@ -88,38 +86,38 @@ class GameArgs:
         "frame_stack", "gap_stack", "restart_every",
     )  # fmt: skip
 
-    env_id: str = "bigfish"
-    """one of the 16 games, such as coinrun or starpilot (a wrong name lists them)"""
+    env_id: Game = "bigfish"
+    """Procgen game"""
     distribution_mode: Literal["easy", "hard"] = "easy"
     """difficulty of the levels"""
-    num_levels: int = 0
-    """how many levels to train on; 0 for all of them"""
-    start_level: int = 0
-    """the first training level, where num_levels is not 0"""
+    num_levels: NonNegativeInt = 0
+    """number of training levels; 0 for unlimited"""
+    start_level: NonNegativeInt = 0
+    """first training level, if num_levels is not 0"""
     use_backgrounds: bool = True
-    """draw the games' backgrounds, which say nothing of what goes on; without, they are black"""
+    """draw decorative backgrounds (black if off)"""
     restrict_themes: bool = False
-    """draw each kind of thing in one of its themes only"""
-    sticky_actions: float = 0.0
-    """probability that, in training, a game repeats its previous action instead of what the policy chose"""
-    frame_stack: int = 4
-    """how many frames back the policy sees, the newest included; 1 for no stack"""
+    """use a single theme for each kind of object"""
+    sticky_actions: Annotated[float, Interval(ge=0, le=0.99)] = 0.0
+    """probability of repeating the previous action in training instead of the policy's"""
+    frame_stack: Annotated[int, Interval(ge=1, le=64)] = 4
+    """number of stacked frames, the newest included; 1 for no stack"""
     gap_stack: bool = True
-    """of these frames, if more than two, keep the oldest and the newest only"""
+    """keep only the oldest and the newest frame of a stack"""
     reward_shaping: bool = False
-    """learn from sign(r)(sqrt(|r| + 1) - 1) + 0.001 r: small rewards are halved, large ones become roots"""
-    reward_clip: float = 0.0
+    """transform rewards to sign(r)(sqrt(|r| + 1) - 1) + 0.001 r (Pohlen et al. 2018)"""
+    reward_clip: NonNegativeFloat = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
-    restart_every: int = 16_384
-    """at the end of the rollout in which each game has played this many steps, all games start anew, and unfinished
-    episodes are dropped; a resume replays the steps since the last such start"""
-    eval_every: int = devices.host_only(1_000_000)
-    """environment steps between evaluations; 0 for one at the end only"""
-    eval_episodes: int = devices.host_only(128)
-    """episodes of an evaluation on unseen levels, and as many on the training levels where --num-levels limits them;
-    rounded up, so that each of up to 64 games plays as many; 0 for no evaluation"""
+    restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 16_384
+    """steps of each environment between restarts of all games, which drop unfinished episodes; a resume replays the
+    steps since the last restart"""
+    eval_every: NonNegativeInt = devices.host_only(1_000_000)
+    """environment steps between evaluations; 0 for a single one at the end"""
+    eval_episodes: Annotated[int, Interval(ge=0, le=10**6)] = devices.host_only(128)
+    """evaluation episodes on unseen levels, and on the training levels if --num-levels limits them; rounded up to a
+    multiple of the parallel environments (at most 64); 0 for no evaluation"""
     capture_video: bool = devices.host_only(False)
-    """write a video of one episode at each evaluation"""
+    """record one episode of each evaluation as a video"""
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -127,8 +125,7 @@ class GameArgs:
         return stack_offsets(self.frame_stack, self.gap_stack)
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
-        check_game(self.env_id)
+        """Raises UsageError for inconsistent flags."""
         check(
             self.start_level + self.num_levels < MAX_SEED,
             f"--num-levels {self.num_levels} --start-level {self.start_level}: no level is left above the training "

@@ -85,10 +85,11 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
 def make_folder(path: Path, flag: str, advice: str = "give another folder") -> None:
     """Makes a folder, unless it is there; raises UsageError, naming `flag`, if nothing can be written in it."""
     try:
-        with full_disk_explained(path):
-            path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path).close()
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
+        if full := full_disk(error, path):
+            raise full from None
         raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); {advice}") from None
 
 
@@ -120,12 +121,15 @@ def whole(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two processes may write the same file
     try:
-        with full_disk_explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except Exception as error:
+        if full := full_disk(error, path):
+            raise full from None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -140,28 +144,25 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 SQLITE_FULL = "database or disk is full"
 
 
-@contextlib.contextmanager
-def full_disk_explained(path: Path) -> Iterator[None]:
-    """Turns the error of a disk that is full while `path` is written, from Python or from a library that has it in
-    words, into FullError."""
-    try:
-        yield
-    except FullError:  # of a file that was written inside
-        raise
-    except Exception as error:
-        chain = [error]
-        while cause := chain[-1].__cause__:
-            chain.append(cause)
-        words = " ".join(map(str, chain))
-        known = [SQLITE_FULL, *map(os.strerror, FULL), *(errno.errorcode[number] for number in FULL)]
-        number = getattr(error, "errno", None)
-        if number not in FULL and not any(word in words for word in known):
-            raise
-        why = next((word for word in known if word in words), os.strerror(number or errno.ENOSPC))
-        why = "the disk is full" if why in ("ENOSPC", os.strerror(errno.ENOSPC), SQLITE_FULL) else why
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-        free = shutil.disk_usage(there).free / 2**20
-        raise FullError(f"cannot write {path}: {why}, {free:,.1f} MiB are free there") from None
+def full_disk(error: BaseException | None, path: Path | None = None) -> FullError | None:
+    """The one sentence for an error of a full disk, from Python or from a library that has it in words; None for any
+    other error. `path` is what was being written, where the error does not have it."""
+    if error is None or isinstance(error, FullError):
+        return error
+    chain = [error]
+    while cause := chain[-1].__cause__:
+        chain.append(cause)
+    words = " ".join(map(str, chain))
+    known = [SQLITE_FULL, *map(os.strerror, FULL), *(errno.errorcode[number] for number in FULL)]
+    number = getattr(error, "errno", None)
+    if number not in FULL and not any(word in words for word in known):
+        return None
+    why = next((word for word in known if word in words), os.strerror(number or errno.ENOSPC))
+    why = "the disk is full" if why in ("ENOSPC", os.strerror(errno.ENOSPC), SQLITE_FULL) else why
+    path = path or Path(getattr(error, "filename", None) or ".").absolute()
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free / 2**20
+    return FullError(f"cannot write {path}: {why}, {free:,.1f} MiB are free there")
 
 
 def set_aside(path: Path, folder: Path, *, copy: bool = False) -> Path:
@@ -186,11 +187,9 @@ def take(folder: Path, wait: bool = False) -> TextIO | None:
     The kernel lets the lock go when what is returned is closed in every process that inherited it, or when they are
     dead: however they died. Who has it is written in the file, for `holder`. On NFS it holds between machines, unless
     it is mounted with `nolock` or `local_lock`; where a file system has no locks at all, it is said and nothing held.
-    Raises FullError where the disk is full.
     """
-    with full_disk_explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -200,10 +199,9 @@ def take(folder: Path, wait: bool = False) -> TextIO | None:
         sentence = f"{folder}: cannot be locked ({error.strerror}); see to it that one process writes there"
         print(sentence, file=sys.stderr, flush=True)
     try:
-        with full_disk_explained(folder):
-            lock.truncate(0)
-            # Not buffered, so that close() has nothing left to write.
-            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
+        lock.truncate(0)
+        # Not buffered, so that close() has nothing left to write.
+        os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
     except BaseException:
         lock.close()
         raise

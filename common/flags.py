@@ -1,6 +1,5 @@
 """The command line: flags of groups, what they may be, schedules, a run's own arguments, answers to bad input."""
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -10,15 +9,17 @@ import os
 import re
 import signal
 import sys
-import textwrap
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
 import tyro
+from annotated_types import Ge, Gt, Interval
 
 from common import devices, files
 from common.files import FailedError, UsageError, check
@@ -26,62 +27,65 @@ from common.files import FailedError, UsageError, check
 MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
 MAX_FLOAT = float(np.finfo(np.float32).max)
 
-# What flags of earlier versions, and CleanRL's, are called here. A script has the first answer whose flags it has.
-OTHER_NAMES = {
-    "--num-sgd-iter": ("is --update-epochs here", "is --value-epochs here"),
-    "--optimizer-eps": ("is --adam-eps here",),
-    "--gru": ("is --core gru here",),
-    "--lstm": ("is --core lstm here",),
-    "--average-targets": ("is --average-q here",),
-    "--target-kl": ("the adaptive KL penalty, --kl-coef and --kl-target, does its work here", "is --max-kl here"),
-    "--rnd-episodic": ("is gone; rnd_montezuma.py has the non-episodic bonus",),
-    "--lr": ("is --learning-rate here",),
-    "--policy-lr": ("is --learning-rate here, whose help says of what",),
-    "--q-lr": ("is --learning-rate here, whose help says of what",),
-    "--anneal-lr": ("is --learning-rate here, 0:5e-4,8000000:0 if its help calls it a schedule",),
-    "--clip-vloss": ("is --vf-clip here, in reward; 0 for none",),
-    "--train-frequency": ("is --replay-ratio here, uses of each step",),
-    "--update-frequency": ("is --replay-ratio here, uses of each step",),
-    "--exp-name": ("a run has its script's name here; --run-dir is where it goes",),
-}
+# RANGES
+# The types of flags with a range, which `cli` and `check_flags` check. A schedule is text: "0:1e-4,500000:8e-4".
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+UnitInterval = Annotated[float, Interval(ge=0, le=1)]
+NonNegativeSchedule = Annotated[str, Ge(0)]
+UnitSchedule = Annotated[str, Interval(ge=0, le=1)]
+Seed = Annotated[int, Interval(ge=0, le=MAX_SEED)]
+Timesteps = Annotated[int, Interval(ge=1, le=2**31 - 2**24)]  # steps are counted in int32
+Size = Annotated[int, Interval(ge=1, le=65536)]  # of a layer or a batch
+Iterations = Annotated[int, Interval(ge=1, le=1000)]
 
 
 # THE COMMAND LINE
 
 
 def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
-    """Runs a script's `main(args)` on the command line's flags; answers a UsageError in one line with exit code 2,
-    and a FailedError with 1. What tyro cannot parse, it answers itself, with 2.
+    """Runs `main(args)` with the command line's flags.
 
-    With `--resume RUN_DIR` the flags start from that run's own arguments, so that none need be repeated.
+    Exit codes: 2 for a UsageError or what tyro cannot parse, 1 for a FailedError or a full disk, each with one sentence
+    on stderr; 130 or 143 for a signal that no run answers. With `--resume RUN_DIR`, flags default to that run's own.
     """
     module = sys.modules[main.__module__]
     argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
-        flags = [word.partition("=")[0].replace("_", "-") for word in argv]
-        _check_names(args_class, flags)
-        _check_once(args_class, flags)
-        run_dir = _flag_value(argv, "--resume")
-        check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
-        _check_types(args_class)
-        default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
-        args = _parse(args_class, argv, default, module.__doc__)
-        _check_given(args, flags)
-        if getattr(args, "distributed", False):
-            # Before JAX starts, which a dtype that depends on the device would do: not every script can.
-            check_flags(dataclasses.replace(args, dtype="float32") if hasattr(args, "dtype") else args)
-            _join_hosts()
-        main(args)
+        with _sigterm_raises():
+            flags = [word.partition("=")[0].replace("_", "-") for word in argv]
+            _check_once(args_class, flags)
+            run_dir = _flag_value(argv, "--resume")
+            check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
+            _check_types(args_class)
+            default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
+            _own_flags_first(args_class)
+            args = tyro.cli(args_class, args=argv, default=default, description=module.__doc__)
+            _check_given(args, flags)
+            _check_ranges(args)
+            if getattr(args, "distributed", False):
+                # Before JAX starts, which a dtype that depends on the device would do: not every script can.
+                check_flags(dataclasses.replace(args, dtype="float32") if hasattr(args, "dtype") else args)
+                _join_hosts()
+            main(args)
     except (UsageError, FailedError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:  # as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _exit(128 + signal.SIGPIPE)
-    except KeyboardInterrupt:  # a second Ctrl-C: the last checkpoint is kept
-        _exit(128 + signal.SIGINT)
+    except KeyboardInterrupt as error:
+        number = signal.Signals(*error.args or [signal.SIGINT])
+        print(f"stopped by {number.name}", file=sys.stderr, flush=True)
+        _exit(128 + number)
     except Exception as error:
+        if full := files.full_disk(error):
+            print(f"error: {full}", file=sys.stderr, flush=True)
+            _exit(1)
         if "RESOURCE_EXHAUSTED" in (why := f"{error} {error.__cause__}"):  # of an actor it is the cause
             full = files.first_line(why[why.index("RESOURCE_EXHAUSTED") :])
             less = "the last checkpoint is whole; give fewer --num-envs, or run fewer scripts on the device"
@@ -94,6 +98,23 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         reason = files.first_line(error)
         print(f"error: this host or another has failed ({reason}); go on with --resume", file=sys.stderr, flush=True)
         _exit(1)
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does: what has been begun is undone on the way out."""
+
+    def interrupt(number: int, frame) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():  # the only one that signals interrupt
+        yield
+        return
+    old = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def _exit(code: int) -> NoReturn:
@@ -125,42 +146,10 @@ def set_up_jax() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _parse(args_class: type, argv: Sequence[str], default: Any, description: str) -> Any:
-    """tyro.cli, whose --help shows a script's own flags first and then, each in a box, the groups it inherits."""
-    groups = [group for group in args_class.__bases__ if dataclasses.is_dataclass(group)]
-    if not groups:
-        return tyro.cli(args_class, args=argv, default=default, description=description)
-    default = args_class() if default is None else default
-    hints, texts = get_type_hints(args_class, include_extras=True), _field_texts(args_class)
-    inherited = {field.name for group in groups for field in dataclasses.fields(group)}
-
-    def box(name, about, fields):
-        flags = [
-            (field.name, Annotated[hints[field.name], tyro.conf.arg(help=texts.get(field.name, ""))])
-            for field in fields
-        ]
-        part = dataclasses.make_dataclass(name, flags, frozen=True)
-        kind = Annotated[tyro.conf.OmitArgPrefixes[part], tyro.conf.arg(help=about)]
-        return name, kind, part(**{flag: getattr(default, flag) for flag, _ in flags})
-
-    boxes = [box("algorithm", "", [field for field in dataclasses.fields(args_class) if field.name not in inherited])]
-    for group in groups:
-        boxes.append(box(group.__name__.removesuffix("Args").lower(), group.__doc__, dataclasses.fields(group)))
-    answer = tyro.cli(dataclasses.make_dataclass("Boxed", boxes), args=argv, description=description)
-    return args_class(**{flag: value for part in vars(answer).values() for flag, value in vars(part).items()})
-
-
-def _field_texts(args_class: type) -> dict[str, str]:
-    """The literal below each field, in the words of the class that says it last: a script's before its groups'."""
-    texts = {}
-    for each in filter(dataclasses.is_dataclass, reversed(args_class.__mro__)):
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body
-        texts |= {
-            field.target.id: " ".join(text.value.value.split())
-            for field, text in itertools.pairwise(body)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        }
-    return texts
+def _own_flags_first(args_class: type) -> None:
+    """Puts a script's own fields before those it inherits, in --help and args.json: dataclasses put them last."""
+    own, fields = inspect.get_annotations(args_class), args_class.__dataclass_fields__
+    args_class.__dataclass_fields__ = {name: fields[name] for name in own} | fields
 
 
 def _check_given(args: Any, flags: Sequence[str]) -> None:
@@ -173,16 +162,6 @@ def _check_given(args: Any, flags: Sequence[str]) -> None:
         for name in ("wandb_mode", "wandb_project", "wandb_entity"):
             given, value = flag_of(name) in flags, getattr(args, name)
             check(not given or value == "disabled", f"{as_given(name, value)}: has no effect with --track {args.track}")
-
-
-def _check_names(args_class: type, flags: Iterable[str]) -> None:
-    """Raises UsageError for a flag that has another name in this script."""
-    names = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    for flag in flags:
-        flag = flag.replace("--no-", "--")
-        for answer in OTHER_NAMES.get(flag, ()) if flag not in names else ():
-            if names.issuperset(re.findall(r"--[a-z-]+", answer)):
-                raise UsageError(f"{flag}: {answer}")
 
 
 def _check_once(args_class: type, flags: Sequence[str]) -> None:
@@ -219,10 +198,7 @@ def _flag_value(argv: list[str], flag: str) -> str | None:
 
 
 def check_args(args: Any, script: str) -> None:
-    """Checks flags by their groups' LIMITS and check(), and what a resumed run keeps by FIXED.
-
-    Raises UsageError, one sentence, if a flag's value makes no sense.
-    """
+    """Raises UsageError for invalid or inconsistent flags, or if a resumed run changes a flag named in FIXED."""
     named = bool(re.fullmatch(r"\w+_\w+", script))
     form = "give it a name of letters, digits and an underscore, such as my_ppo.py, else its runs cannot be found again"
     check(named, f"{script}.py: {form}")
@@ -239,34 +215,29 @@ def check_args(args: Any, script: str) -> None:
 
 def _check_types(args_class: type) -> None:
     """Raises UsageError for what looks like a flag, or a flag's new default, and has no type: it would be neither."""
-    types = {field.name: field.type for field in dataclasses.fields(args_class)}
+    fields = {field.name: field for field in dataclasses.fields(args_class)}
     for group in _groups(args_class):
         for name, value in vars(group).items():
             plain = isinstance(value, bool | int | float | str | tuple) and name.islower() and not name.startswith("_")
-            if (plain or name in types) and name not in inspect.get_annotations(group):
-                kind = types.get(name, type(value))
-                kind = getattr(kind, "__name__", kind)
+            if (plain or name in fields) and name not in inspect.get_annotations(group):
+                kind, of_class = type(value), "; if it is not to be a flag, annotate it as a ClassVar"
+                if name in fields:
+                    kind, of_class = fields[name].type, ""
+                    value = str(value) if isinstance(fields[name].default, str) else value
+                kind = next((alias for alias, of in globals().items() if of == kind), getattr(kind, "__name__", kind))
                 if isinstance(value, tuple):
                     kind = f"tuple[{', '.join(type(each).__name__ for each in value)}]"
-                new = f"{name}: {kind} = {(str(value) if kind == 'str' else value)!r}"
-                of_class = "" if name in types else "; if it is not to be a flag, annotate it as a ClassVar"
-                what = f"is no flag, and no new default, without its type: {new}{of_class}"
+                what = f"is no flag, and no new default, without its type: {name}: {kind} = {value!r}{of_class}"
                 raise UsageError(f"{group.__name__}.{name}: {what}")
 
 
 def check_flags(args: Any) -> None:
-    """Raises UsageError if a flag's value makes no sense, by its group's LIMITS and check()."""
+    """Raises UsageError for a value outside its range, and for inconsistent flags by each group's check()."""
     _check_types(type(args))
-    groups = _groups(type(args))
-    for group in reversed(groups):  # a script's own first: its total_timesteps may be made of them
-        check_limits(args, vars(group).get("LIMITS", {}))
-    for group in groups:
+    _check_ranges(args)
+    for group in _groups(type(args)):
         if "check" in vars(group):
             group.check(args)
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        finite = not isinstance(value, float) or abs(value) <= MAX_FLOAT
-        check(finite, f"{flag_of(field.name)} {value}: is not a number that float32 can hold")
 
 
 def check_devices(args: Any) -> None:
@@ -333,7 +304,8 @@ def check_batch(args: Any) -> None:
         "games": f"the number of games, {parts} (a recurrent core learns from whole rollouts)",
     }
     check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {divided[what]}")
-    check(batch <= 2**24, f"--num-envs {args.num_envs}: num_envs x num_steps = {batch} must be at most {2**24}")
+    given = f"--num-envs {args.num_envs} --num-steps {args.num_steps}"
+    check(batch <= 2**24, f"{given}: the batch, num_envs x num_steps = {batch}, must be at most {2**24}")
 
 
 def parts_of_batch(args: Any) -> tuple[str, int]:
@@ -343,18 +315,31 @@ def parts_of_batch(args: Any) -> tuple[str, int]:
     return "samples", args.num_envs * args.num_steps
 
 
-def check_limits(args: Any, limits: dict[str, tuple[float, float | None]]) -> None:
-    """Raises UsageError if a number or schedule of `args`, where one is given, lies outside its closed range (None: no
-    bound)."""
-    for name, (low, high) in limits.items():
-        check(hasattr(args, name), f"LIMITS: has {name}, which is no flag of {type(args).__name__}")
-        given = getattr(args, name)
-        for value in given if isinstance(given, tuple) else (given,):
-            if isinstance(value, str):
-                _check_schedule(flag_of(name), value, low, high)
-            elif value is not None:
-                inside = low <= value < float("inf") and (high is None or value <= high)
-                check(inside, f"{flag_of(name)} {value}: {_range(low, high)}")
+def _check_ranges(args: Any) -> None:
+    """Raises UsageError for a value outside the range of its type. A field that a class redefines keeps its old range
+    too."""
+    for group in reversed(_groups(type(args))):
+        hints = get_type_hints(group, include_extras=True)
+        for name in inspect.get_annotations(group).keys() & {field.name for field in dataclasses.fields(args)}:
+            _check_range(flag_of(name), hints[name], getattr(args, name))
+
+
+def _check_range(flag: str, kind: Any, value: Any) -> None:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        for bounds in parts[1:]:
+            _check_bounds(flag, value, bounds)
+        _check_range(flag, parts[0], value)
+    elif origin is tuple:
+        for part, each in zip(parts[:1] * len(value) if parts[-1] is ... else parts, value, strict=True):
+            _check_range(flag, part, each)
+    elif origin is Literal:
+        check(value in parts, f"{flag} {value}: give one of {', '.join(map(str, parts))}")
+    elif origin in (Union, UnionType) and value is not None:
+        for part in parts:
+            _check_range(flag, part, value)
+    elif kind is float:
+        check(abs(value) <= MAX_FLOAT, f"{flag} {value}: is not a number that float32 can hold")
 
 
 def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
@@ -365,8 +350,22 @@ def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
         check(given or value == default, f"{as_given(name, value)}: has no effect without {need}")
 
 
-def _range(low: float, high: float | None) -> str:
-    return f"must be {low} or more" if high is None else f"must be from {low} to {high}"
+def _check_bounds(flag: str, value: float | str | None, bounds: Any) -> None:
+    """Raises UsageError for a number or a schedule's value outside of bounds such as Ge(1) or Interval(ge=0, le=1)."""
+    ge, gt, le = (getattr(bounds, side, None) for side in ("ge", "gt", "le"))
+    if value is None or (ge, gt, le) == (None, None, None):
+        return
+    values = [value]
+    if isinstance(value, str):
+        try:
+            values, value = parse_schedule(value).values, repr(value)
+        except ValueError:
+            form = 'give a number, or points "step:value,step:value,..." with rising steps'
+            raise UsageError(f"{flag} {value!r}: {form}") from None
+    inside = all((ge is None or ge <= x) and (gt is None or gt < x) and (le is None or x <= le) for x in values)
+    least = f"above {gt}" if gt is not None else f"{ge} or more"
+    valid = f"from {ge} to {le}" if None not in (ge, le) else least if le is None else f"{least} and at most {le}"
+    check(inside, f"{flag} {value}: must be {valid}")
 
 
 # NAMES AND VALUES
@@ -405,15 +404,6 @@ def parse_schedule(text: str) -> Schedule:
     return Schedule(steps, values)
 
 
-def _check_schedule(flag: str, text: str, low: float, high: float | None) -> None:
-    form = f'{flag} {text!r}: give a number, or points "step:value,step:value,..." with rising steps'
-    try:
-        values = parse_schedule(text).values
-    except ValueError:
-        raise UsageError(form) from None
-    check(min(values) >= low and (high is None or max(values) <= high), f"{flag} {text!r}: {_range(low, high)}")
-
-
 # A RUN'S OWN
 
 
@@ -446,11 +436,8 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     about = f"{source} {run_dir}: its args.json is not of this version of the script"
     text = io.StringIO()
     try:
-        _check_names(args_class, map(flag_of, args))
         with contextlib.redirect_stderr(text):
             return tyro.cli(args_class, args=words)
-    except UsageError as error:
-        raise UsageError(f"{about}: {error}") from None
     except SystemExit:
         # Title, what is wrong, a rule, help; in ASCII where a terminal knows nothing else.
         lines = [line.strip("│|─ ") for line in text.getvalue().splitlines()]

@@ -10,22 +10,23 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 
 from common import cpu, devices, gpu
 from common.derivatives import custom_vjp
 from common.files import UsageError, check
+from common.flags import Size
 
 
 @dataclass(frozen=True)
 class EncoderArgs:
-    """The network that sees the frames."""
+    """The image encoder."""
 
-    LIMITS: ClassVar = {"width": (1, 64), "blocks": (0, 64), "separable": (0, 16), "hidden": (1, 65536)}
     # What was learnt with one network makes no sense in another, also where it would fit.
     FIXED: ClassVar = (
         "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
@@ -36,36 +37,36 @@ class EncoderArgs:
     """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see docs)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
-    width: int = 2
+    width: Annotated[int, Interval(ge=1, le=64)] = 2
     """multiplies the encoder's own channels (impala: 16, 32, 32; nature: 32, 64, 64; mobilenet: 8, 12, 16, 32)"""
-    blocks: int = 2
+    blocks: Annotated[int, Interval(ge=0, le=64)] = 2
     """residual blocks in a stage (impala, mobilenet)"""
     downsample: Literal["auto", "maxpool", "stride"] = "auto"
-    """by max-pools or by the stride of convolutions (impala, xresnet); auto is maxpool in impala, stride in xresnet"""
-    separable: int = 0
-    """filters per channel of depthwise-separable convolutions; 0 for plain convolutions (impala, xresnet)"""
+    """max pooling or strided convolutions (impala, xresnet); auto is maxpool in impala and stride in xresnet"""
+    separable: Annotated[int, Interval(ge=0, le=16)] = 0
+    """depth multiplier of depthwise-separable convolutions; 0 for plain convolutions (impala, xresnet)"""
     norm: Literal["auto", "none", "group"] = "auto"
-    """GroupNorm after each convolution, or none; auto is group in mobilenet and none in the others"""
+    """normalisation after each convolution; auto is group (GroupNorm) in mobilenet and none in the others"""
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     center: Literal["auto", "yes", "no"] = "auto"
     """subtract 128 from pixels, then divide; auto is no in nature, and yes, as the competition entry, in the others"""
     init: Literal["glorot", "orthogonal", "kaiming", "pytorch"] = "glorot"
-    """initial weights of the encoder's layers; pytorch is PyTorch's default, whose biases are random too"""
+    """initializer of the encoder's layers; pytorch is PyTorch's default, biases included"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
     """the encoder's nonlinearity"""
     spectral_norm: bool = False
-    """divide the kernels of residual blocks by their largest singular value (impala)"""
+    """spectral normalisation of the residual blocks' kernels (impala)"""
     pool: Literal["avg", "act_avg", "max", "max6", "flatten"] = "avg"
-    """what the dense layer gets: avg or max over all positions (act_avg, impala: avg after its last nonlinearity, not
-    before), max6 over each of 6 x 6 parts, flatten all positions"""
-    hidden: int = 256
+    """pooling before the dense layer: avg or max over all positions (act_avg: avg after impala's last nonlinearity),
+    max6 over each of 6 x 6 parts, or flatten"""
+    hidden: Size = 256
     """units of the dense layer, and of a recurrent core where there is one"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the encoder's arithmetic; auto is bfloat16 on an accelerator and float32 on a CPU"""
+    """dtype of the encoder's computation; auto is bfloat16 on an accelerator and float32 on a CPU"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags describe no encoder."""
+        """Raises UsageError for inconsistent flags."""
         name = self.encoder.partition(":")[0]
         check(
             self.encoder in CHANNELS or self.encoder.startswith("xresnet:"),

@@ -7,55 +7,53 @@ unrolls become rows of the buffer, where the buffer is, and the loop over update
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Interval
 
 from common import actors, checkpoints, devices, envs, networks, replay, runs, shaping
 from common.actors import Item, Unroll
 from common.files import check
+from common.flags import NonNegativeInt, PositiveInt, Size, UnitInterval, UnitSchedule
 
 
 @dataclass(frozen=True)
 class OffPolicyArgs(actors.FleetArgs):
-    """Who plays, what is kept of it, and how often that is learnt from."""
+    """Actors, the replay buffer, and how often to learn from it."""
 
-    LIMITS: ClassVar = {
-        "num_steps": (1, 4096), "buffer_size": (1, 2**27), "replay_ratio": (0, 1024), "batch_size": (1, 65536),
-        "per_alpha": (0, 1), "per_beta": (0, 1), "n_step": (1, 1024), "gamma": (0, 1),
-    }  # fmt: skip
     # What is in the replay buffer came of these, and when learning starts.
     FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
 
-    num_steps: int = 16
-    """steps of each game in an unroll, after which actors hand over and fetch parameters"""
-    buffer_size: int = 200_000
+    num_steps: PositiveInt = 16
+    """steps per environment in an unroll, after which actors fetch new parameters"""
+    buffer_size: Annotated[int, Interval(ge=1, le=2**27)] = 200_000
     """transitions in the replay buffer, 12 kB each"""
     replay_device: Literal["device", "host"] = "device"
-    """where the replay buffer is: on the devices that learn, each its own games' part, or in the host's memory"""
+    """location of the replay buffer: sharded over the learner's devices, or in host memory"""
     save_replay: bool = True
-    """keep the replay buffer in each checkpoint (12 kB a transition); else a resumed run refills it first"""
-    learning_starts: int = 50_000
-    """environment steps played before the first update"""
-    replay_ratio: float = 2.0
-    """transitions learnt from for each one played: an update each batch_size / replay_ratio steps, at any speed"""
-    batch_size: int = 128
-    """transitions in an update"""
-    per_alpha: float = 0.5
-    """prioritised replay: probabilities are proportional to |TD error| to this power; 0 for uniform"""
-    per_beta: str = "0:0.4,2000000:1"
-    """prioritised replay: how far importance weights undo the priorities; a number, or a schedule such as
-    0:0.4,2000000:1 in environment steps"""
-    n_step: int = 3
-    """rewards before the bootstrap"""
-    gamma: float = 0.99
-    """discount"""
+    """include the replay buffer in checkpoints (12 kB a transition); if off, a resumed run refills it first"""
+    learning_starts: NonNegativeInt = 50_000
+    """environment steps before the first update"""
+    replay_ratio: Annotated[float, Interval(ge=0, le=1024)] = 2.0
+    """transitions sampled per environment step: an update every batch_size / replay_ratio steps"""
+    batch_size: Size = 128
+    """transitions per update"""
+    per_alpha: UnitInterval = 0.5
+    """exponent of the priorities, |TD error|^alpha, in prioritised replay; 0 for uniform sampling"""
+    per_beta: UnitSchedule = "0:0.4,2000000:1"
+    """exponent of the importance weights in prioritised replay: a number, or a schedule such as 0:0.4,2000000:1 in
+    environment steps"""
+    n_step: PositiveInt = 3
+    """steps of the n-step return"""
+    gamma: UnitInterval = 0.99
+    """discount factor"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         games, unroll = self.num_envs, self.n_step + self.num_steps
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks

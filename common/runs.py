@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -29,16 +29,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-import common
 from common import checkpoints, devices, files, films, tracking
 from common.files import FailedError, FullError, UsageError, check, write_json
 from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     MAX_SEED,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    Timesteps,
     as_given,
     check_args,
     check_batch,
     check_flags,
-    check_limits,
     check_memory,
     check_needs,
     cli,
@@ -62,41 +64,36 @@ class DivergedError(FailedError):
 class RunArgs:
     """The run and its files."""
 
-    # A group of flags may have: closed ranges of its numbers (None: no bound), names of what a run cannot change when
-    # it is resumed, and check(), which raises UsageError. A script inherits groups, and adds its own of each.
-    LIMITS: ClassVar = {
-        "seed": (0, MAX_SEED), "total_timesteps": (1, 2**31 - 2**24), "checkpoint_every": (1, None),
-        "keep_checkpoints": (1, None), "num_devices": (0, None),
-    }  # fmt: skip
+    # A group of flags may have FIXED, the flags that a resume cannot change, and check(), which raises UsageError.
+    # A script inherits groups and adds its own of each.
     FIXED: ClassVar = ("seed",)
 
-    seed: int = 1
-    """of everything: the same seed gives the same metrics (with --deterministic, in scripts that have it)"""
+    seed: Seed = 1
+    """seed of everything; the same seed gives the same metrics (with --deterministic, in scripts that have it)"""
     run_dir: str = devices.host_only("runs")
-    """where run directories go"""
+    """parent folder of run directories"""
     resume: str = devices.host_only("")
-    """a run directory to continue; its arguments are taken over, and flags given here override them"""
-    checkpoint_every: int = devices.host_only(1_000_000)
+    """run directory to resume; its saved arguments are the defaults of all other flags"""
+    checkpoint_every: PositiveInt = devices.host_only(1_000_000)
     """environment steps between checkpoints"""
-    keep_checkpoints: int = devices.host_only(3)
-    """how many of the newest checkpoints to keep"""
-    num_devices: int = 0
-    """devices of this machine that learn: GPUs, or cores of a CPU (a power of two, at most 8); 0 for as many as divide
-    the games and minibatches"""
+    keep_checkpoints: PositiveInt = devices.host_only(3)
+    """number of most recent checkpoints to keep"""
+    num_devices: NonNegativeInt = 0
+    """learner devices on this host: GPUs, or CPU cores (a power of two, at most 8); 0 for as many as divide the
+    environments and minibatches"""
     distributed: bool = False
-    """PPO, TRPO, IMPALA: train on several hosts together, each with its share of the games; SLURM or JAX's own
-    variables say which"""
+    """train on several hosts (PPO, TRPO, IMPALA), which share the environments; set up by SLURM or JAX's variables"""
     track: Literal["wandb", "tensorboard"] = devices.host_only("wandb")
-    """where metrics go besides metrics.jsonl: to Weights & Biases, or to files that TensorBoard reads"""
+    """where to log metrics besides metrics.jsonl: Weights & Biases or TensorBoard"""
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = devices.host_only("auto")
-    """Weights & Biases; auto is what WANDB_MODE says in the environment, else online if logged in, else offline"""
+    """mode of Weights & Biases; auto is WANDB_MODE from the environment, else online if logged in, else offline"""
     wandb_project: str = devices.host_only("procgen")
     """W&B project"""
     wandb_entity: str = devices.host_only("")
-    """W&B team or user; empty for your default"""
+    """W&B entity (team or user); empty for your default"""
 
     def check(self) -> None:
-        """Raises UsageError if the run has no place."""
+        """Raises UsageError for inconsistent flags."""
         check(self.run_dir != "", "--run-dir '': give a folder")
 
     def shares(self) -> dict[str, int]:
@@ -196,11 +193,12 @@ class Run:
         self.first = devices.host(args) == 0
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
         mode = tracking.wandb_mode(args) if self.first else "disabled"
-        with contextlib.ExitStack() as undo, _undone_by_signals(undo):
+        with contextlib.ExitStack() as undo:
             try:
-                with files.full_disk_explained(Path(root)):
-                    self._open(args, script, load, mode=mode, undo=undo)
+                self._open(args, script, load, mode=mode, undo=undo)
             except OSError as error:
+                if full := files.full_disk(error, Path(root)):
+                    raise full from None
                 raise UsageError(f"{flag} {root}: cannot write there ({error.strerror})") from None
             undo.pop_all()
         self.stop, self._script, self._args = None, script, args
@@ -262,7 +260,7 @@ class Run:
         if args.track == "tensorboard" and self.first:
             # What a resumed run had logged after its checkpoint is to vanish.
             after = int(self.saved["run"]["step"]) + 1 if self.saved else None
-            self._board = tracking.Board(self.path / "tensorboard", after)
+            self._board = tracking.start_tensorboard(self.path / "tensorboard", after)
             undo.callback(self._board.close)
         write_json(
             self.path / "args.json", {"script": script, "wandb_id": run_id, "env_id": args.env_id, "args": config}
@@ -290,8 +288,6 @@ class Run:
         for file in filter(None, (self._metrics, self._board)):
             with contextlib.suppress(OSError):  # what a full disk did not take has been said already
                 file.close()
-        if isinstance(error, FullError) and self.first:
-            error.args = (f"{error}; {self.kept()}",)
         if self.stop and kind is None:
             kept = checkpoints.steps_in(self.path)
             how = f"continue with: {self._how_to_go_on()}" if kept else "there was no checkpoint yet, begin again"
@@ -301,6 +297,8 @@ class Run:
             self._lock.close()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
+        if self.first and (full := files.full_disk(error, self.path)):
+            raise FullError(f"{full}; {self.kept()}") from None
 
     def _how_to_go_on(self) -> str:
         return f"python {self._script}.py --resume {self.path}"
@@ -352,13 +350,14 @@ class Run:
         """Writes metrics to metrics.jsonl and W&B or TensorBoard."""
         numbers = {name: float(value) for name, value in metrics.items()}
         clocks = {"global_step": step, "time": time.time(), "seconds": self._clock()}
-        with files.full_disk_explained(self.path / "metrics.jsonl"):
-            self._metrics.write(json.dumps(clocks | numbers) + "\n")
-            self._metrics.flush()
+        self._metrics.write(json.dumps(clocks | numbers) + "\n")
+        self._metrics.flush()
         self._lines += 1
         self._log_to_wandb(step, numbers)
         if self._board:
-            self._board.add_numbers(step, numbers)
+            for name, number in numbers.items():
+                self._board.add_scalar(name, number, step)
+            self._board.flush()
         if "charts/SPS" in numbers:
             status = f"{step:,} steps  {numbers['charts/SPS']:,.0f}/s"
             status += f"  return {numbers.get('charts/episodic_return', float('nan')):.2f}"
@@ -425,7 +424,7 @@ class Run:
 
             self._log_to_wandb(step, {f"pictures/{name}": wandb.Image(str(path))})
         if self._board:
-            self._board.add_picture(step, f"pictures/{name}", picture)
+            self._board.add_image(f"pictures/{name}", picture, step, dataformats="HWC")
 
     def steps_per_second(self, step: int) -> float:
         """Environment steps a second since the first call, which gives 0 (the first iteration compiles)."""
@@ -444,8 +443,7 @@ class Run:
             content = devices.whole(self._args, tree) | {"hosts": devices.of_each_host(self._args, own)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
             if self.first:
-                with files.full_disk_explained(self.path / "metrics.jsonl"):
-                    os.fsync(self._metrics.fileno())  # a checkpoint says how many lines there are
+                os.fsync(self._metrics.fileno())  # a checkpoint says how many lines there are
                 tree = serialization.to_state_dict(content)
                 checkpoints.save(self.path, step, tree, keep=self._args.keep_checkpoints)
         self._saved = self._written = step
@@ -538,27 +536,6 @@ def _is_logged(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and json.loads(line)["global_step"] <= step
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
-
-
-@contextlib.contextmanager
-def _undone_by_signals(undo: contextlib.ExitStack) -> Iterator[None]:
-    """A signal before training, which ends the program at once, first takes back what a run has begun: no folder is
-    left that is no run."""
-
-    def end(number: int, frame) -> None:
-        try:
-            undo.close()
-        finally:
-            common._end(number, frame)
-
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is common._end]
-    for number in numbers:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, common._end)
 
 
 class Evaluation(NamedTuple):

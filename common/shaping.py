@@ -1,29 +1,27 @@
 """What becomes of the games' rewards before an algorithm learns from them, and moments of masked arrays."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from common import devices
-from common.flags import check_needs
+from common.flags import UnitInterval, check_needs
 
 
 @dataclass(frozen=True)
 class NormalizeArgs:
-    """Whether rewards are scaled by what they add up to."""
-
-    LIMITS: ClassVar = {"normalize_gamma": (0, 1)}
+    """Reward normalisation."""
 
     normalize_rewards: bool = False
     """divide (clipped) rewards by the running standard deviation of their discounted return, then clip to +-10"""
-    normalize_gamma: float = 0.0
-    """discount of the return that normalize_rewards divides by; 0 for gamma (Baselines has .99, whatever gamma is)"""
+    normalize_gamma: UnitInterval = 0.0
+    """discount of that return; 0 for gamma (Baselines always uses 0.99)"""
 
     def check(self) -> None:
-        """Raises UsageError, one sentence, if these flags make no sense."""
+        """Raises UsageError for inconsistent flags."""
         check_needs(self, self.normalize_rewards, "--normalize-rewards", ("normalize_gamma",))
 
 

@@ -1,16 +1,9 @@
 """Where a run's metrics go besides metrics.jsonl: Weights & Biases, or TensorBoard."""
 
 import os
-import platform
-import secrets
-import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from common import files
 from common.files import UsageError, check
 
 
@@ -72,38 +65,10 @@ def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str,
         ) from None
 
 
-class Board:
-    """TensorBoard's file of events, which are in it when they have been logged. tensorboardX's own writer leaves that
-    to a thread, which dies where the disk is full, and all wait for it."""
+def start_tensorboard(folder: Path, purge_step: int | None):
+    """TensorBoard's writer; `purge_step` and what follows it vanish from older files."""
+    from tensorboardX import SummaryWriter  # late: not every run writes for it
 
-    def __init__(self, folder: Path, purge_step: int | None):
-        """What older files say of `purge_step` and later is to vanish. Raises OSError where it cannot be written."""
-        from tensorboardX import record_writer, summary  # late: not every run writes for it
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        self._summary, self._event, self._path = summary, Event, folder
-        folder.mkdir(exist_ok=True)
-        # TensorBoard reads files in the order of these seconds; the rest of the name lets none replace another.
-        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{secrets.token_hex(4)}.{purge_step or 0}"
-        self._file = record_writer.RecordWriter(str(folder / name))
-        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
-        if purge_step is not None:
-            first.append(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
-        self._write(first)
-
-    def _write(self, events: Iterable) -> None:
-        with files.full_disk_explained(self._path):
-            for event in events:
-                self._file.write(event.SerializeToString())
-            self._file.flush()
-
-    def add_numbers(self, step: int, numbers: dict[str, float]) -> None:
-        values = [self._summary.scalar(name, number) for name, number in numbers.items()]
-        self._write(self._event(wall_time=time.time(), step=step, summary=value) for value in values)
-
-    def add_picture(self, step: int, name: str, picture: np.ndarray) -> None:
-        value = self._summary.image(name, picture, dataformats="HWC")
-        self._write([self._event(wall_time=time.time(), step=step, summary=value)])
-
-    def close(self) -> None:
-        self._file.close()
+    # Its thread dies on a full disk, and a queue that is full would wait for it: here there is room for what is logged
+    # until the next flush, which raises the error. The suffix lets no resume replace a file of the same second.
+    return SummaryWriter(str(folder), purge_step=purge_step, max_queue=10_000, filename_suffix=f".{purge_step or 0}")

@@ -102,7 +102,7 @@ def append_rows(path: str, rows: list[dict]) -> None:
     """
     if path:
         check_columns(path, read_rows(Path(path)), rows)
-        with files.full_disk_explained(Path(path)), Path(path).open("a", newline="") as file:
+        with Path(path).open("a", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
             if file.tell() == 0:
                 writer.writeheader()

@@ -294,7 +294,6 @@ def test_the_command_line(tmp_path, capfd):
 
 # Words, the flag and its value that the answer names, and what it says is valid.
 BAD = {
-    "unknown game": (["--env-id", "coinrum"], "--env-id coinrum", "did you mean coinrun?"),
     "actors": (["--num-actors", 5], "--num-actors 5", "24"),
     "buffer": (["--buffer-size", 100], "--buffer-size 100", "give 1008 or more"),
     "learning starts late": (["--learning-starts", 10**6], "--learning-starts 1000000", "--buffer-size, 200000"),

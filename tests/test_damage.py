@@ -187,7 +187,7 @@ def test_a_full_disk_while_a_checkpoint_is_written(run_dir, whole, monkeypatch, 
     said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("run directory")]
     assert stopped.value.code == 1
     assert len(said) == 1, said
-    assert said[0].startswith(f"error: cannot write {run_dir}/checkpoints/")
+    assert said[0].startswith(f"error: cannot write {run_dir}: ")
     for part in (os.strerror(errno.EFBIG), "MiB are free there", f"step {step} is whole", f"--resume {run_dir}"):
         assert part in said[0]
     assert checkpoints.steps_in(run_dir)[-1] == step
@@ -201,8 +201,9 @@ def test_of_many_files_without_room_only_one_is_heard(tmp_path, caplog):
     """Orbax writes them in tasks: those nobody waits for any more would log what they raised when they are collected,
     which on Python 3.11 also breaks an ast.parse that is under way then."""
     arrays = {str(i): np.random.default_rng(i).normal(size=1000) for i in range(2000)}  # that cannot be compressed
-    with small_files(), pytest.raises(files.FullError):
+    with small_files(), pytest.raises(Exception, match=os.strerror(errno.EFBIG)) as refused:
         checkpoints.save(tmp_path, 1, arrays, keep=1)
+    assert files.full_disk(refused.value)
     gc.collect()
     assert not caplog.records
 
@@ -210,7 +211,7 @@ def test_of_many_files_without_room_only_one_is_heard(tmp_path, caplog):
 @pytest.mark.filterwarnings("error")
 def test_a_full_disk_when_a_folder_is_taken(tmp_path):
     """And the file is closed: one left open would be heard of in some later test."""
-    with small_files(0), pytest.raises(files.FullError, match=f"cannot write {tmp_path}") as refused:
+    with small_files(0), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as refused:
         files.take(tmp_path)
     locks = [step.frame.f_locals.get("lock") for step in refused.traceback]
     assert [lock.closed for lock in locks if lock] == [True]
@@ -226,7 +227,7 @@ def test_a_full_disk_at_the_first_write(words, run_dir, tmp_path, monkeypatch, c
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(json, "dumps", refuse)
+    monkeypatch.setattr(runs, "write_json", refuse)
     words = [*words, str(run_dir)] if words else ["--run-dir", str(tmp_path / "new"), "--wandb-mode", "disabled"]
     with pytest.raises(SystemExit) as stopped:
         runs.cli(ppo.Args, ppo.main, words)
@@ -354,9 +355,11 @@ def test_evaluation_of_what_is_no_run_of_ours(run_dir, tmp_path, capfd):
         ({"script": "../x"}, "no script's name"),
         ({"script": "dqn_procgen"}, "dqn_procgen.py, which is not here"),
         ({"args": [1]}, "no arguments"),
-        ({"args": args["args"] | {"env_id": "bigfsh"}}, "did you mean bigfish?"),
+        (
+            {"args": args["args"] | {"env_id": "bigfsh"}},
+            "'bigfsh' for argument '--env-id'. Expected one of ('bigfish',",
+        ),
         ({"args": args["args"] | {"num_steps": 10**9}}, "--num-steps 1000000000"),
-        ({"args": args["args"] | {"gru": False}}, "is --core gru here"),
         ({"args": args["args"] | {"gone": 3}}, "--gone"),
         ({"args": args["args"] | {"pool": "old"}}, "'old' for argument '--pool'. Expected one of ('avg',"),
     ):
@@ -420,18 +423,6 @@ def test_history_is_not_lost_where_there_is_no_room_to_mend_it(run_dir, monkeypa
 # SIGNALS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_imports(number, tmp_path):
-    """chex is the first thing that a script imports besides ours: here, something that sends a signal."""
-    (tmp_path / "chex.py").write_text(f"import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(60)")
-    command = [sys.executable, "ppo_procgen.py"]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert ended.returncode == 128 + number
-    assert ended.stderr == f"stopped by {number.name}: no training was under way\n"
-
-
 def test_a_closed_pipe_is_as_good_as_a_signal(tmp_path, monkeypatch, capfd):
     """As with `2>&1 | head`: training ends with a checkpoint, and can go on."""
     reader, writer = os.pipe()
@@ -475,36 +466,35 @@ def test_an_error_that_is_not_the_checkpoints_is_no_damage(run_dir, monkeypatch,
         checkpoints._read(old)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the writer's own thread
 def test_a_full_disk_while_events_are_written(tmp_path):
     """Of TensorBoard: in one sentence, and what was written before is there."""
     args = ppo.Args(**RUN | {"run_dir": str(tmp_path), "track": "tensorboard"})
 
     def log_for_long():
         with contextlib.ExitStack() as until_it_is_closed, runs.Run(args, ppo.SCRIPT) as run:
-            (path,) = (run.path / "tensorboard").iterdir()
-            run.log(1, {"losses/first": 1.0})
-            assert b"losses/first" in path.read_bytes()
             run._metrics = open(os.devnull, "w")  # noqa: SIM115 - `run` closes it: only the events are to be too many
             until_it_is_closed.enter_context(small_files())
-            for step in range(2, 10**5):
+            for step in range(1, 10**5):
                 run.log(step, {f"losses/{i}": 1.0 for i in range(20)})
 
-    with pytest.raises(files.FullError, match=r"cannot write .*/tensorboard.*no checkpoint was written yet"):
+    with pytest.raises(files.FullError, match=rf"cannot write {tmp_path}/.*no checkpoint was written yet"):
         log_for_long()
+    (path,) = tmp_path.glob("*/tensorboard/*")
+    assert b"losses/1" in path.read_bytes()
 
 
-def test_a_signal_before_training_leaves_no_folder(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_training_leaves_no_folder(number, tmp_path):
     """The first import after the run directory is made sends one."""
-    (tmp_path / "tensorboardX.py").write_text(
-        f"import os, time; os.kill(os.getpid(), {signal.SIGTERM:d}); time.sleep(9)"
-    )
+    (tmp_path / "tensorboardX.py").write_text(f"import os, time; os.kill(os.getpid(), {number:d}); time.sleep(9)")
     words = ["--track", "tensorboard", "--encoder", "nature", "--num-envs", "8", "--run-dir", str(tmp_path / "runs")]
     command = [sys.executable, "ppo_procgen.py", *words]
     ended = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
-    assert ended.stderr == "stopped by SIGTERM: no training was under way\n"
-    assert ended.returncode == 128 + signal.SIGTERM
+    assert ended.stderr == f"stopped by {number.name}\n"
+    assert ended.returncode == 128 + number
     assert not [*(tmp_path / "runs").iterdir()]
 
 

@@ -355,7 +355,6 @@ def test_two_thousand_frames(tmp_path):
 
 
 BAD = {
-    "unknown game": (["--env-id", "bigfsh"], "--env-id bigfsh", "did you mean bigfish?"),
     "actors": (["--num-actors", 3], "--num-actors 3", "16"),
     "minibatches": (["--num-minibatches", 3], "--num-minibatches 3", "16"),
     "replayed minibatches": (["--replay-fraction", 0.2, "--num-minibatches", 3], "--num-minibatches 3", "20"),
@@ -365,7 +364,7 @@ BAD = {
     "replay size of nothing": (["--replay-size", 64], "--replay-size 64", "without --replay-fraction"),
     "lag": (["--max-lag", -1], "--max-lag -1", "from 0 to 64"),
     "lambda": (["--vtrace-lambda", 1.5], "--vtrace-lambda 1.5", "from 0 to 1"),
-    "rho": (["--rho-bar", "nan"], "--rho-bar nan", "1e-06 or more"),
+    "rho": (["--rho-bar", "nan"], "--rho-bar nan", "above 0"),
     "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
     "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
     "schedule": (["--learning-rate", "0:1e-4,oops"], "--learning-rate '0:1e-4,oops'", "step:value"),

@@ -479,8 +479,7 @@ def test_initial_weights_as_pytorchs_are_uniform_and_biases_too():
 
 
 def check_encoder(args):
-    runs.check_limits(args, EncoderArgs.LIMITS)
-    args.check()
+    runs.check_flags(args)
 
 
 @pytest.mark.parametrize(

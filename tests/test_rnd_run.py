@@ -485,7 +485,6 @@ def test_every_flag_changes_something(flag, tmp_path, monkeypatch):
 BAD = {
     "minibatches": (["--num-minibatches", 7], "--num-minibatches 7", "16384"),
     "whole rollouts": (["--core", "gru", "--num-minibatches", 256], "--num-minibatches 256", "128 (a recurrent core"),
-    "old flag": (["--gru"], "--gru", "--core gru"),
     "correction of nothing": (["--vtrace"], "--vtrace", "--async"),
     "channels": (["--channels", "32,64"], "--channels 32,64", "3 numbers"),
     "discount": (["--int-gamma", 1.5], "--int-gamma 1.5", "from 0 to 1"),

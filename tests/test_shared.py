@@ -25,7 +25,7 @@ from PIL import Image
 import impala_procgen as impala
 import ppo_procgen as ppo
 from benchmarks import gpu_plan
-from common import actors, augment, checkpoints, devices, files, films, networks, runs, tracking
+from common import actors, augment, checkpoints, devices, files, films, flags, networks, runs, tracking
 from common.networks import EncoderArgs
 from experiments import trials
 
@@ -101,17 +101,15 @@ def test_a_core_is_in_float32_on_a_gpu_too(kind):
 def test_a_forks_tuples_come_back_from_its_args_json(tmp_path):
     @dataclass(frozen=True)
     class Args:
-        betas: tuple[float, float] = (0.9, 0.999)
+        betas: tuple[flags.UnitInterval, flags.PositiveFloat] = (0.9, 0.999)
         parts: tuple[str, ...] = ()
 
     for args in (Args(), Args((0.8, -0.5), ("a", "b=c"))):
         files.write_json(tmp_path / "args.json", {"script": "my_fork", "args": asdict(args)})
         assert runs.saved_args(Args, str(tmp_path), "RUN_DIR") == args
         assert tyro.cli(Args, args=trials.words_of(asdict(args))) == args  # and from a sweep's
-    with pytest.raises(runs.UsageError, match=r"--betas -0.5: must be from 0 to 1"):
-        runs.check_limits(args, {"betas": (0, 1)})
-    with pytest.raises(runs.UsageError, match="LIMITS: has gama, which is no flag of Args"):
-        runs.check_limits(args, {"gama": (0, 1)})
+    with pytest.raises(runs.UsageError, match=r"--betas -0.5: must be above 0"):
+        runs.check_flags(args)
 
 
 def with_weight_decay(args=None):
@@ -227,10 +225,11 @@ def test_an_evaluation_before_the_checkpoint_is_not_made_again(tmp_path):
 
 
 def test_tensorboard_gets_a_picture(tmp_path):
-    board, picture = tracking.Board(tmp_path / "board", None), np.arange(105, dtype=np.uint8).reshape(5, 7, 3)
-    board.add_picture(3, "pictures/x", picture)
-    board.close()
-    *_, event = tensorboard_events(tmp_path / "board")
+    args, picture = ppo.Args(**TINY | {"run_dir": str(tmp_path), "track": "tensorboard"}), np.zeros((5, 7, 3), np.uint8)
+    picture[..., 1] = np.arange(7)
+    with runs.Run(args, ppo.SCRIPT) as run:
+        run.save_picture(3, "x", picture)
+    *_, event = tensorboard_events(run.path / "tensorboard")
     (value,) = event.summary.value
     assert (event.step, value.tag) == (3, "pictures/x")
     np.testing.assert_array_equal(Image.open(io.BytesIO(value.image.encoded_image_string)), picture)

@@ -431,8 +431,8 @@ def test_every_flag_changes_something(flag, tmp_path):
 @pytest.mark.parametrize(
     ("words", "names", "valid"),
     [
-        (["--max-kl", 0], "--max-kl 0", "1e-06 or more"),
-        (["--fisher-fraction", 2], "--fisher-fraction 2", "to 1"),
+        (["--max-kl", 0], "--max-kl 0", "above 0"),
+        (["--fisher-fraction", 2], "--fisher-fraction 2", "at most 1"),
         (["--num-minibatches", 7], "--num-minibatches 7", "8192"),
         (["--penalty", -1], "--penalty -1", "0 or more"),
         (["--cg-iterations", 0], "--cg-iterations 0", "from 1"),

@@ -14,6 +14,7 @@ import tyro
 
 import evaluate
 from common import envs, files, runs
+from common.flags import PositiveInt, Seed
 from experiments import records
 from experiments.studies.constant_actions.play import ACTIONS
 
@@ -24,11 +25,11 @@ MEASURED = "run", "game", "step", "do the same", "spread among these", "spread a
 class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """run directories; the newest checkpoint of each is evaluated"""
-    games: int = 16
+    games: PositiveInt = 16
     """environments, on test levels"""
-    steps: int = 120
+    steps: PositiveInt = 120
     """random steps in each; the network sees every third frame"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the games and the random actions"""
     out: str = "action_values"
     """writes OUT.csv"""

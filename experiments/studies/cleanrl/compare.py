@@ -25,7 +25,8 @@ import tyro
 
 import evaluate
 import ppo_procgen as ppo
-from common import files, runs
+from common import envs, files, runs
+from common.flags import PositiveFloat, Seed
 from experiments import plot, records, trials
 
 # CleanRL's settings (OpenAI's but for the reward normaliser's discount and the initial weights) as our flags.
@@ -44,13 +45,13 @@ class Args:
     """path of CleanRL's ppo_procgen.py"""
     python: str = "python3.10"
     """interpreter that runs it"""
-    env_id: str = "starpilot"
+    env_id: envs.Game = "starpilot"
     """Procgen game"""
-    minutes: float = 30.0
+    minutes: PositiveFloat = 30.0
     """length of each run"""
     flags: str = ""
     """flags of a third run, of ppo_procgen.py here; none for two runs only"""
-    seed: int = 1
+    seed: Seed = 1
     """seed of all runs"""
     out: str = str(Path(__file__).with_name("cleanrl"))
     """OUT.csv gets a row for every half minute of a run, OUT.png the curves"""

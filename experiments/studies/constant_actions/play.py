@@ -12,6 +12,7 @@ import numpy as np
 import tyro
 
 from common import envs, runs
+from common.flags import PositiveInt, Seed
 from experiments import records
 
 # Procgen's 15 actions. The last six are keys of some games, and do nothing in the others.
@@ -20,11 +21,11 @@ ACTIONS = ("left down", "left", "left up", "down", "none", "up", "right down", "
 
 @dataclass(frozen=True)
 class Args:
-    games: tyro.conf.Positional[tuple[str, ...]]
+    games: tyro.conf.Positional[tuple[envs.Game, ...]]
     """games, such as bigfish"""
-    episodes: int = 64
+    episodes: PositiveInt = 64
     """episodes per action, each in an environment of its own, all levels, easy"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the games and the random actions; the best action is played again with the next seed"""
     csv: str = str(Path(__file__).with_name("constant_actions.csv"))
     """table to write; rows of other games are kept"""
@@ -48,7 +49,6 @@ def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) 
 
 def main(args: Args) -> None:
     for game in args.games:
-        envs.check_game(game, "GAMES")
         how = {"episodes": args.episodes, "seed": args.seed}
         rows = [play(game, i, name, **how) for i, name in enumerate(ACTIONS)]
         best = max(range(len(rows)), key=lambda i: float(rows[i]["mean"]))

@@ -12,13 +12,14 @@ import tyro
 from PIL import Image
 
 from common import films, runs
+from common.flags import PositiveInt
 
 
 @dataclass(frozen=True)
 class Args:
     strips: tyro.conf.Positional[tuple[str, ...]]
     """pictures, or FILE:N for one row"""
-    width: int = 1280
+    width: PositiveInt = 1280
     """pixels"""
     out: str = "docs/agents.png"
     """where to write"""

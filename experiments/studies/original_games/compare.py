@@ -20,6 +20,7 @@ import tyro
 import evaluate
 import ppo_procgen
 from common import devices, envs, runs
+from common.flags import PositiveInt, Seed
 from experiments import records
 
 # Writes rewards, whether a frame is the episode's first, and frames; reads actions.
@@ -48,11 +49,11 @@ class Args:
     """runs of Procgen scripts, or exported agents"""
     python: str = "python3.10"
     """interpreter with OpenAI's procgen"""
-    random: tuple[str, ...] = ()
+    random: tuple[envs.Game, ...] = ()
     """games to play with random actions too"""
-    episodes: int = 256
+    episodes: PositiveInt = 256
     """episodes in each of the two"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the games and the policy"""
     csv: str = ""
     """table to add rows to"""
@@ -152,11 +153,7 @@ def compare(args: Args, name: str, saved, policy: Callable) -> dict:
 
 
 def main(args: Args) -> None:
-    chosen = [(Path(run), *evaluate.procgen_policy(run)[1::2]) for run in args.run_dirs]
-    chosen = []
-    for run_dir in args.run_dirs:
-        _, saved, _, policy = evaluate.procgen_policy(run_dir)
-        chosen.append((Path(run_dir).name, saved, policy))
+    chosen = [(Path(run).name, *evaluate.procgen_policy(run)[1::2]) for run in args.run_dirs]
     chosen += [("random", ppo_procgen.Args(env_id=game), envs.random_policy) for game in args.random]
     rows = []
     for one in chosen:

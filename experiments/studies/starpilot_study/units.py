@@ -14,6 +14,7 @@ import tyro
 
 import evaluate
 from common import envs, runs
+from common.flags import PositiveInt, Seed
 from experiments import plot, records
 
 GAMES = 32
@@ -25,9 +26,9 @@ SETTING = "method", "game", "encoder", "hidden", "training levels"
 class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """runs of Procgen scripts, or exported agents"""
-    batches: int = 8
+    batches: PositiveInt = 8
     """evaluations of 32 episodes, each with a normaliser of its own"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the games and the policy"""
     csv: str = ""
     """table to add rows to, with a picture beside it"""
