@@ -12,7 +12,6 @@ from benchmarks import (
     apex,
     doors,
     encoders,
-    gpu_plan,
     gpu_profile,
     original_games,
     ppo_impala,
@@ -178,7 +177,7 @@ def test_flags_are_written_as_for_a_script():
     assert records.parse_flags(throughput.ppo, "--gap-stack=False").gap_stack is False
 
 
-TOOLS = apex, doors, encoders, gpu_plan, gpu_profile, original_games, ppo_impala, rnd, scaling, throughput
+TOOLS = apex, doors, encoders, gpu_profile, original_games, ppo_impala, rnd, scaling, throughput
 
 
 @pytest.mark.parametrize("tool", TOOLS)
