@@ -12,7 +12,6 @@ import ppo_procgen
 from benchmarks import (
     doors,
     encoders,
-    gpu_plan,
     gpu_profile,
     scaling,
     soak,
@@ -179,7 +178,7 @@ def test_flags_are_written_as_for_a_script():
     assert (args.gap_stack, args.seed) == (False, 5)
 
 
-TOOLS = doors, encoders, gpu_plan, gpu_profile, scaling, throughput
+TOOLS = doors, encoders, gpu_profile, scaling, throughput
 
 
 @pytest.mark.parametrize("tool", TOOLS)
