@@ -3,5 +3,5 @@ FROM python:3.12-slim
 RUN apt-get update && apt-get install -y --no-install-recommends libegl1 libopengl0 && rm -rf /var/lib/apt/lists/*
 WORKDIR /work
 COPY . .
-RUN pip install --no-cache-dir --constraint constraints/3.12.txt '.[cuda12]'
+RUN pip install --no-cache-dir -r requirements.txt 'jax[cuda12]'
 ENTRYPOINT ["python"]

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
@@ -30,10 +31,11 @@ import numpy as np
 import optax
 
 import hnppo_doorgym as hn
-from benchmarks import records
 from common import devices, runs
 from common.doors import DECISIONS, make_doors
+from common.flags import PositiveInt
 from doorgym.opener import Opener
+from experiments import records
 
 PUBLISHED = (
     "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "
@@ -65,11 +67,11 @@ PHYSICS = {
 class Args:
     parts: tuple[Literal["speed", "physics", "update"], ...] = ("speed", "physics", "update")
     """which of the tables"""
-    num_envs: int = 64
+    num_envs: Annotated[int, Interval(ge=1, le=20_000)] = 64
     """doors side by side"""
-    rounds: int = 5
+    rounds: Annotated[int, Interval(ge=1, le=100)] = 5
     """how often the environment and mj_step run, in turns; the table has the medians"""
-    updates: int = 2
+    updates: PositiveInt = 2
     """timed updates, after two that compile"""
     out: str = "benchmarks/results/doors"
     """where rows are appended; empty for nowhere"""
@@ -224,7 +226,6 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
 
 
 def main(args: Args) -> None:
-    runs.check_limits(args, {"updates": (1, None), "rounds": (1, 100), "num_envs": (1, 20_000)})
     records.make_room(args.out and f"{args.out}.csv", "--out")
     tables = {
         "speed": ("", lambda: [speed(task, args) for task in TASKS]),

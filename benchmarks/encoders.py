@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 import ppo_procgen as ppo
-from benchmarks import records
 from common import devices, gpu, networks, runs
 from common.devices import GAMES, SAME
 from common.networks import EncoderArgs
+from experiments import records
 
 IMPALA = EncoderArgs(width=1)
 BEST = "[32,2],[32,1],[64,2],[64,1]x4"

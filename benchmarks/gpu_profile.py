@@ -1,7 +1,7 @@
 """What a step and an update of PPO take on the device at hand, in parts, and which kernels that time goes into.
 
-Beside the plan (`make gpu-plan`), which says what they would take if every kernel were as fast as it can be. Prints two
-tables and writes them as CSV files. The flags in quotes are those of ppo_procgen.py:
+Prints two tables and writes them as CSV files; benchmarks/gpu_plan.py counts the kernels' bytes and FLOPs without a
+GPU. The flags in quotes are those of ppo_procgen.py:
 
     python -m benchmarks.gpu_profile default --flags="--env-id starpilot"
 """
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import ppo_procgen as ppo
-from benchmarks import records
 from common import devices, envs, networks, runs
+from experiments import records
 
 
 @dataclass(frozen=True)

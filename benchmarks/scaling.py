@@ -16,15 +16,17 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import records
 from common import devices, runs
+from common.flags import PositiveInt
+from experiments import records
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,11 @@ class Args:
     """the script"""
     flags: str = ""
     """its flags, in one string, after a ="""
-    devices: int = 2
+    devices: Annotated[int, Interval(ge=2, le=8)] = 2
     """how many devices, and how many processes"""
-    steps: int = 40_000
+    steps: PositiveInt = 40_000
     """environment steps of a run"""
-    rounds: int = 3
+    rounds: Annotated[int, Interval(ge=1, le=100)] = 3
     """how often each runs, in turns; the table has the medians"""
     csv: str = "benchmarks/results/scaling.csv"
     """file that rows are appended to; empty for none"""
@@ -81,7 +83,6 @@ def steps_per_second(args: Args, way: str) -> float:
 
 def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
-    runs.check_limits(args, {"devices": (2, 8), "steps": (1, None), "rounds": (1, 100)})
     runs.check(devices.on_cpu(), "scaling: is of a CPU's cores, and this is a GPU; set JAX_PLATFORMS=cpu")
     given = records.parse_flags(importlib.import_module(args.script), args.flags)
     if args.script == "ppo_procgen":

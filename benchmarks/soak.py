@@ -23,13 +23,14 @@ import time
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
+from annotated_types import Interval
 
-from benchmarks import records
 from common import checkpoints, files, runs
-from experiments import trials
+from experiments import records, trials
 
 WARM = 10  # minutes after each start that do not count as growth: it compiles and fills its buffers
 ENDLESS = 2_000_000_000  # steps
@@ -43,9 +44,9 @@ class Args:
     """what to write: OUT.csv and OUT.png"""
     flags: str = ""
     """its flags, in one string, after a ="""
-    minutes: float = 120
+    minutes: Annotated[float, Interval(ge=0.1, le=10**6)] = 120
     """minutes of soaking, those before a stop included"""
-    every: float = 60
+    every: Annotated[float, Interval(ge=1, le=3600)] = 60
     """seconds between samples"""
     run_dir: str = "runs/soak"
     """where the run goes, in a folder named after OUT"""
@@ -261,7 +262,6 @@ def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
 
 
 def main(args: Args) -> None:
-    runs.check_limits(args, {"minutes": (0.1, 10**6), "every": (1, 3600)})
     trials.check_flags(f"soak {args.script}", args.script, {})
     records.parse_flags(import_module(Path(args.script).stem), args.flags)
     runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")

@@ -1,51 +1,68 @@
-"""Steps per second of PPO, end to end and split, and what bounds it: the game's own rate and the network's FLOPs.
+"""Steps per second of any script and where its time goes; variants run in turns, with ratios to the first.
 
-Prints a table and appends a row to a CSV file. The flags in quotes are those of ppo_procgen.py:
+Runs the scripts as processes of their own, as a user does, and reads their metrics once everything is compiled. A
+variant is a script with flags of its own, in quotes:
 
-    python -m benchmarks.throughput default
-    python -m benchmarks.throughput small --flags="--width 1 --pool flatten --frame-stack 1 --num-steps 256"
+    python -m benchmarks.throughput ppo_procgen --flags="--encoder nature --width 1 --pool flatten"
+    python -m benchmarks.throughput ppo_procgen "impala_procgen --num-actors 2" --flags="--update-epochs 1"
+    python -m benchmarks.throughput rnd_montezuma "rnd_montezuma --async" "rnd_montezuma --async --vtrace"
 """
 
-import resource
+import contextlib
+import importlib
+import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
-import ppo_procgen as ppo
-from benchmarks import encoders, records
-from common import devices, envs, networks, runs
-from common.devices import GAMES, SAME
+from common import atari, envs, files, runs
+from common.flags import PositiveInt
+from experiments import records, trials
+
+# Flags of a run, where a script has them: it trains until it is stopped, and does nothing else.
+FIXED = {"total_timesteps": 2_000_000_000, "save_replay": False, "obs_norm_init_steps": 1}
+COMPILING = 2  # lines of metrics, from the first with losses, that are not timed
+SHARES = "update", "transfer", "waiting", "sample", "insert", "rollout", "game", "inference", "blocked"
 
 
 @dataclass(frozen=True)
 class Args:
-    name: tyro.conf.Positional[str]
-    """what to call this setting in the table"""
+    variants: tyro.conf.Positional[tuple[str, ...]]
+    """scripts, each alone or in quotes with flags of its own"""
     flags: str = ""
-    """flags of ppo_procgen.py, in one string, after a ="""
-    updates: int = 3
-    """timed iterations, after two that compile"""
-    csv: str = "benchmarks/results/throughput.csv"
-    """file that a row is appended to; empty for none"""
+    """flags of all variants, in one string, after a ="""
+    updates: PositiveInt = 10
+    """timed iterations in a round"""
+    rounds: PositiveInt = 3
+    """how often each variant runs, in turns; the table has the medians"""
+    csv: str = ""
+    """file that rows are appended to"""
 
 
-def outputs(args: ppo.Args, agent: ppo.Agent, params: dict, frames):
-    """Logits and values of the first step of an episode."""
-    core = networks.init_hidden_state(args.core, args.hidden, len(frames))
-    return agent.apply(params, frames, np.ones(len(frames), bool), core)[:2]
+def read_variant(variant: str, flags: str) -> tuple[str, Any]:
+    """The script's name and its parsed flags."""
+    words = records.words_of(variant)
+    runs.check(bool(words), "VARIANTS: give scripts, such as ppo_procgen")
+    name = words[0].removesuffix(".py")
+    trials.check_flags("VARIANTS", f"{name}.py", {})
+    return name, records.parse_flags(importlib.import_module(name), f"{flags} {variant.partition(words[0])[2]}")
 
 
-def game_rate(args, make: Callable, num_actions: int, steps: int) -> float:
-    """EnvPool alone, as make(args, num_envs, seed) has it, random actions, all cores: steps/s."""
-    env = make(args, args.num_envs, 0)
+def games_rate(args: Any, steps: int = 300) -> float:
+    """EnvPool alone, random actions, all cores: steps/s; NaN for other games."""
+    if not isinstance(args, envs.GameArgs | atari.GameArgs):
+        return float("nan")
+    procgen = isinstance(args, envs.GameArgs)
+    env = (envs.make_levels if procgen else atari.make_montezuma)(args, args.num_envs, 0)
+    count = envs.NUM_ACTIONS if procgen else atari.NUM_ACTIONS
     env.reset()
-    actions = np.random.default_rng(0).integers(0, num_actions, (steps, args.num_envs))
+    actions = np.random.default_rng(0).integers(0, count, (steps, args.num_envs))
     start = time.perf_counter()
     for row in actions:
         env.step(row)
@@ -54,129 +71,72 @@ def game_rate(args, make: Callable, num_actions: int, steps: int) -> float:
     return steps * args.num_envs / seconds
 
 
-def procgen_rate(args: ppo.Args) -> float:
-    return game_rate(args, envs.make_procgen, envs.NUM_ACTIONS, 500)
+def timed_lines(lines: list[dict]) -> list[dict]:
+    """The lines of metrics after those that compile; the first is the beginning of the measurement."""
+    learning = [i for i, line in enumerate(lines) if any(name.startswith("losses/") for name in line)]
+    return lines[learning[0] + COMPILING - 1 :] if learning else []
 
 
-def flops(args: ppo.Args) -> tuple[float, float]:
-    """FLOPs (a multiply-add is two) a sample of a forward pass, and of a forward and backward pass, in plain Flax."""
-    channels = 3 * len(args.stack_offsets)
-    frames = np.zeros((16, *envs.FRAME_SHAPE[:2], channels), np.uint8)
-    agent = ppo.make_agent(args)
+def measure(name: str, args: Any, updates: int) -> dict[str, float]:
+    """One run of a script, stopped after so many updates."""
+    stopping, defaults = threading.Event(), type(args)()
+    flags = {k.rstrip("_"): v for k, v in vars(args).items() if v != getattr(defaults, k)}
+    flags |= {k: v for k, v in FIXED.items() if k in [field.name for field in fields(args)]}
+    flags |= {"eval_episodes": 0} if isinstance(args, envs.GameArgs) else {}
+    with tempfile.TemporaryDirectory() as folder:
 
-    def total(params):
-        return sum(x.sum() for x in outputs(args, agent, params, frames))
+        def look(alive: bool) -> None:
+            if len(timed_lines(trials.read_metrics(trials.find_run(Path(folder))))) > updates:
+                stopping.set()
 
-    with encoders.plain_flax(), jax.default_device(jax.devices("cpu")[0]):
-        params = agent.init(
-            jax.random.PRNGKey(0), frames, np.ones(16, bool), networks.init_hidden_state(args.core, args.hidden, 16)
-        )  # on the CPU: XLA counts there, on a GPU it does not
-        return tuple(jax.jit(f).lower(params).cost_analysis()["flops"] / 16 for f in (total, jax.grad(total)))
-
-
-def matrix_rate(size: int = 4096) -> float:
-    """What the device does at best: GFLOP/s of a large float32 matrix product in JAX (TF32 on a GPU)."""
-    x = jnp.ones((size, size))
-    product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(x, x).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds) / 1e9
+        try:
+            with files.take(Path(folder)) as lock, contextlib.suppress(trials.Stopped):
+                trials.run(f"{name}.py", flags, Path(folder), lock, stopping, look)
+        except RuntimeError as error:
+            raise files.FailedError(f"{name}.py: {error}") from None
+        lines = timed_lines(trials.read_metrics(trials.find_run(Path(folder))))
+    if len(lines) <= updates:
+        raise KeyboardInterrupt  # a signal stopped it: half a run is no measurement
+    return rates(lines)
 
 
-def transfer_seconds(args: ppo.Args, repeats: int = 100) -> float:
-    """One step's frames to the device, as `act` is given them, and its actions back: by a program that does no more."""
-    frames = np.zeros((args.num_envs, 3, 64, 64), np.uint8)
-    act = jax.jit(lambda frames: frames[:, 0, 0, 0].astype(jnp.int32))
-    seconds = []
-    for _ in range(1 + repeats):  # the first compiles
-        start = time.perf_counter()
-        np.asarray(act(devices.feed(args, frames)))
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds[1:]))
+def rates(lines: list[dict]) -> dict[str, float]:
+    """Steps and updates per second from the first line to the last, and what share of the time each part takes."""
+    first, last, timed = lines[0], lines[-1], lines[1:]
+    seconds = np.diff([line["time"] for line in lines])
+    found = {"steps/s": (last["global_step"] - first["global_step"]) / seconds.sum()}
+    if "charts/updates" in last:
+        found["updates/s"] = (last["charts/updates"] - first["charts/updates"]) / seconds.sum()
+    for part in SHARES:  # of actors where these are threads of their own
+        key = f"time/actor_{part}" if f"time/actor_{part}" in last else f"time/{part}"
+        if key in last:
+            found[f"{part} %"] = 100 * float(np.average([line.get(key, 0) for line in timed], weights=seconds))
+    if "charts/policy_lag" in last:
+        found["policy lag"] = float(np.mean([line["charts/policy_lag"] for line in timed]))
+    return found
 
 
-def gradient_speedup(args: ppo.Args, agent: ppo.Agent, params: dict, rounds: int = 5) -> float:
-    """How many times faster the CPU form of the network's gradient is than plain Flax (not in a scan), 128 samples."""
-    channels = 3 * len(args.stack_offsets)
-    frames = np.random.default_rng(0).integers(0, 256, (128, *envs.FRAME_SHAPE[:2], channels), np.uint8)
-
-    def loss(params, frames):
-        logits, values = outputs(args, agent, params, frames)
-        return {"loss": (logits**2).sum(axis=(1, 2)) + (values**2).sum(axis=1)}
-
-    def gradient(args, params, frames):
-        return devices.gradient(loss, params, frames, jnp.ones(len(frames)))[0]
-
-    ours = jax.jit(partial(devices.spread([SAME, GAMES], SAME)(gradient), args))
-    plain = jax.jit(jax.grad(lambda p, x: loss(p, x)["loss"].mean()))
-    ours(params, frames)
-    with encoders.plain_flax():
-        local = jax.device_put(jax.device_get(params), jax.devices()[0])
-        plain(local, frames)
-    seconds = {ours: [], plain: []}
-    for _ in range(rounds):
-        for function, p in ((ours, params), (plain, local)):
-            start = time.perf_counter()
-            jax.block_until_ready(function(p, frames))
-            seconds[function].append(time.perf_counter() - start)
-    return float(np.median(seconds[plain]) / np.median(seconds[ours]))
-
-
-def measure(args: ppo.Args, updates: int) -> dict[str, float]:
-    """Times whole iterations as `ppo_procgen.main` runs them, without logging."""
-    agent = ppo.make_agent(args)
-    numbers = devices.local_env_ids(args)
-    state = devices.put(args, devices.run_once(ppo.init_state, args, agent), ppo.STATE_SPECS)
-    env_state = devices.put(args, ppo.init_env_state(args, numbers), ppo.CARRY)
-    games = envs.ReplayableVecEnv(partial(envs.make_procgen, args), numbers, 0, args.restart_every)
-    watch = runs.Stopwatch()
-    marks = []
-    for _ in range(updates + 2):  # the second still compiles where the first one changed how arrays are placed
-        watch.fractions()
-        start, before = time.perf_counter(), int(state.global_step)
-        params, i = state.params["agent"], int(state.updates)
-        rollout, steps, env_state = ppo.collect(args, agent, games, params, env_state, i=i, watch=watch)
-        with watch("update"):
-            given = devices.put(args, (rollout, steps), (ppo.ROLLOUT_SPECS, envs.TIMESTEP_SPECS))
-            state, metrics = ppo.update(args, agent, state, *given)
-            jax.device_get(metrics)
-        marks.append((time.perf_counter() - start, int(state.global_step) - before, dict(watch.seconds)))
-    timed = marks[2:]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # before what is measured below takes more
-    seconds, done = (sum(mark[i] for mark in timed) for i in (0, 1))
-    part = {name: 100 * sum(m[2][name] for m in timed) / seconds for name in ("game", "inference", "update")}
-    transfer = 100 * transfer_seconds(args) * args.num_steps * updates / seconds
-    forward, both = flops(args)
-    flops_a_step = forward + args.update_epochs * both
-    return {
-        "steps/s": done / seconds,
-        "game %": part["game"],
-        "inference %": part["inference"],
-        "of it transfer %": transfer,
-        "update %": part["update"],
-        "Python and rest %": 100 - sum(part.values()),
-        "game alone steps/s": procgen_rate(args),
-        "MFLOP forward": forward / 1e6,
-        "MFLOP a step": flops_a_step / 1e6,
-        "GFLOP/s": flops_a_step * done / seconds / 1e9,
-        "matrix product GFLOP/s": matrix_rate(),
-        "gradient speed-up": gradient_speedup(args, agent, state.params["agent"]) if devices.on_cpu() else 1.0,
-        "peak host MiB": peak,
-    }
-
-
-def main(args: Args) -> None:
+def main(args: Args) -> list[dict]:
+    """Returns the table's rows."""
     records.make_room(args.csv, "--csv")
-    runs.check_limits(args, {"updates": (1, None)})
-    ppo_args = records.read_flags(ppo, args.flags)
-    row = {"setting": args.name} | {k: f"{v:.4g}" for k, v in measure(ppo_args, args.updates).items()}
-    row |= {"flags": args.flags} | records.origin()
-    records.show([row], [args.name])
-    records.append_rows(args.csv, [row])
+    runs.check(len(set(args.variants)) == len(args.variants) > 0, "VARIANTS: give one or more, each once")
+    parsed = {variant: read_variant(variant, args.flags) for variant in args.variants}
+    found, alone = {variant: [] for variant in parsed}, []
+    for i in range(args.rounds):
+        alone.append(games_rate(parsed[args.variants[0]][1]))
+        for variant in parsed if i % 2 == 0 else reversed(parsed):
+            found[variant].append(measure(*parsed[variant], args.updates))
+    columns = ["steps/s", "updates/s", *(f"{part} %" for part in SHARES), "policy lag"]
+    rows = []
+    for variant, rounds in found.items():
+        ratios = [own["steps/s"] / first["steps/s"] for own, first in zip(rounds, found[args.variants[0]], strict=True)]
+        numbers = {name: statistics.median(one.get(name, np.nan) for one in rounds) for name in columns}
+        numbers |= {"times the first": statistics.median(ratios), "games alone steps/s": statistics.median(alone)}
+        row = {"variant": variant} | {name: f"{x:.4g}" if x == x else "" for name, x in numbers.items()}
+        rows.append(row | {"rounds": args.rounds, "updates": args.updates, "flags": args.flags} | trials.origin())
+    records.show(rows, parsed)
+    records.append_rows(args.csv, rows)
+    return rows
 
 
 if __name__ == "__main__":

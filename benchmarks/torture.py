@@ -20,13 +20,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
+from annotated_types import Interval
 
-from benchmarks import records
 from common import checkpoints, files, runs
-from experiments import trials
+from experiments import records, trials
 
 # Everything that has a state of its own is on. A checkpoint after each update or two, and long enough for a dozen.
 PROCGEN = {
@@ -75,7 +76,7 @@ WRITE_SECONDS = 0.1  # how long after a checkpoint was begun it is killed, at mo
 
 @dataclass(frozen=True)
 class Args:
-    kills: int = 20
+    kills: Annotated[int, Interval(ge=1, le=10_000)] = 20
     """how many kills, in turns over the scripts"""
     seed: int = 1
     """of the moments"""
@@ -232,7 +233,6 @@ def trial(script: str, own: Path, most: int, seconds: tuple[float, float], rng: 
 
 
 def main(args: Args) -> None:
-    runs.check_limits(args, {"kills": (1, 10_000)})
     unknown = [name for name in args.scripts if name not in FLAGS]
     runs.check(bool(args.scripts) and not unknown, f"--scripts {' '.join(unknown)}: give some of {' '.join(FLAGS)}")
     root = Path(args.folder or tempfile.mkdtemp(prefix="torture")).absolute()

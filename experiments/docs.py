@@ -12,8 +12,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import records
 from common import files, runs
+from experiments import records
 
 ROOT = records.ROOT
 LINK = re.compile(r"(\[([^\]\[]*)\]\()([^)\s]+)(\))")

@@ -33,14 +33,15 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, NotRequired, get_type_hints
 
 import tyro
+from annotated_types import Ge, Interval
 from matplotlib.figure import Figure
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from benchmarks import records
 from common import files, runs
 from common.files import check
-from experiments import trials
+from common.flags import Iterations, NonNegativeFloat, UnitInterval
+from experiments import records, trials
 
 for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AIR_NEW_OUTPUT"):
     os.environ[name] = "0"
@@ -70,32 +71,32 @@ class Args:
     """flags that change, each with its range: name=low:high, or name=low:high:log to draw evenly in the logarithm"""
     set: tuple[str, ...] = ()
     """flags with a value that all members get, such as env_id=bigfish num_envs=64"""
-    population: int = 8
+    population: Annotated[int, Interval(ge=2, le=1000)] = 8
     """members; each has a seed of its own"""
-    generations: int = 20
+    generations: Annotated[int, Interval(ge=1, le=100_000)] = 20
     """how often each member trains for the interval; between two generations the worst are replaced"""
-    interval: int = 400_000
+    interval: Annotated[int, Interval(ge=1, le=2**31)] = 400_000
     """environment steps of a generation"""
     metric: str = "charts/episodic_return"
     """metric to compare members by, its last value in metrics.jsonl; they run evaluations only for one of eval/..."""
     goal: Literal["maximize", "minimize"] = "maximize"
     """of the metric"""
-    quantile: float = 0.25
+    quantile: Annotated[float, Interval(ge=0, le=0.5)] = 0.25
     """share of the members, the worst, that are replaced, and share, the best, that are cloned in their place"""
-    resample: float = 0.2
+    resample: UnitInterval = 0.2
     """probability that a clone's flag is drawn anew from its range; otherwise it moves up or down, with :log by a
     factor of 1.2 or 0.8, without by a tenth of its range"""
-    jobs: int = 1
+    jobs: Iterations = 1
     """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
-    cpus: float = 1.0
+    cpus: Annotated[float, Ge(0.001)] = 1.0
     """CPUs of a cluster that a member takes, with --address"""
-    gpus: float = 0.0
+    gpus: NonNegativeFloat = 0.0
     """GPUs that a member takes; a part, such as 0.5, shares one; with 0 it sees none"""
     address: str = ""
     """a Ray cluster to train on, such as auto; empty for this machine alone"""
     out: str = ""
     """folder of the study: results.csv, pbt.png and the members; by default runs/pbt/<name of the script>"""
-    seed: int = 0
+    seed: Annotated[int, Interval(ge=0, le=2**30)] = 0
     """seed of the draws and of the first member's run; the others' runs get seed + 1, seed + 2, ..."""
 
 
@@ -167,9 +168,6 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     """What changes and what does not; raises UsageError, or ends as the script would, if a value makes no sense."""
     stem = Path(args.program).stem
     check(args.program in trials.SCRIPTS, f"PROGRAM {args.program}: give one of {', '.join(trials.SCRIPTS)}")
-    limits = {"population": (2, 1000), "generations": (1, 100_000), "interval": (1, 2**31), "quantile": (0, 0.5)}
-    limits |= {"resample": (0, 1), "jobs": (1, 1000), "cpus": (0.001, None), "gpus": (0, None), "seed": (0, 2**30)}
-    runs.check_limits(args, limits)
     check(args.jobs == 1 or not args.address, f"--jobs {args.jobs}: has no effect with --address")
     check(args.cpus == 1 or args.address, f"--cpus {args.cpus:g}: has no effect without --address, give --jobs")
     script = importlib.import_module(stem)

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 
 from common import files, runs, tracking
 from common.envs import RETURN_RANGES
+from common.flags import PositiveInt
 from experiments import trials
 from experiments.trials import BESIDE
 
@@ -79,7 +80,7 @@ class Args:
     """what to draw, such as charts/episodic_return charts/intrinsic_reward; any that is logged"""
     each_run: bool = False
     """draw the runs of a group too, thin"""
-    points: int = 400
+    points: PositiveInt = 400
     """about this many rows a run in the CSV, evaluations besides, and points a line in the picture; a mean over runs
     has at most 120, and at most 20 marks for its evaluations"""
     aggregate: bool = False
@@ -529,7 +530,6 @@ def check_out(out: str) -> None:
 
 
 def main(args: Args) -> None:
-    runs.check_limits(args, {"points": (1, None)})
     check_out(args.out)
     runs.check(len(args.metrics) > 0, "--metrics: give at least one, such as charts/episodic_return")
     runs.check(args.random is None or abs(args.random) < 1e15, f"--random {args.random}: give a return, such as 0.9")

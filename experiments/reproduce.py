@@ -25,14 +25,14 @@ from typing import Annotated, Literal, NotRequired
 import matplotlib as mpl
 import numpy as np
 import tyro
+from annotated_types import Interval
 from pydantic import ConfigDict, Field
 from scipy import stats
 from typing_extensions import TypedDict
 
-from benchmarks import records
 from common import files, runs
 from common.files import check
-from experiments import trials
+from experiments import records, trials
 from experiments.trials import ORIGIN, joined
 
 mpl.use("Agg")
@@ -54,7 +54,7 @@ class Args:
     """a run of each cell for each of them"""
     cells: tuple[str, ...] = ()
     """run only the cells with these names, or, where no cell is named so, with this in their name; none for all"""
-    jobs: int = 1
+    jobs: Annotated[int, Interval(ge=1, le=trials.MAX_JOBS)] = 1
     """runs at a time"""
     set: tuple[str, ...] = ()
     """flags with a value that every run gets besides the table's, such as encoder=nature"""
@@ -64,7 +64,7 @@ class Args:
     """folder of the runs"""
     out: str = "runs/tables"
     """where to write: OUT/TABLE.csv, .md and .png, TABLE_evaluations.csv, with every evaluation while runs trained, and
-    TABLE_training.csv, with their curves, for curves.py (those of the repository are in experiments/results)"""
+    TABLE_training.csv, with their curves (those of the repository are in experiments/results)"""
 
 
 # WHAT TO RUN
@@ -496,7 +496,6 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
 
 def main(args: Args) -> list[dict]:
     check(0 < args.scale <= 100, f"--scale {args.scale}: must be above 0, at most 100")
-    runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS)})
     given = " ".join(map(str, args.seeds))
     check(len(set(args.seeds)) == len(args.seeds) > 0, f"--seeds {given}: give one or more, each once")
     valid = min(args.seeds) >= 0 and max(args.seeds) <= runs.MAX_SEED

@@ -28,15 +28,16 @@ import matplotlib as mpl
 import numpy as np
 import optuna
 import tyro
+from annotated_types import Interval
 from optuna.trial import TrialState
 from pydantic import AfterValidator, ConfigDict, Field
 from sqlalchemy.exc import SQLAlchemyError
 from typing_extensions import TypedDict
 
-from benchmarks import records
 from common import files, runs
 from common.files import check
-from experiments import trials
+from common.flags import NonNegativeInt
+from experiments import records, trials
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -52,9 +53,9 @@ MAX_CELLS = 1000
 class Args:
     sweep: tyro.conf.Positional[str]
     """a sweep file of W&B's kind"""
-    count: int = 0
+    count: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """stop when the study has this many trials, failed ones too; 0 for the file's run_cap or else a whole grid"""
-    jobs: int = 1
+    jobs: Annotated[int, Interval(ge=1, le=trials.MAX_JOBS)] = 1
     """trials of this process at a time"""
     out: str = ""
     """folder of the study, its runs and results; by default runs/sweeps/<name of the file>"""
@@ -64,7 +65,7 @@ class Args:
     """flags with a value that each trial gets instead of the file's, such as total_timesteps=100000"""
     sampler: Literal["auto", "random", "tpe", "gp"] = "auto"
     """of method bayes; auto is tpe, and gp wants PyTorch"""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """of the sampler"""
 
 
@@ -344,11 +345,11 @@ def run_trial(
 
 def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: Path) -> tuple | None:
     """A trial that nobody is at, else a new one if there are less than `count`: with its flags, folder and lock."""
-    with files.lock_run(out, wait=True):
+    with files.take(out, wait=True):
         known = study.get_trials(deepcopy=False)
         chosen = None
         for old in known:
-            if old.state == TrialState.RUNNING and (lock := files.lock_run(out / f"{old.number:04d}")):
+            if old.state == TrialState.RUNNING and (lock := files.take(out / f"{old.number:04d}")):
                 if study.get_trials(deepcopy=False)[old.number].state == TrialState.RUNNING:
                     study.sampler = make_sampler(args, sweep, old.number)
                     chosen = optuna.trial.Trial(study, old._trial_id)
@@ -358,7 +359,7 @@ def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: P
         if chosen is None and begun < count and (begun < len(known) or sweep["method"] != "grid"):
             study.sampler = make_sampler(args, sweep, begun)
             chosen = study.ask()
-            lock = files.lock_run(out / f"{chosen.number:04d}", wait=True)
+            lock = files.take(out / f"{chosen.number:04d}", wait=True)
         if chosen is None:
             return None
         try:
@@ -372,8 +373,7 @@ def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: P
 def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict, **where) -> None:
     """Runs a trial and tells the study what came of it; one that was stopped stays open."""
     try:
-        with files.full_disk_explained(where["folder"]):
-            value, state = run_trial(trial, sweep, flags, **where), TrialState.COMPLETE
+        value, state = run_trial(trial, sweep, flags, **where), TrialState.COMPLETE
     except trials.Stopped:
         value, state = None, None
     except optuna.TrialPruned:
@@ -381,6 +381,8 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
     except (*GONE, files.FullError, NeverLoggedError):  # the trial is well and open
         raise
     except (trials.Killed, OSError) as error:
+        if full := files.full_disk(error, where["folder"]):
+            raise full from None
         # For want of memory, or as a file system does not answer: it goes on from its checkpoint, though not for ever.
         kills = trial.user_attrs.get("kills", 0) + 1
         value, state = None, None
@@ -482,7 +484,7 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
     figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(f"{study.study_name}, {len(study.trials)} trials")
     figure.set_size_inches(9, 5)
-    with files.atomic_write(path) as temporary:
+    with files.whole(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
     plt.close("all")
 
@@ -550,7 +552,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
 def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Event) -> optuna.Study:
     """Opens the study and runs trials until it has `count`, or `stopping` is set; returns it. Raises FullError or
     FailedError if the study cannot be written."""
-    with files.lock_run(out, wait=True):
+    with files.take(out, wait=True):
         study = open_study(args, sweep, Path(args.sweep).stem, out)
     origin = trials.origin()
 
@@ -562,7 +564,7 @@ def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Even
                     trial.set_user_attr("origin", trials.joined(trial.user_attrs.get("origin", {}), origin))
                     trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
                     end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
-                with files.lock_run(out, wait=True):
+                with files.take(out, wait=True):
                     write_results(study, out)
             elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
                 stopping.wait(2)  # one of those that run may lose its process
@@ -571,14 +573,15 @@ def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Even
 
     done = sum(trial.state in OVER for trial in study.get_trials(deepcopy=False))
     try:
-        with files.full_disk_explained(out):
-            with trials.ProgressLine(study.study_name, count, done) as line:
-                trials.in_parallel(work, args.jobs, stopping)
-            with files.lock_run(out, wait=True):
-                write_results(study, out)  # also of a trial whose process died before it could
-    except files.FullError as error:
-        raise files.FullError(f"{error}; trials that were under way are open, the same command goes on") from None
-    except GONE as error:
+        with trials.ProgressLine(study.study_name, count, done) as line:
+            trials.in_parallel(work, args.jobs, stopping)
+        with files.take(out, wait=True):
+            write_results(study, out)  # also of a trial whose process died before it could
+    except Exception as error:
+        if full := files.full_disk(error, out):
+            raise files.FullError(f"{full}; trials that were under way are open, the same command goes on") from None
+        if not isinstance(error, GONE):
+            raise
         why = " ".join(str(error).split())[:200]
         raise files.FailedError(f"the study's database does not answer ({why}); the same command goes on") from None
     return study
@@ -586,7 +589,6 @@ def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Even
 
 def main(args: Args) -> optuna.Study:
     """Runs trials until the study has enough; returns it."""
-    runs.check_limits(args, {"jobs": (1, trials.MAX_JOBS), "count": (0, 1_000_000), "seed": (0, None)})
     sweep = read_sweep(args.sweep, args.set)
     ask_script(sweep)
     drawn = args.sampler == "auto" or sweep["method"] == "bayes"

@@ -9,24 +9,23 @@ Each goes between its two marks, wherever these are:
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import cleanrl, records
 from common import files, runs
-from experiments import constant_actions, plot, reproduce, study_units
+from experiments import plot, records, reproduce
 
 DOCS = records.ROOT / "docs"
+EXPERIMENTS = records.ROOT / "experiments"
 SPEED = records.ROOT / "benchmarks" / "results"
-STUDIES = records.ROOT / "experiments" / "results"
-SETTINGS = {
-    "small": "small: `--width 1 --pool flatten`, one frame",
-    "nature": "`--encoder nature --width 1 --pool flatten`",
-    "nature-3-passes": "the same, three passes",
-    "default": "default: `--width 2 --pool avg`, gap stack",
-    "impala": "`--width 1`",
+RESULTS = EXPERIMENTS / "results"
+STUDIES = "cleanrl", "constant_actions", "original_games", "starpilot_study"
+FROZEN = {  # tables of finished measurements, as they are shown
+    **{name: SPEED / "tables" / f"{name}.csv" for name in ("throughput", "ppo_impala", "apex", "rnd")},
+    **{name: EXPERIMENTS / "studies" / name / "table.csv" for name in STUDIES},
 }
 
 
@@ -47,58 +46,10 @@ def number(name: str, form: str = ",.0f", after: str = "") -> Callable[[dict], s
     return lambda row: f"{float(row[name]):{form}}{after}" if row[name] else ""
 
 
-def percent(name: str, form: str = ".0f") -> Callable[[dict], str]:
-    return number(name, form, " %")
-
-
-def setting(row: dict) -> str:
-    return SETTINGS.get(row["setting"], f"`{row['flags']}`")
-
-
-def of_one_call(row: dict) -> tuple[str, ...]:
-    """What rows have in common that a benchmark measured in turns."""
-    return tuple(row[name] for name in ("setting", "machine", "commit", "date"))
-
-
-def throughput() -> list[str]:
-    columns = {"setting": setting, "steps/s": number("steps/s", ".0f"), "game": percent("game %", ".1f")}
-    columns |= {"inference": percent("inference %", ".1f"), "update": percent("update %", ".1f")}
-    columns |= {"Python and rest": percent("Python and rest %", ".1f"), "GFLOP/s": number("GFLOP/s")}
-    columns["gradient against plain Flax"] = number("gradient speed-up", ".1f", " x faster")
-    return table(sorted(records.read_rows(SPEED / "throughput.csv"), key=lambda row: -float(row["steps/s"])), columns)
-
-
-def ppo_impala() -> list[str]:
-    rows = records.read_rows(SPEED / "ppo_impala.csv")
-    ppo = {of_one_call(row): row["steps/s"] for row in rows if row["script"] == "ppo"}
-    rows = [row | {"PPO": ppo[of_one_call(row)]} for row in rows if row["script"] == "impala"]
-    rows.sort(key=lambda row: -float(row["PPO"]))
-    columns = {"setting": setting, "PPO steps/s": number("PPO", ".0f"), "IMPALA steps/s": number("steps/s", ".0f")}
-    columns |= {"learner busy": percent("learner busy %"), "waits": percent("learner waits %")}
-    columns |= {"actors busy": percent("actors busy %"), "lag": number("lag")}
-    return table(rows, columns)
-
-
-def apex() -> list[str]:
-    columns = {"setting": setting, "steps/s": number("steps/s", ".0f"), "updates/s": number("updates/s", ".2g")}
-    columns |= {"update": percent("update %"), "learner waits": percent("learner waits %")}
-    columns["sampling and priorities"] = percent("sampling and priorities %", ".1f")
-    return table(records.read_rows(SPEED / "apex.csv"), columns)
-
-
-def rnd() -> list[str]:
-    names = {"paper": "the paper's network and epochs, 32 games", "small": "a tiny network, one epoch, 64 games"}
-    rows = records.read_rows(SPEED / "rnd.csv")
-    speed = {(*of_one_call(row), row["mode"]): row["steps/s"] for row in rows}
-    firsts = sorted((row for row in rows if row["mode"] == "synchronous"), key=lambda row: float(row["steps/s"]))
-    for row in firsts:
-        row |= {mode: speed.get((*of_one_call(row), mode), "") for mode in ("--async", "--async --vtrace")}
-    columns = {"setting": lambda row: names[row["setting"]]}
-    columns |= {"emulator alone": number("emulator alone steps/s", ".0f", " steps/s")}
-    columns |= {"synchronous": number("steps/s", ".0f"), "`--async`": number("--async", ".0f")}
-    columns |= {"`--async --vtrace`": number("--async --vtrace", ".0f"), "update": percent("learner busy %")}
-    columns |= {"emulator": percent("actor's game %"), "inference": percent("actor's inference %")}
-    return table(firsts, columns)
+def frozen(name: str) -> list[str]:
+    """A table of FROZEN."""
+    rows = records.read_rows(FROZEN[name])
+    return table(rows, {column: itemgetter(column) for column in rows[0]})
 
 
 def doors() -> list[str]:
@@ -116,32 +67,11 @@ def encoders() -> list[str]:
     return table(records.read_rows(SPEED / "encoders.csv"), columns)
 
 
-def original_games() -> list[str]:
-    columns = {"policy": lambda row: row["policy"].replace("_", " "), "game": lambda row: row["game"]}
-    columns |= {"EnvPool": lambda row: f"{row['EnvPool']} ({row['error']})"}
-    columns |= {"OpenAI's": lambda row: f"{row['OpenAI']} ({row['OpenAI error']})"}
-    columns |= {"frames compared": number("frames compared")}
-    columns |= {"pixels that differ": percent("pixels that differ %", "g")}
-    columns["rewards that differ"] = number("rewards that differ")
-    return table(records.read_rows(SPEED / "original_games.csv"), columns)
-
-
-def beside_cleanrl() -> list[str]:
-    """CleanRL's script and ours, after the same minutes and after the same steps."""
-    rows = records.read_rows(SPEED / "cleanrl.csv")
-    of = {"game": cleanrl.Args.env_id, "minutes": f"{cleanrl.Args.minutes:g}"}
-    newest = {(row["run"], row["seed"]): row["flags"] for row in rows}
-    same = [row | {"run": f"{row['run']}, seed {row['seed']}"} for row in rows
-            if of.items() <= row.items() and newest[row["run"], row["seed"]] == row["flags"]]  # fmt: skip
-    rows = cleanrl.compare(same)
-    return table(rows, {name: itemgetter(name) for name in rows[0]})
-
-
 def tables() -> list[str]:
     """Each table of the studies that was reproduced, published beside ours."""
     lines = []
     for name in dict.fromkeys(row["table"] for row in reproduce.published()):
-        rows = records.read_rows(STUDIES / f"{name}.csv")
+        rows = records.read_rows(RESULTS / f"{name}.csv")
         done = [row for row in rows if row["commit"]]
         if done:
             columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
@@ -164,7 +94,7 @@ def tables() -> list[str]:
 
 def side_by_side() -> list[str]:
     """What each algorithm makes on unseen levels of two games, over seeds, with its error (`reproduce.pooled`)."""
-    evaluated = records.read_rows(STUDIES / "algorithms_nature_evaluations.csv")
+    evaluated = records.read_rows(RESULTS / "algorithms_nature_evaluations.csv")
     rows = {}
     for row in evaluated:
         name, game = row["cell"].rsplit(", ", 1)
@@ -206,61 +136,11 @@ def side_by_side() -> list[str]:
     return table(sorted(shown, key=at_half, reverse=True), columns)
 
 
-def not_looking() -> list[str]:
-    """What the best constant action makes in each game, random play, and OpenAI's PPO, which passes it at some step."""
-    by_game = {}
-    for row in records.read_rows(STUDIES / "constant_actions.csv"):
-        by_game.setdefault(row["game"], {})[row["action"]] = row
-    rows, published = [], [row for row in records.read_rows(plot.REFERENCE) if row["split"] == "easy-all"]
-    for game, found in by_game.items():
-        (name,) = (name for name in found if name.endswith(constant_actions.ANEW))
-        curve = [(float(row["env_steps"]), float(row["mean_return"])) for row in published if row["game"] == game]
-        high = float(found[name]["mean"]) + 2 * float(found[name]["error"])
-        not_above = [i for i, (_, mean) in enumerate(curve) if mean <= high]
-        stays = curve[max(not_above, default=-1) + 1 :]  # above it
-        theirs = {"passed": millions(stays[0][0]) if stays else "never", "at 8M": f"{dict(curve)[8e6]:.1f}"}
-        ours = {"random": found[constant_actions.RANDOM], "name": name.partition(",")[0]}
-        rows.append(found[name] | ours | theirs)
-
-    def with_error(row):
-        return f"{float(row['mean']):.2f} ({float(row['error']):.2f})"
-
-    columns = {"game": itemgetter("game"), "random play": lambda row: with_error(row["random"])}
-    columns |= {"best single action": itemgetter("name"), "makes": with_error}
-    columns |= {"OpenAI's PPO stays above it from": itemgetter("passed"), "and at 8M": itemgetter("at 8M")}
-    return table(sorted(rows, key=itemgetter("game")), columns)
-
-
-def starpilot_study() -> list[str]:
-    """The StarPilot study's returns beside ours, in its units and raw ones."""
-    setting = ("method", "encoder", "hidden", "training levels")
-    reference = records.read_rows(reproduce.REFERENCE.parent / "starpilot_study.csv")
-    published = {tuple(row[name] for name in setting): row for row in reference}
-    both = {}
-    for row in (row for row in records.read_rows(STUDIES / "starpilot_study.csv") if row["game"] == study_units.GAME):
-        both.setdefault(tuple(row[name] for name in ("run", *setting)), {})[row["on"]] = row
-    rows = []
-    for run in both.values():
-        on_train, on_test = run["train"], run["test"]
-        row = {name: on_train[name] for name in (*setting, "step")}
-        theirs = published.get(tuple(row[name] for name in setting))
-        row["published"] = f"{theirs['train']} / {theirs['test']}" if theirs else ""
-        for name in ("normalized", "raw"):
-            row[name] = " / ".join(f"{each[name]} ({each[f'{name} error']})" for each in (on_train, on_test))
-        rows.append(row)
-    rows.sort(key=lambda row: (row["method"], int(row["training levels"]) or np.inf))
-    levels = {"0": "all"}  # as --num-levels has it
-    columns = {"method": itemgetter("method")}
-    columns |= {"training levels": lambda row: levels.get(row["training levels"], row["training levels"])}
-    columns |= {"steps": number("step"), "published, training / test levels": lambda row: row["published"]}
-    columns |= {"ours, in the same units": lambda row: row["normalized"], "ours, raw": lambda row: row["raw"]}
-    return table(rows, columns)
-
-
 def six_doors() -> list[str]:
     """The study's measures of each method after six doors, published and ours."""
-    names = ("six/matrices", "gripper/matrices", "six/fresh_critic", "six/ordinary")
-    rows = [row for name in names for row in records.read_rows(STUDIES / f"doorgym_{name}.csv")]
+    names = "studies/doorgym_six/matrices", "results/doorgym_gripper/matrices", "studies/doorgym_six/fresh_critic"
+    names += ("studies/doorgym_six/ordinary",)
+    rows = [row for name in names for row in records.read_rows(EXPERIMENTS / f"{name}.csv")]
     rows = [row for row in rows if row["tasks_learnt"] == "6"]
     theirs = {row["method"]: row for row in rows if row["whose"] == "published"}
 
@@ -286,7 +166,7 @@ def at_the_end(row: dict) -> tuple[float, float, int, str]:
     """
     chosen = dict(pair.split("=") for pair in shlex.split(row["rows"]))
     curves, error, seeds = {}, "", 0
-    for line in records.read_rows(STUDIES / row["file"]):
+    for line in records.read_rows(EXPERIMENTS / row["file"]):
         if chosen.items() <= line.items() and line[row["column"]]:
             step = float(line.get("global_step") or line.get("step") or line.get("steps") or "nan")
             seeds = int(line.get("seeds", 0))
@@ -310,7 +190,7 @@ def beside(chosen: Callable[[dict], bool] = lambda row: True) -> list[str]:
             ((_, curve),) = plot.read_reference("easy-all", [theirs.split()[1]]).items()
             late = np.linspace(0.9 * step, step, 101)  # as ours
             theirs, steps = f"{np.interp(late, *curve).mean():.2f}", f"{step}"
-        where = (STUDIES / row["file"]).parent
+        where = (EXPERIMENTS / row["file"]).parent
         where = where / ("" if (where / "README.md").exists() else Path(row["file"]).name)
         rows.append({
             "": f"[{row['what']}](../{where.relative_to(records.ROOT)})", "published": theirs,
@@ -334,7 +214,7 @@ def millions(steps: str | float) -> str:
 def sweeps() -> list[str]:
     """Each committed sweep: how many trials, and the best one."""
     rows = []
-    for path in sorted((STUDIES / "sweeps").glob("*/results.csv")):
+    for path in sorted((RESULTS / "sweeps").glob("*/results.csv")):
         trials = records.read_rows(path)
         columns = list(trials[0])
         metric = columns[2]
@@ -360,10 +240,9 @@ def short(text: str) -> str:
 
 
 PARTS = {
-    "throughput": throughput, "ppo_impala": ppo_impala, "apex": apex, "rnd": rnd, "doors_update": doors,
-    "encoders": encoders, "original_games": original_games, "starpilot_study": starpilot_study, "tables": tables,
-    "sweeps": sweeps, "published": beside, "headlines": headlines, "six_doors": six_doors,
-    "cleanrl": beside_cleanrl, "side_by_side": side_by_side, "not_looking": not_looking,
+    "doors_update": doors, "encoders": encoders, "tables": tables, "sweeps": sweeps, "published": beside,
+    "headlines": headlines, "six_doors": six_doors, "side_by_side": side_by_side,
+    **{name: partial(frozen, name) for name in FROZEN},
 }  # fmt: skip
 
 

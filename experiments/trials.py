@@ -102,7 +102,7 @@ def ask_script(program: str, flags: dict) -> None:
 @functools.cache
 def origin() -> dict[str, str]:
     """Where and when, as records.py has it; in a process of its own, since JAX takes most of a GPU's memory."""
-    command = [sys.executable, "-m", "benchmarks.records"]
+    command = [sys.executable, "-m", "experiments.records"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if told.returncode:
         raise FailedError(f"JAX does not start: {(told.stderr.strip() or 'it said nothing').splitlines()[-1]}")

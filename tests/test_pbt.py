@@ -101,7 +101,7 @@ def test_a_clone_goes_on_with_its_donors_run_also_after_a_stop(tmp_path):
         (["ppo_procgen.py", "--set", "seed=3"], "--set seed=3", "each run is given its own"),
         (["ppo_procgen.py", "--set", "resume=/x"], "--set resume=/x", "each run is given its own"),
         (["ppo_procgen.py", "--mutate", "wandb_mode=1:2"], "--mutate wandb_mode=1.0:2.0", "each run is given its own"),
-        (["ppo_procgen.py", "--set", "num_envs=0"], "--num-envs 0", "from 1"),
+        (["ppo_procgen.py", "--set", "num_envs=0"], "--num-envs 0", "1 or more"),
         (["ppo_procgen.py", "--interval", "0"], "--interval 0", "from 1"),
         (["ppo_procgen.py", "--population", "1"], "--population 1", "from 2"),
         (["ppo_procgen.py", "--generations", "0"], "--generations 0", "from 1"),

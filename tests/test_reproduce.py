@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,9 @@ import tyro
 from conftest import ROOT, TINY, assert_refused, assert_same_run, flags_of, read_metrics, run_here, wait_for
 from PIL import Image
 
-import hnppo_doorgym
 import ppo_procgen
-from benchmarks import records
-from common import continual, doors, files, runs
-from experiments import curves, matrices, reproduce, tables, trials
+from common import files, runs
+from experiments import records, reproduce, tables, trials
 
 ROWS = reproduce.published()
 FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))
@@ -281,8 +279,7 @@ def test_every_evaluation_of_a_run_is_written_down(tmp_path):
     assert (found["steps/s"], found["commit"]) == ("100", "a")
 
 
-def test_curves_are_drawn_without_their_runs(table, tmp_path):
-    """A finished run's 60 points are kept, and a picture is made of them: means of parts, then the last evaluation."""
+def test_curves_of_finished_runs_are_kept(tmp_path):
     row = {"cell": "runs, maze", "flags": "env_id=maze", "metric": "eval/test_levels/mean_return"}
     lines = [{"global_step": 10 * i, "seconds": 36.0 * i, reproduce.RETURN: i} for i in range(1, 181)]
     for seed, done in (("1", True), ("2", False)):
@@ -292,36 +289,6 @@ def test_curves_are_drawn_without_their_runs(table, tmp_path):
         runs.write_json(tmp_path / seed / "progress.json", {"done": done, "seconds": 0.0, "why": ""})
     kept = reproduce.curves(row, {"total_timesteps": 1800}, [tmp_path / "1", tmp_path / "2"])
     assert (len(kept), kept[1]["global_step"], kept[1]["hours"]) == (60, 40, "0.0400")
-    steps, hours, returns = curves.in_parts(kept)  # of 90 steps: returns 1, 4, 7; then 10, 13, 16; ...
-    np.testing.assert_allclose(returns, np.arange(4, 181, 9))
-    np.testing.assert_allclose([steps, hours * 1000], [10 * returns, 10 * returns])
-    half = [one | {"of steps": 900} for one in kept]
-    assert curves.by_run([*kept, *half])["runs, maze", 1, 1800] == kept
-    seeds = [
-        [{"step": 9, "mean": 7, "error": 1}, {"step": 10, "mean": mean, "error": error}]
-        for mean, error in ((2, 3), (4, 4))
-    ]
-    assert curves.last_evaluation(seeds) == (10, 3, 2.5)
-    reference = [old | {"cell": row["cell"], "flags": row["flags"]} for old in reproduce.published()[:1]]
-    records.write_rows(reproduce.REFERENCE, reference)
-    records.write_rows(tmp_path / "small_training.csv", kept)
-    curves.main(curves.Args("small", folder=str(tmp_path), random={"maze": 1.0}, out=str(tmp_path / "curves")))
-    assert np.asarray(Image.open(tmp_path / "curves.png").convert("L")).std() > 5
-    second = [one | {"seed": 2, reproduce.RETURN: 3 * float(one[reproduce.RETURN])} for one in kept]
-    records.write_rows(tmp_path / "small_training.csv", [*kept, *half, *second, *(one | {"seed": 3} for one in half)])
-    evaluated = [{"cell": row["cell"], "of steps": 1800} | one for one in seeds[0]]
-    records.write_rows(tmp_path / "small_evaluations.csv", [one | {"seed": 1} for one in evaluated])
-    figure = curves.draw(curves.read(curves.Args("small", folder=str(tmp_path))), {"maze": 1.0})
-    line, mark, *_, random_play = figure.axes[0].lines
-    np.testing.assert_allclose(line.get_xydata(), np.stack([steps, 2 * returns], axis=1))  # of two seeds of one length
-    assert mark.get_ydata() == [2]
-    assert random_play.get_ydata()[0] == 1
-    with pytest.raises(runs.UsageError, match="--cells nosuch: is in no cell's name"):
-        curves.main(curves.Args("small", cells=("nosuch",), folder=str(tmp_path)))
-    with pytest.raises(runs.UsageError, match="--random bigfish: has no curve here, give some of maze"):
-        curves.main(curves.Args("small", folder=str(tmp_path), random={"bigfish": 1.0}))
-    with pytest.raises(runs.UsageError, match="TABLE small: has no such curves"):
-        curves.main(curves.Args("small", folder=str(tmp_path), least=1801))
 
 
 def test_an_error_in_one_worker_stops_the_others(table, monkeypatch):
@@ -352,7 +319,7 @@ def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
     elsewhere = other | {"step": 1_000_900, "steps/s": 99, "machine": "a faster one"}
     rows = [row, shorter, other, elsewhere]
     records.write_rows(tmp_path / "algorithms_nature_evaluations.csv", rows)
-    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.side_by_side()[-1] == "| PPO | 3.00 (1.00), 2 seeds | 4.00 (0.40) |  |  | 77 |"
 
 
@@ -473,14 +440,11 @@ def test_the_docs_have_the_tables_of_the_committed_files():
 def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
     """And nothing else changes."""
     for path in tables.SPEED.glob("*.csv"):
-        (tmp_path / path.name).write_text(path.read_text())
-    changed = (tmp_path / "apex.csv").read_text().replace(",1114,", ",98765,")
-    (tmp_path / "apex.csv").write_text(changed)
+        (tmp_path / path.name).write_text(path.read_text().replace(",1595,", ",98765,"))
     monkeypatch.setattr(tables, "SPEED", tmp_path)
-    for page in ("results.md", "apex.md"):
-        old = (tables.DOCS / page).read_text()
-        assert "| 1114 |" in old
-        assert tables.fill(old, page) == old.replace("| 1114 |", "| 98765 |")
+    old = (tables.DOCS / "results.md").read_text()
+    assert "| 1,595 |" in old
+    assert tables.fill(old, "results.md") == old.replace("| 1,595 |", "| 98,765 |")
     with pytest.raises(runs.UsageError, match="one of the two marks"):
         tables.fill("<!-- end of apex -->", "a page")
     (tmp_path / "docs").mkdir()
@@ -488,13 +452,13 @@ def test_a_new_number_comes_into_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
     with pytest.raises(runs.UsageError, match="no page has the mark"):
         tables.main(tables.Args())
-    page = tmp_path / "docs" / "apex.md"
-    page.write_text((ROOT / "docs" / "apex.md").read_text())
-    monkeypatch.setattr(tables, "PARTS", {"apex": tables.apex})
-    with pytest.raises(runs.UsageError, match=r"apex\.md is old"):
+    page = tmp_path / "docs" / "results.md"
+    page.write_text(old)
+    monkeypatch.setattr(tables, "PARTS", {"doors_update": tables.doors})
+    with pytest.raises(runs.UsageError, match=r"results\.md is old"):
         tables.main(tables.Args(check=True))
     tables.main(tables.Args())
-    assert "| 98765 |" in page.read_text()
+    assert "| 98,765 |" in page.read_text()
     tables.main(tables.Args(check=True))
 
 
@@ -509,7 +473,7 @@ def test_a_table_shows_the_cells_that_have_something(tmp_path, monkeypatch):
         names | {"cell": "neither", "published": "", "ours": "", "seeds": 0, "commit": ""},
     ]
     records.write_rows(tmp_path / "gamma.csv", rows)
-    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     lines = tables.tables()
     cells = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
     assert cells == ["cell", "---", "ours", "theirs"]
@@ -530,7 +494,7 @@ def test_what_stands_beside_the_published(tmp_path, monkeypatch):
     runs_of = [{"run": str(n), "training levels": n // 2, "step": n, "normalized": n} for n in (2, 3, 4)]
     runs_of = [row | {"normalized error": row["step"] / 10} for row in runs_of]
     records.write_rows(tmp_path / "c.csv", runs_of)
-    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    monkeypatch.setattr(tables, "EXPERIMENTS", tmp_path)
     assert tables.at_the_end({"file": "a.csv", "rows": "", "column": "episodic_return"}) == (96.5, 100, 2, "")
     runs_of_one = {"file": "c.csv", "rows": "'training levels=1'", "column": "normalized"}
     assert tables.at_the_end(runs_of_one) == (2.5, 2.5, 2, "")
@@ -552,7 +516,7 @@ def test_the_best_trial_is_the_least_where_less_is_better(tmp_path, monkeypatch)
     rows = [row | {"logged": 1, "seconds": 1, "why": "", "commit": "abc"} for row in rows]
     records.write_rows(tmp_path / "sweeps/a/results.csv", rows)
     records.write_rows(tmp_path / "sweeps/b/results.csv", rows[-1:])
-    monkeypatch.setattr(tables, "STUDIES", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (line,) = tables.sweeps()[2:]
     assert "| loss | 1 | abc | lr 0.1 |" in line
     assert "| 4 | 1 |" in line
@@ -676,71 +640,3 @@ def test_all_games_come_to_one_number(tmp_path):
     refused = shell(*words[:-2], **given)
     assert "give another OUT" in refused.communicate()[0]
     assert refused.returncode == 2
-
-
-def test_matrices_stand_beside_the_published(tmp_path, capfd):
-    """Two seeds of one method, and a run of another that is half done; what does not fit is refused."""
-    paths = [str(tmp_path / name) for name in "abc"]
-    rng = np.random.default_rng(0)
-
-    def write(path, learnt, **flags):
-        Path(path).mkdir(exist_ok=True)
-        args = asdict(hnppo_doorgym.Args(**flags))
-        Path(path, "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
-        Path(path, "metrics.jsonl").write_text(
-            '{"global_step": 1, "time": 1.0, "eval/ACC": 1.0}\n{"global_step": 2, "time": 2.0}\n'
-        )
-        continual.write_csv(Path(path, "matrix.csv"), rng.random((learnt, 6)), doors.TASKS)
-
-    write(paths[0], 6, critic="hyper", seed=1)
-    write(paths[1], 6, critic="hyper", seed=2, track="tensorboard")
-    write(paths[2], 3, method="ppo")
-    rows = matrices.main(matrices.Args(tuple(paths), out=str(tmp_path / "out")))
-    assert [(row["method"], row["whose"], row["seed"], row["tasks_learnt"]) for row in rows] == [
-        ("HN-PPO", "published", "", 6), ("HN-PPO", "ours", 1, 6), ("HN-PPO", "ours", 2, 6),
-        ("PPO for each task", "published", "", 3), ("PPO for each task", "ours", 1, 3),
-    ]  # fmt: skip
-    assert [row["step"] for row in rows] == ["", 1, 1, "", 1]  # where the last task ended
-    assert (rows[0]["ACC"], rows[0]["REM"]) == pytest.approx((0.81, 0.998), abs=1e-3)  # as the study has them
-    assert (rows[3]["ACC"], rows[3]["REM"]) == pytest.approx((0.487, 0.2), abs=1e-3)  # of as many tasks as ours
-    tasks, ours = matrices.read_ours(tuple(paths))
-    theirs = matrices.published(tasks)
-    panels = matrices.draw(tasks, ours, theirs).axes[:2]
-    both = [matrices.read_rates(Path(path, "matrix.csv"), tasks) for path in paths[:2]]
-    assert panels[1].texts[0].get_text() == f"{np.mean(both, axis=0)[0, 0]:.2f}"
-    assert [rows[1][task] for task in tasks] == np.diag(both[0]).round(4).tolist()
-    for panel, matrix in zip(panels, (theirs["HN-PPO"], np.mean(both, axis=0)), strict=True):
-        found = {text.get_position(): text.get_text() for text in panel.texts}
-        assert found == {(j, i): f"{x:.2f}" for (i, j), x in np.ndenumerate(matrix)}
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-    assert len((tmp_path / "out.csv").read_text().splitlines()) == 6
-    capfd.readouterr()
-
-    for content in ("", "after,Pull-Right-Pull\n", "after," + ",".join(doors.TASKS) + "\nx,1,1,inf,0,0,0\n"):
-        Path(paths[2], "matrix.csv").write_text(content)
-        assert_refused(matrices, paths, capfd, f"RUN_DIRS {paths[2]}", "no table of success rates")
-    Path(paths[2], "matrix.csv").unlink()
-    assert_refused(matrices, paths, capfd, f"RUN_DIRS {paths[2]}", "no matrix.csv yet")
-    write(paths[1], 6, critic="hyper", seed=2, beta=2.0)
-    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "differs", "--beta")
-    write(paths[1], 6, critic="hyper", seed=2, robot="gripper")  # what was published is of hooks
-    rows = matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "gripper")))
-    assert [(row["method"], row["whose"]) for row in rows[1:]] == [("HN-PPO", "ours"), ("HN-PPO, gripper", "ours")]
-    for path, seed, critic in zip(paths[:2], (1, 2), ("fresh", "hyper"), strict=True):  # which PPO has not
-        write(path, 2, method="ppo", seed=seed, critic=critic)
-    rows = matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "ppo")))
-    assert [row["seed"] for row in rows] == ["", 1, 2]
-    capfd.readouterr()
-    write(paths[0], 6, critic="hyper", seed=1)
-    write(paths[1], 6, critic="hyper", seed=1)
-    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "seed 1 is given twice")
-    write(paths[1], 2, tasks="0,1")
-    assert_refused(matrices, paths[:2], capfd, f"RUN_DIRS {paths[1]}", "is of Pull-Right-Pull, Pull-Left-Pull")
-    write(paths[1], 3, method="ppo", seed=2, tasks=", ".join(doors.TASKS))  # the same tasks, otherwise written
-    write(paths[0], 2, method="ppo", seed=1)
-    rows = matrices.main(matrices.Args(tuple(paths[:2]), out=str(tmp_path / "lengths")))
-    assert [row["tasks_learnt"] for row in rows] == [2, 2, 3]
-    assert not matrices.published(doors.TASKS[::-1])
-    assert not matrices.published(doors.TASKS[:2])
-    method = hnppo_doorgym.Args(critic="fresh", beta=0.0, hardness="easy")
-    assert matrices.name_of(method) == "HN-PPO, fresh critic, beta 0, easy"

@@ -6,24 +6,20 @@ import types
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_refused
+from conftest import assert_refused
 
+import ppo_procgen
 from benchmarks import (
-    apex,
     doors,
     encoders,
-    gpu_plan,
     gpu_profile,
-    original_games,
-    ppo_impala,
-    records,
-    rnd,
     scaling,
     soak,
     throughput,
     torture,
 )
 from common import runs
+from experiments import records
 
 
 def rows(slope, start=1, begin=0, minutes=60):
@@ -101,6 +97,8 @@ REFUSED = {
     "no run folder": (soak, ["ppo_procgen.py", "--out", "x", "--run-dir", "there.csv/x"], "--run-dir", "cannot write"),
     "no new folder": (torture, ["--folder", "there.csv/x"], "--folder", "cannot write"),
     "no folder to torture in": (torture, ["--folder", "there.csv"], "--folder there.csv", "an empty folder"),
+    "no script": (throughput, ["dqn"], "VARIANTS: program dqn.py", "ppo_procgen.py"),
+    "a variant twice": (throughput, ["ppo_procgen", "ppo_procgen"], "VARIANTS", "each once"),
     "too few updates": (scaling, ["ppo_procgen", "--steps", 40_000], "--steps 40000", "49152 or more"),
 }
 
@@ -138,47 +136,49 @@ def test_torture_fails_where_a_run_is_not_exact(wrong, code, tmp_path, monkeypat
         torture.main(torture.Args(kills=1, folder=str(tmp_path / "new")))
 
 
-def test_ratios_are_to_what_they_are_named_after(tmp_path, monkeypatch):
+def test_ratios_are_to_the_first_variant(tmp_path, monkeypatch):
     def ratios(file, column):
         return [row[column] for row in records.read_rows(tmp_path / file)]
 
-    monkeypatch.setattr(ppo_impala, "measure", lambda script, *_: {"steps/s": 100 + 50 * ("impala" in script.SCRIPT)})
-    monkeypatch.setattr(throughput, "procgen_rate", lambda *_: 1)
-    ppo_impala.main(ppo_impala.Args("a", rounds=1, csv=str(tmp_path / "a")))
-    assert ratios("a", "times PPO's steps/s") == ["1", "1.5"]
-    monkeypatch.setattr(rnd, "measure", lambda flags, *_: {"steps/s": 100 + 50 * ("async" in flags)})
-    monkeypatch.setattr(throughput, "game_rate", lambda *_: 200)
-    rnd.main(rnd.Args("a", rounds=1, csv=str(tmp_path / "b")))
-    assert ratios("b", "times synchronous") == ["1", "1.5", "1.5"]
-    assert ratios("b", "of the emulator's rate %") == ["50", "75", "75"]
+    order = []
+
+    def measure(name, args, updates):
+        order.append((name, args.num_envs))
+        return {"steps/s": 100 + 50 * (name == "impala_procgen")}
+
+    monkeypatch.setattr(throughput, "measure", measure)
+    monkeypatch.setattr(throughput, "games_rate", lambda *_: 200)
+    variants = "ppo_procgen", "impala_procgen --num-envs 8"
+    throughput.main(throughput.Args(variants, rounds=2, csv=str(tmp_path / "a")))
+    assert ratios("a", "times the first") == ["1", "1.5"]
+    assert order == [("ppo_procgen", 64), ("impala_procgen", 8), ("impala_procgen", 8), ("ppo_procgen", 64)]
     monkeypatch.setattr(scaling, "steps_per_second", lambda args, way: 150 - 50 * (way == "one device"))
     scaling.main(scaling.Args("ppo_procgen", steps=10**5, rounds=1, csv=str(tmp_path / "c")))
     assert ratios("c", "ratio") == ["1", "1.5", "1.5"]
 
 
-def test_what_compiles_is_not_timed(tmp_path, monkeypatch):
-    lines = [{"global_step": s, "time": t, "charts/updates": s} for s, t in ((0, 0), (10**6, 100), (10**6 + 800, 102))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = types.SimpleNamespace(stop="", path=tmp_path)
-    monkeypatch.setattr(apex.apex, "main", lambda args: done)
-    assert apex.measure("", 1000)["steps/s"] == 400
-    monkeypatch.setattr(ppo_impala.ppo, "main", lambda args: done)
-    assert ppo_impala.measure(ppo_impala.ppo, "", 1)["steps/s"] == 400
-
-
-def test_flops_of_a_step_are_of_every_pass(monkeypatch):
-    """Each step is looked at once in the rollout and once again in each of the two passes over it."""
-    rates = {"procgen_rate": 1, "matrix_rate": 1, "gradient_speedup": 1, "transfer_seconds": 0}
-    for name, value in (rates | {"flops": (1e6, 3e6)}).items():
-        monkeypatch.setattr(throughput, name, lambda *_, value=value: value)
-    assert throughput.measure(throughput.ppo.Args(**TINY), 1)["MFLOP a step"] == 1 + 2 * 3
+def test_what_compiles_is_not_timed():
+    """The third line is the first that is timed, from the first one with losses on; parts are weighted by time."""
+    filling = [{"global_step": 10 * i, "time": 9.0 * i} for i in range(3)]
+    learning = [(100, 100, 0.9), (200, 200, 0.9), (600, 202, 0.5), (1000, 203, 0.2)]
+    lines = filling + [
+        {"global_step": s, "time": t, "losses/loss": 1, "charts/updates": s / 2, "time/actor_game": share}
+        for s, t, share in learning
+    ]
+    timed = throughput.timed_lines(lines)
+    assert [line["global_step"] for line in timed] == [200, 600, 1000]
+    found = throughput.rates(timed)
+    assert found == {"steps/s": 800 / 3, "updates/s": 400 / 3, "game %": pytest.approx(40)}
+    assert throughput.timed_lines(filling) == []
 
 
 def test_flags_are_written_as_for_a_script():
-    assert records.parse_flags(throughput.ppo, "--gap-stack=False").gap_stack is False
+    assert records.parse_flags(ppo_procgen, "--gap-stack=False").gap_stack is False
+    _, args = throughput.read_variant("ppo_procgen --seed 5", "--gap-stack=False")
+    assert (args.gap_stack, args.seed) == (False, 5)
 
 
-TOOLS = apex, doors, encoders, gpu_plan, gpu_profile, original_games, ppo_impala, rnd, scaling, throughput
+TOOLS = doors, encoders, gpu_profile, scaling, throughput
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -186,6 +186,6 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(tool, monkeypatch
     for name in ("measure", "speed", "cost", "steps_per_second"):
         monkeypatch.setattr(tool, name, None, raising=False)
     flag = "--out" if tool in (doors, gpu_profile) else "--csv"
-    needed = {"name": "a", "script": "ppo_procgen"}
+    needed = {"name": "a", "script": "ppo_procgen", "variants": "ppo_procgen"}
     words = [word for name, word in needed.items() if name in tool.Args.__dataclass_fields__]
     assert_refused(tool, [*words, flag, "/dev/null/x"], capfd, f"{flag} /dev/null", "cannot write there")

@@ -842,7 +842,7 @@ def test_a_sampler_that_is_not_there_begins_no_study(tmp_path, monkeypatch, capf
     ("code", "says", "raises"),
     [
         (0, "stopped by SIGTERM; continue with: --resume", trials.Stopped),
-        (143, "stopped by SIGTERM: no training was under way", trials.Stopped),
+        (143, "stopped by SIGTERM", trials.Stopped),
         (1, "error: cannot write /x: the disk is full, 0.0 MiB are free there; go on", files.FullError),
         (1, "error: --x 0: is bad", RuntimeError),
         (2, "\u256d box \u256e\n\u2502 Error parsing --x: bad \u2502\n\u2570\u2500\u256f", RuntimeError),

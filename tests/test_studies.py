@@ -1,0 +1,50 @@
+"""Modules of experiments/studies import, and rows of results say where they were measured."""
+
+import importlib
+import types
+
+import pytest
+from conftest import ROOT
+
+from common import runs
+from experiments import records
+
+STUDIES = sorted((ROOT / "experiments" / "studies").glob("*/"))
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_modules_of_a_study_import_and_it_has_a_readme(study):
+    for path in study.glob("*.py"):
+        importlib.import_module(f"experiments.studies.{study.name}.{path.stem}")
+    assert (study / "README.md").exists()
+
+
+def test_rows_are_not_added_to_another_table(tmp_path):
+    path = tmp_path / "rows.csv"
+    records.write_rows(path, [{"run": "a", "raw": 1}])
+    records.add_rows(path, [{"run": "a", "raw": 2}, {"run": "b", "raw": 3}], ("run",))
+    before = path.read_text()
+    assert before.split() == ["run,raw", "a,2", "b,3"]
+    (tmp_path / "empty.csv").touch()
+    records.append_rows(str(tmp_path / "empty.csv"), records.read_rows(path))
+    assert (tmp_path / "empty.csv").read_text() == before
+    for row in ({"run": "a", "other": 1}, {"raw": 1}):
+        with pytest.raises(runs.UsageError, match="has other columns than"):
+            records.add_rows(path, [row], tuple(row)[:1])
+    assert path.read_text() == before
+    path.write_text("run,raw\na,1")  # cut short
+    records.append_rows(str(path), [{"run": "b", "raw": 2}])
+    assert path.read_text().split() == ["run,raw", "a,1", "b,2"]
+
+
+def test_a_row_says_that_its_commit_is_not_clean(monkeypatch):
+    said = {"status": " M a\n", "rev-parse": "abc\n"}
+    monkeypatch.setattr(records.subprocess, "run", lambda words, **_: types.SimpleNamespace(stdout=said[words[1]]))
+    assert records.commit() == "abc+"
+    said["status"] = ""
+    assert records.commit() == "abc"
+
+
+def test_half_a_run_is_no_measurement(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        records.lines_of(types.SimpleNamespace(stop="SIGINT", path=tmp_path))
