@@ -199,6 +199,7 @@ class Run:
 
         Raises UsageError where that is not possible, FullError where the disk is full; both leave all as it was.
         """
+        jax.eval_shape(init_checkpoint)  # raises UsageError for a network that these flags do not describe
         self.is_main = jax.process_index() == 0
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
         mode = tracking.wandb_mode(args) if self.is_main else "disabled"
