@@ -164,7 +164,7 @@ def draw(path: Path, rows: list[dict], title: str) -> None:
     for axis in axes[1]:
         axis.set_xlabel("minutes of soaking" + ("; dashed: started again" if again else ""))
     figure.suptitle("\n".join(textwrap.wrap(title, 140)), fontsize=9)
-    with files.whole(path) as temporary:
+    with files.atomic_write(path) as temporary:
         figure.savefig(temporary, format="png")
     plot.plt.close(figure)
 
@@ -272,7 +272,7 @@ def main(args: Args) -> None:
     of = " ".join(there).strip() or "another table"
     runs.check(there == [args.script, args.flags], f"--out {args.out}: is of {of}; give another")
     folder = Path(args.run_dir, Path(args.out).name).absolute()
-    lock = files.take(folder)
+    lock = files.lock_run(folder)
     runs.check(lock is not None, f"--out {args.out}: {files.holder(folder)} is writing in {folder}")
     run = None if rows else resumable(folder)
     runs.check(run is None, f"--out {args.out}: has no rows of {run}; move that away, or give another")

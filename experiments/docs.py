@@ -82,7 +82,7 @@ def main(args: Args) -> None:
             if args.check:
                 problems.append(f"{page.relative_to(ROOT)}: links to other lines, run python -m experiments.docs")
             else:
-                with files.whole(page) as temporary:
+                with files.atomic_write(page) as temporary:
                     temporary.write_text(text)
     runs.check(not problems, "; ".join(problems))
 

@@ -243,7 +243,7 @@ def member(config: dict) -> None:
         own = {"seed": config["seed"], "total_timesteps": generation * study["interval"]}
         own |= {name: config[name] for name in study["ranges"]}
         try:
-            with files.take(folder) as lock:
+            with files.lock_run(folder) as lock:
                 trials.run(study["program"], study["flags"] | own, folder, lock, stopping=threading.Event())
         except (trials.Killed, files.FullError):  # as when its machine stops: Ray begins the generation again
             raise
@@ -407,7 +407,7 @@ def draw(args: Args, out: Path, ranges: dict[str, Range]) -> None:
     axes[-1, 0].set(xlabel="environment steps of a member")
     figure.suptitle(f"Population-based training of {args.program}")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    with files.whole(out / "pbt.png") as temporary:
+    with files.atomic_write(out / "pbt.png") as temporary:
         figure.savefig(temporary, format="png")
 
 
@@ -453,7 +453,7 @@ def main(args: Args) -> None:
     ranges, flags = check_args(args)
     out = Path(args.out or f"runs/pbt/{Path(args.program).stem}").absolute()
     files.make_folder(out, "--out")
-    lock = files.take(out)
+    lock = files.lock_run(out)
     check(bool(lock), f"--out {out}: {files.holder(out)} is at it; wait for its end, stop it, or give another --out")
     with lock:
         train(args, out, ranges, flags)

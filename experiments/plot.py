@@ -311,7 +311,7 @@ def write_whole(out: str, ending: str, write: Callable[[Path], None]) -> None:
     """Calls write(path) on a temporary name of OUT and `ending`, then renames. Raises UsageError where it cannot."""
     path = Path(out.removesuffix(".png").removesuffix(".csv") + ending)
     try:
-        with files.whole(path) as temporary:
+        with files.atomic_write(path) as temporary:
             write(temporary)
     except OSError as error:
         raise runs.UsageError(f"--out {out}: cannot write {path} ({error.strerror})") from None

@@ -121,7 +121,7 @@ def read_rows(path: Path) -> list[dict]:
 
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Writes rows of the same columns to a CSV file, whole or not at all."""
-    with files.whole(path) as temporary, temporary.open("w", newline="") as file:
+    with files.atomic_write(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
@@ -138,7 +138,7 @@ def add_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
 
     Raises UsageError if the file has other columns.
     """
-    with files.take(path.parent, wait=True):
+    with files.lock_run(path.parent, wait=True):
         replace_rows(path, rows, key)
 
 

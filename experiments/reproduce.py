@@ -162,7 +162,7 @@ def train(
 
     Says ELSEWHERE where another process is at it.
     """
-    with files.take(folder) or contextlib.nullcontext() as lock:
+    with files.lock_run(folder) or contextlib.nullcontext() as lock:
         before = read_progress(folder)
         if before["done"] or lock is None:
             if before["done"]:
@@ -405,7 +405,7 @@ def draw(path: Path, title: str, results: list[dict]) -> None:
     named = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     if named:
         figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
-    with files.whole(path) as temporary:
+    with files.atomic_write(path) as temporary:
         figure.savefig(temporary, format="png")
     plt.close(figure)
 
@@ -472,7 +472,7 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
     whatever seeds, and what is there of others, or of more training."""
     cells = [(row, flags, of_all_seeds(folders)) for row, flags, folders in cells]
     out = Path(args.out) / args.table
-    with files.take(out.parent, wait=True):
+    with files.lock_run(out.parent, wait=True):
         old = {(row["cell"], row["metric"]): row for row in read_results(args)}
         here = [summarize(row, flags, folders, args) for row, flags, folders in cells]
         results = []
@@ -485,7 +485,7 @@ def write(args: Args, cells: list[tuple]) -> list[dict]:
             found = [one for row, *of_cell in cells for one in gather(row, *of_cell)]
             if found:
                 records.replace_rows(out.with_name(f"{args.table}_{ending}.csv"), found, key)
-        with files.whole(out.with_suffix(".md")) as temporary:
+        with files.atomic_write(out.with_suffix(".md")) as temporary:
             temporary.write_text(markdown(args, results))
         parts = parts_of(results)
         title = args.table if parts == (1, 1) else f"{args.table}, {in_words(parts)} of the steps"

@@ -273,7 +273,7 @@ def main(args: Args) -> None:
         new = fill(old, where)
         runs.check(not args.check or new == old, f"--check: {where} is old, run python -m experiments.tables")
         if new != old:
-            with files.whole(page) as temporary:
+            with files.atomic_write(page) as temporary:
                 temporary.write_text(new)
 
 
