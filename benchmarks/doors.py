@@ -176,35 +176,37 @@ def adam_alone(args: hn.Args, learner: dict) -> float:
     tx = hn.make_optimizer(args)
 
     @partial(jax.jit, donate_argnums=0)
-    def ten(env_state):
+    def ten(carry):
         def step(carry, _):
-            learner, opt_state = env_state
-            move, opt_state = tx.update(jax.tree.map(lambda p: 0.1 * p, learner), opt_state)
-            return (optax.apply_updates(learner, move), opt_state), None
+            learner, opt_state = carry
+            updates, opt_state = tx.update(jax.tree.map(lambda p: 0.1 * p, learner), opt_state)
+            return (optax.apply_updates(learner, updates), opt_state), None
 
-        return jax.lax.scan(step, env_state, length=10)[0]
+        return jax.lax.scan(step, carry, length=10)[0]
 
-    env_state = jax.block_until_ready(ten((jax.tree.map(jnp.copy, learner), tx.init(learner))))
+    carry = jax.block_until_ready(ten((jax.tree.map(jnp.copy, learner), tx.init(learner))))
     start = time.perf_counter()
-    jax.block_until_ready(ten(env_state))
+    jax.block_until_ready(ten(carry))
     return (time.perf_counter() - start) / 10
 
 
 def update_seconds(name: str, flags: str, updates: int) -> dict:
     """An update in a second task, so that the penalty is in it."""
     args = tyro.cli(hn.Args, args=shlex.split(f"{flags} --num-worlds 64"))
-    agent = hn.Agent(args)
+    agent, mesh = hn.make_agent(args), devices.make_mesh(args)
+    jitted = hn.make_jitted(args, agent, mesh)
     doors = make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=args.num_worlds)
-    state = hn.begin_task(args, agent, devices.run_once(hn.init_state, args, agent))
-    state = hn.begin_task(args, agent, hn.end_task(args, agent, state))
+    state = jitted.begin_task(jax.jit(partial(hn.init_state, args, agent))())
+    state = jitted.begin_task(jitted.end_task(state))
+    update = jitted.update_with_penalty if args.method == "hnppo" else jitted.update
+    shardings = devices.shardings(mesh, (hn.STATE_SPECS, devices.TIME_ENV_SHARDED))
     adam = adam_alone(args, state.learner)
     times = []
     for _ in range(2 + updates):  # the second still compiles, as the state lies elsewhere then
         watch = runs.Stopwatch()
-        rollout, _ = hn.collect(args, agent, doors, state, watch=watch)
+        rollout, _ = hn.collect(args, jitted, doors, state, watch)
         with watch("update"):
-            given = devices.put(args, (state, rollout), (hn.STATE_SPECS, devices.TIME_ENV_SHARDED))
-            state, metrics = hn.update(args, agent, args.method == "hnppo", *given)
+            state, metrics = update(*jax.device_put((state, rollout), shardings))
             jax.device_get(metrics)
         times.append(watch.seconds)
     doors.close()

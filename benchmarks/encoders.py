@@ -25,7 +25,7 @@ from rich.table import Table
 
 import ppo_procgen as ppo
 from common import devices, gpu, networks, runs
-from common.devices import GAMES, SAME
+from common.devices import ENV_SHARDED, REPLICATED
 from common.networks import EncoderArgs
 from experiments import records
 
@@ -91,20 +91,22 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
     def loss(params, frames):
         return {"loss": (encoder.apply(params, frames) ** 2).sum(axis=-1)}
 
-    def forward(args, params, frames):
+    def forward(params, frames):
         return devices.map_in_chunks(partial(encoder.apply, params), frames)
 
-    def both(args, params, frames):
+    def both(params, frames):
         return devices.gradient(loss, params, frames, jnp.ones(len(frames)))[0]
 
-    args = ppo.Args(num_envs=batch, num_steps=1, num_minibatches=1)  # as many devices as a script would take
-    everywhere = devices.put(args, (params, frames), (SAME, GAMES))  # not to time how they get there
+    # As many devices as a script would take.
+    mesh = devices.make_mesh(ppo.Args(num_envs=batch, num_steps=1, num_minibatches=1))
+    shard_map = partial(jax.shard_map, mesh=mesh, in_specs=(REPLICATED, ENV_SHARDED), check_vma=False)
+    on_mesh = jax.device_put((params, frames), devices.shardings(mesh, (REPLICATED, ENV_SHARDED)))
     programs = {
-        "forward": (jax.jit(partial(devices.spread([SAME, GAMES], GAMES)(forward), args)), everywhere),
-        "gradient": (jax.jit(partial(devices.spread([SAME, GAMES], SAME)(both), args)), everywhere),
+        "forward": (jax.jit(shard_map(forward, out_specs=ENV_SHARDED)), on_mesh),
+        "gradient": (jax.jit(shard_map(both, out_specs=REPLICATED)), on_mesh),
     }
     if devices.on_cpu():
-        plain = jax.jit(partial(both, args))
+        plain = jax.jit(both)
         with plain_flax():
             plain(params, frames)  # compiled here
         programs["plain Flax"] = (plain, (params, frames))

@@ -75,8 +75,9 @@ class Args:
 # PROGRAMS
 
 
-def lowerings(script: ModuleType, args: Any, gpu: NamedSharding) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """How to lower each program of a script, with arguments of the shapes that a run gives it."""
+def lowerings(script: ModuleType, args: Any, mesh: Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """How to lower each program of a script for a mesh of one GPU, with arguments of the shapes that a run gives it."""
+    gpu = NamedSharding(mesh, PartitionSpec())
 
     def array(*dims, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=gpu)
@@ -84,41 +85,52 @@ def lowerings(script: ModuleType, args: Any, gpu: NamedSharding) -> dict[str, Ca
     def shapes(function, *arguments):
         return jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), jax.eval_shape(function, *arguments))
 
-    def for_acting(network, params):
-        params = shapes(partial(networks.prepare, network.encoder.layers), params)
-        return networks.acting(network), jax.tree.map(lambda x, y: x.update(sharding=y), params, layouts(params))
+    def acting_params(network, params):
+        params = shapes(partial(networks.cast_encoder, network.encoder.layers), params)
+        return jax.tree.map(lambda x, layout: x.update(sharding=layout), params, layouts(params))
 
     agent = script.make_agent(args)
-    state = shapes(partial(script.initial_state, args, agent))
+    state = shapes(partial(script.init_state, args, agent))
     if script is trpo:
-        pairs = {name: for_acting(network, state.params[name]) for name, network in agent._asdict().items()}
-        actor, params = trpo.Agent(**{k: v for k, (v, _) in pairs.items()}), {k: v for k, (_, v) in pairs.items()}
+        acting_agent = trpo.Agent(*map(networks.acting_agent, agent))
+        params = {name: acting_params(network, state.params[name]) for name, network in agent._asdict().items()}
     else:
-        actor, params = for_acting(agent, state.params["agent"] if script in (ppo, rnd) else state.params)
+        acting_agent = networks.acting_agent(agent)
+        params = acting_params(agent, state.params["agent"] if script in (ppo, rnd) else state.params)
 
     num_actors = args.num_actors if script in (impala, apex, sac) else 1
-    length, games = args.num_steps, args.num_envs // num_actors
+    length, num_envs = args.num_steps, args.num_envs // num_actors
     height, width, channels = (atari if script is rnd else envs).FRAME_SHAPE
-    frames, age = array(games, channels, height, width, dtype=jnp.uint8), array(games, dtype=jnp.int32)
-    ends = dict.fromkeys(("terminated", "truncated", "done"), array(length, games, dtype=bool))
-    ages, restarts = array(length + 1, games, dtype=jnp.int32), array(games, dtype=bool)
-    steps = envs.Steps(rewards=array(length, games), age=ages, restarts=restarts, **ends)
-    acting = offpolicy if script in (apex, sac) else script
-    carry = jax.eval_shape(partial(acting.initial_carry, args), age)
-    rollout = shapes(partial(acting.begin_rollout, args), carry, 0)
-    programs = {"act": partial(script.act.lower, args, actor, params, rollout, frames, age)}
-
-    rollouts, all_steps = (rollout,) * num_actors, (steps,) * num_actors
-    if script is impala:
-        memory = shapes(partial(impala.initial_memory, args))
-        _, unrolls = shapes(partial(impala.remember, args), memory, rollouts, all_steps, 0, 0)
-        programs["update"] = partial(impala.update.lower, args, agent, state, unrolls)
-    elif script in (apex, sac):
-        buffer = shapes(partial(offpolicy.initial_replay, args))
-        programs["insert"] = partial(offpolicy.insert.lower, args, buffer, rollouts, all_steps)
-        programs["update"] = partial(script.update.lower, args, agent, state, buffer, 1, 1.0)  # one update
+    frames, episode_step = array(num_envs, channels, height, width, dtype=jnp.uint8), array(num_envs, dtype=jnp.int32)
+    timesteps = envs.Timesteps(
+        rewards=array(length, num_envs),
+        **dict.fromkeys(("terminated", "truncated", "is_reset"), array(length, num_envs, dtype=bool)),
+        episode_step=array(length + 1, num_envs, dtype=jnp.int32),
+        forced_reset=array(num_envs, dtype=bool),
+    )
+    if script in (ppo, impala, rnd):
+        init_env_state = partial(script.init_env_state, args)
     else:
-        programs["update"] = partial(script.update.lower, args, agent, state, rollout, steps)
+        init_env_state = partial(envs.init_env_state, stack_offsets=args.stack_offsets)
+    env_state = jax.eval_shape(init_env_state, episode_step)
+    rollout = shapes(partial((offpolicy if script in (apex, sac) else script).begin_rollout, args), env_state, 0)
+    act = jax.jit(partial(script.act, args, acting_agent), donate_argnums=1)
+    programs = {"act": partial(act.lower, params, rollout, frames, episode_step)}
+
+    update = script.make_update(args, agent, mesh)
+    actor_rollouts, actor_timesteps = (rollout,) * num_actors, (timesteps,) * num_actors
+    if script is impala:
+        buffers = shapes(partial(impala.init_buffers, args))
+        assemble_batch = partial(impala.assemble_batch, args)
+        _, unrolls = shapes(assemble_batch, buffers, actor_rollouts, actor_timesteps, 0, 0)
+        programs["update"] = partial(update.lower, state, unrolls)
+    elif script in (apex, sac):
+        buffer = shapes(partial(offpolicy.init_replay, args))
+        insert = jax.jit(partial(offpolicy.insert, args), donate_argnums=0)
+        programs["insert"] = partial(insert.lower, buffer, actor_rollouts, actor_timesteps)
+        programs["update"] = partial(update.lower, state, buffer, 1, 1.0)  # one update
+    else:
+        programs["update"] = partial(update.lower, state, rollout, timesteps)
     return programs
 
 
@@ -269,10 +281,9 @@ def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
     gpus = topologies.get_topology_desc("h100", "cuda", target_config=H100, topology="1x1x1").devices
     mesh = Mesh(np.array(gpus), "device")
-    on_gpu = {"on_cpu": lambda: False, "mesh": lambda args, every_host=True: mesh, "count": lambda args: 1}
     rows, longest = [], []
-    with unittest.mock.patch.multiple(devices, **on_gpu):
-        programs = lowerings(SCRIPTS[args.script], flags, NamedSharding(mesh, PartitionSpec()))
+    with unittest.mock.patch.object(devices, "on_cpu", return_value=False):
+        programs = lowerings(SCRIPTS[args.script], flags, mesh)
         for name, lower in programs.items():
             compiled, program = lower().compile(), {"program": f"{args.script}.{name}"}
             kernels, memory = count_kernels(*parse_hlo(compiled.as_text())), compiled.memory_analysis()

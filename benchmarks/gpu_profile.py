@@ -23,6 +23,7 @@ from rich.table import Table
 
 import ppo_procgen as ppo
 from common import devices, envs, networks, runs
+from common.devices import ENV_SHARDED, REPLICATED
 from experiments import records
 
 
@@ -66,43 +67,55 @@ def kernels(function: Callable, repeats: int) -> list[dict]:
 
 def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     """Milliseconds of each part, and kernels of `act` and `update`."""
-    agent, numbers = ppo.make_agent(args), devices.local_env_ids(args)
-    state = devices.put(args, devices.run_once(ppo.init_state, args, agent), ppo.STATE_SPECS)
-    env_state = devices.put(args, ppo.init_env_state(args, numbers), ppo.CARRY)
-    games = envs.ReplayableVecEnv(partial(envs.make_procgen, args), numbers, 0, args.restart_every)
-    frames, episode_step = np.array(games.obs), np.array(games.episode_step)
-    seen = devices.put(args, (frames, episode_step), devices.ENV_SHARDED)
-    player, params = networks.for_acting(agent, state.params["agent"])
-    watch = runs.Stopwatch()
-    rollout, steps, env_state = ppo.collect(args, agent, games, state.params["agent"], env_state, i=0, watch=watch)
-    given = devices.put(args, (rollout, steps), (ppo.ROLLOUT_SPECS, envs.TIMESTEP_SPECS))
-    playing = ppo.begin_rollout(args, env_state, 1)
+    agent, mesh = ppo.make_agent(args), devices.make_mesh(args)
+    collect, update_learner = ppo.make_collect(args, agent, mesh), ppo.make_update(args, agent, mesh)
+    specs = ppo.STATE_SPECS, ppo.ROLLOUT_SPECS, envs.TIMESTEP_SPECS, envs.ENV_STATE_SPECS
+    state_sharding, rollout_sharding, timestep_sharding, env_state_sharding = devices.shardings(mesh, specs)
+    state = jax.jit(partial(ppo.init_state, args, agent), out_shardings=state_sharding)()
+    env_state = jax.device_put(ppo.init_env_state(args, devices.local_env_ids(args)), env_state_sharding)
+    vec_env = envs.make_train_envs(args)
+    inputs = np.array(vec_env.obs), np.array(vec_env.episode_step)
+    inputs_on_mesh = jax.device_put(inputs, devices.shardings(mesh, ENV_SHARDED))
+    rollout, timesteps = collect(vec_env, state.params["agent"], env_state, 0, runs.Stopwatch())
+    vec_env.close()
+    timesteps = jax.device_put(timesteps, timestep_sharding)
+    acting_params = networks.acting_params(agent, state.params["agent"])
+    next_rollout = partial(ppo.begin_rollout, args, rollout.env_state, 1)
+    next_rollout = jax.jit(next_rollout, out_shardings=rollout_sharding)()
+    step = jax.shard_map(
+        partial(ppo.act, args, networks.acting_agent(agent)),
+        mesh=mesh,
+        in_specs=(REPLICATED, ppo.ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
+        out_specs=(ppo.ROLLOUT_SPECS, ENV_SHARDED),
+        check_vma=False,
+    )
+    step = jax.jit(step, donate_argnums=1)  # as in `ppo.make_collect`
 
     def act(obs, episode_step):
-        nonlocal playing
-        playing, actions = ppo.act(args, player, params, playing, obs, episode_step)
+        nonlocal next_rollout
+        next_rollout, actions = step(acting_params, next_rollout, obs, episode_step)
         return actions
 
     def update():
         nonlocal state
-        state, metrics = ppo.update(args, agent, state, *given)
+        state, metrics = update_learner(state, rollout, timesteps)
         jax.block_until_ready(metrics)
 
-    def step(bring):
-        return np.asarray(act(*bring()))
+    def play_step(to_device):
+        return np.asarray(act(*to_device()))
 
-    put = partial(devices.put, args, (frames, episode_step), devices.ENV_SHARDED)
+    put = partial(jax.device_put, inputs, devices.shardings(mesh, ENV_SHARDED))
     parts = {
         "frames to the device": median_ms(lambda: jax.block_until_ready(put()), 50),
-        "act, launched": median_ms(lambda: act(*seen), 50),
-        "act": median_ms(lambda: act(*seen).block_until_ready(), 50),
-        "a step but for the game, devices.put": median_ms(lambda: step(put), 50),
-        "a step but for the game, devices.feed": median_ms(
-            lambda: step(lambda: devices.feed(args, (frames, episode_step))), 50
+        "act, launched": median_ms(lambda: act(*inputs_on_mesh), 50),
+        "act": median_ms(lambda: act(*inputs_on_mesh).block_until_ready(), 50),
+        "a step but for the game, device_put": median_ms(lambda: play_step(put), 50),
+        "a step but for the game, to_device": median_ms(
+            lambda: play_step(partial(devices.to_device, mesh, inputs)), 50
         ),
     }
-    rows = [{"program": "act"} | row for row in kernels(lambda: act(*seen).block_until_ready(), 20)]
-    parts["update"] = median_ms(update, 5)  # it takes the state's memory, and on a CPU with it the parameters above
+    rows = [{"program": "act"} | row for row in kernels(lambda: act(*inputs_on_mesh).block_until_ready(), 20)]
+    parts["update"] = median_ms(update, 5)  # donates the state, and with it on a CPU the parameters above
     rows += [{"program": "update"} | row for row in kernels(update, 1)]
     for name in ("act", "update"):
         some = [row for row in rows if row["program"] == name]

@@ -59,7 +59,7 @@ def games_rate(args: Any, steps: int = 300) -> float:
     if not isinstance(args, envs.GameArgs | atari.GameArgs):
         return float("nan")
     procgen = isinstance(args, envs.GameArgs)
-    env = (envs.make_levels if procgen else atari.make_montezuma)(args, args.num_envs, 0)
+    env = (envs.make_procgen if procgen else atari.make_montezuma)(args, args.num_envs, 0)
     count = envs.NUM_ACTIONS if procgen else atari.NUM_ACTIONS
     env.reset()
     actions = np.random.default_rng(0).integers(0, count, (steps, args.num_envs))
@@ -90,7 +90,7 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
                 stopping.set()
 
         try:
-            with files.take(Path(folder)) as lock, contextlib.suppress(trials.Stopped):
+            with files.lock_run(Path(folder)) as lock, contextlib.suppress(trials.Stopped):
                 trials.run(f"{name}.py", flags, Path(folder), lock, stopping, look)
         except RuntimeError as error:
             raise files.FailedError(f"{name}.py: {error}") from None

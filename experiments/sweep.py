@@ -345,11 +345,11 @@ def run_trial(
 
 def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: Path) -> tuple | None:
     """A trial that nobody is at, else a new one if there are less than `count`: with its flags, folder and lock."""
-    with files.take(out, wait=True):
+    with files.lock_run(out, wait=True):
         known = study.get_trials(deepcopy=False)
         chosen = None
         for old in known:
-            if old.state == TrialState.RUNNING and (lock := files.take(out / f"{old.number:04d}")):
+            if old.state == TrialState.RUNNING and (lock := files.lock_run(out / f"{old.number:04d}")):
                 if study.get_trials(deepcopy=False)[old.number].state == TrialState.RUNNING:
                     study.sampler = make_sampler(args, sweep, old.number)
                     chosen = optuna.trial.Trial(study, old._trial_id)
@@ -359,7 +359,7 @@ def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: P
         if chosen is None and begun < count and (begun < len(known) or sweep["method"] != "grid"):
             study.sampler = make_sampler(args, sweep, begun)
             chosen = study.ask()
-            lock = files.take(out / f"{chosen.number:04d}", wait=True)
+            lock = files.lock_run(out / f"{chosen.number:04d}", wait=True)
         if chosen is None:
             return None
         try:
@@ -484,7 +484,7 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
     figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(f"{study.study_name}, {len(study.trials)} trials")
     figure.set_size_inches(9, 5)
-    with files.whole(path) as temporary:
+    with files.atomic_write(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
     plt.close("all")
 
@@ -552,7 +552,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
 def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Event) -> optuna.Study:
     """Opens the study and runs trials until it has `count`, or `stopping` is set; returns it. Raises FullError or
     FailedError if the study cannot be written."""
-    with files.take(out, wait=True):
+    with files.lock_run(out, wait=True):
         study = open_study(args, sweep, Path(args.sweep).stem, out)
     origin = trials.origin()
 
@@ -564,7 +564,7 @@ def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Even
                     trial.set_user_attr("origin", trials.joined(trial.user_attrs.get("origin", {}), origin))
                     trial.set_user_attr("worker", f"{platform.node()}:{os.getpid()}")
                     end_trial(study, trial, sweep, flags, folder=folder, lock=lock, stopping=stopping, line=line)
-                with files.take(out, wait=True):
+                with files.lock_run(out, wait=True):
                     write_results(study, out)
             elif any(trial.state == TrialState.RUNNING for trial in study.get_trials(deepcopy=False)):
                 stopping.wait(2)  # one of those that run may lose its process
@@ -575,7 +575,7 @@ def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Even
     try:
         with trials.ProgressLine(study.study_name, count, done) as line:
             trials.in_parallel(work, args.jobs, stopping)
-        with files.take(out, wait=True):
+        with files.lock_run(out, wait=True):
             write_results(study, out)  # also of a trial whose process died before it could
     except Exception as error:
         if full := files.full_disk(error, out):

@@ -40,7 +40,7 @@ def same_actions(game: envs.GameArgs, games: int, seed: int, before: int = 20, s
     prefix = np.random.default_rng(seed).integers(0, len(ACTIONS), (before, games), np.int32)
     groups = {}
     for action in range(len(ACTIONS)):
-        env = envs.make_levels(game, games, seed, "test")
+        env = envs.make_procgen(game, games, seed, "test")
         env.reset()
         for actions in prefix:
             env.step(actions)
@@ -52,13 +52,15 @@ def same_actions(game: envs.GameArgs, games: int, seed: int, before: int = 20, s
 
 def random_frames(args: envs.GameArgs, games: int, steps: int, seed: int) -> np.ndarray:
     """Stacked frames uint8 [games * steps // 3, 64, 64, C] of random play."""
-    env, rng, seen = envs.make_levels(args, games, seed, "test"), np.random.default_rng(seed), []
+    env, rng, seen = envs.make_procgen(args, games, seed, "test"), np.random.default_rng(seed), []
 
-    def policy(frames, age, key, memory):
+    def policy(frames, episode_step, key, hidden_state):
         seen.append(np.asarray(frames))
         return rng.integers(0, len(ACTIONS), games).astype(np.int32), None
 
-    envs.play_episodes(env, policy, args.offsets, episodes=games * steps, seed=seed, stop=lambda: len(seen) == steps)
+    envs.play_episodes(
+        env, policy, args.stack_offsets, episodes=games * steps, seed=seed, stop=lambda: len(seen) == steps
+    )
     env.close()
     return np.concatenate(seen[2::3])
 
@@ -66,7 +68,7 @@ def random_frames(args: envs.GameArgs, games: int, steps: int, seed: int) -> np.
 def q_values(script, args, run_dir: str, frames: np.ndarray) -> tuple[int, np.ndarray]:
     """The step of the newest checkpoint, and its values float32 [B, 15] of frames [B, 64, 64, C]."""
     agent = script.make_agent(args)
-    tree = script.trained(args, agent, run_dir)
+    tree = script.load_params(args, agent, run_dir)
 
     @jax.jit
     def values(frames):

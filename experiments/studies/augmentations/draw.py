@@ -19,11 +19,15 @@ GAMES, STEPS, SEED = ("bigfish", "coinrun", "fruitbot"), 40, 1
 def play(env_id: str) -> np.ndarray:
     """A frame uint8 [64, 64, 3] after STEPS random steps."""
     args = ppo.Args(env_id=env_id, seed=SEED)
-    games = envs.Games(partial(envs.make_levels, args), [0], SEED, args.restart_every)
+    vec_env = envs.ReplayableVecEnv(partial(envs.make_procgen, args), [0], SEED, args.restart_every)
     rng = np.random.default_rng(SEED)
-    games.play(lambda obs, age: rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32), STEPS, runs.Stopwatch())
-    games.close()
-    return games.obs[0].transpose(1, 2, 0)
+
+    def random_actions(obs, episode_step):
+        return rng.integers(0, envs.NUM_ACTIONS, 1).astype(np.int32)
+
+    vec_env.play(random_actions, STEPS, runs.Stopwatch())
+    vec_env.close()
+    return vec_env.obs[0].transpose(1, 2, 0)
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
     stopping, begun = threading.Event(), time.time()
     clock = threading.Timer(60 * args.minutes, stopping.set)
     clock.start()
-    with files.take(folder) as lock, contextlib.suppress(trials.Stopped):
+    with files.lock_run(folder) as lock, contextlib.suppress(trials.Stopped):
         trials.run(f"{ppo.SCRIPT}.py", changed | own, folder, lock, stopping)
     clock.cancel()
     lines = trials.read_metrics(trials.find_run(folder))

@@ -34,14 +34,14 @@ class Args:
 def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) -> dict:
     """A row of the table: raw returns of a constant action, or of random ones."""
 
-    def constant(frames, age, key, memory):
+    def constant(frames, episode_step, key, hidden_state):
         return np.full(len(frames), action), None
 
-    env = envs.make_levels(envs.GameArgs(env_id=game), episodes, seed)
+    env = envs.make_procgen(envs.GameArgs(env_id=game), episodes, seed)
     policy = envs.random_policy if action is None else constant
-    returns, *_ = envs.play_episodes(env, policy, (0,), episodes=episodes, seed=seed)
+    played = envs.play_episodes(env, policy, (0,), episodes=episodes, seed=seed)
     env.close()
-    stats = envs.summarize(returns)
+    stats = envs.summarize(played.returns)
     row = {"game": game, "action": name, "mean": f"{stats['mean_return']:.3f}"}
     row |= {"error": f"{stats['standard_error']:.3f}", "min": f"{stats['min']:g}", "max": f"{stats['max']:g}"}
     return row | {"episodes": stats["episodes"]}

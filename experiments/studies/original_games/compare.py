@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import tyro
+from jax.sharding import Mesh
 
 import evaluate
 import ppo_procgen
@@ -96,21 +97,21 @@ def play(games: Original, policy: Callable, offsets: tuple[int, ...], *, num_env
     frame."""
     quota = -(-episodes // num_envs)
     returns: list[list[float]] = [[] for _ in range(num_envs)]
-    totals, age = np.zeros(num_envs), np.zeros(num_envs, np.int32)
+    totals, episode_step = np.zeros(num_envs), np.zeros(num_envs, np.int32)
     frames = envs.Frames.after(envs.empty_history(num_envs, offsets), 1, offsets)
-    key, memory = jax.random.PRNGKey(seed), None
+    key, hidden_state = jax.random.PRNGKey(seed), None
     _, _, obs = games.observe()
     while min(map(len, returns)) < quota:
-        frames, stacked = envs.slide(frames, obs, age)
-        key, now = jax.random.split(key)
-        actions, memory = policy(stacked, age, now, memory)
+        frames, stacked = envs.push_frame(frames, obs, episode_step)
+        key, step_key = jax.random.split(key)
+        actions, hidden_state = policy(stacked, episode_step, step_key, hidden_state)
         games.act(np.asarray(actions))
         rewards, first, obs = games.observe()
         totals += rewards
         for game in np.flatnonzero(first):
             returns[game].append(float(totals[game]))
         totals[first] = 0
-        age = np.where(first, 0, age + 1).astype(np.int32)
+        episode_step = np.where(first, 0, episode_step + 1).astype(np.int32)
     return np.array([some[:quota] for some in returns]).reshape(-1)
 
 
@@ -118,7 +119,7 @@ def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple
     """Frames compared under the same seed and random actions, until a game's first episode ends in either; the share of
     their pixels that differ, and the number of rewards that do."""
     rng, frames, pixels, rewards = np.random.default_rng(args.seed), 0, 0, 0
-    env = envs.make_levels(saved, num_envs, args.seed, "test")
+    env = envs.make_procgen(saved, num_envs, args.seed, "test")
     obs, _ = env.reset()
     with Original(args, saved, num_envs) as games:
         _, _, other = games.observe()
@@ -136,13 +137,13 @@ def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple
     return frames, pixels / (frames * obs.shape[2] * obs.shape[3]), rewards
 
 
-def compare(args: Args, name: str, saved, policy: Callable) -> dict:
+def compare(args: Args, name: str, saved, mesh: Mesh, policy: Callable) -> dict:
     """A row: the policy's mean return and its standard error in both, on unseen levels."""
     frames, pixels, rewards = difference(args, saved)
-    ours, *_ = envs.evaluate(saved, policy, "test", episodes=args.episodes, seed=args.seed)
-    num_envs = devices.multiple(saved, min(args.episodes, 64))
+    ours, *_ = envs.evaluate(saved, mesh, policy, "test", episodes=args.episodes, seed=args.seed)
+    num_envs = devices.round_to_devices(mesh, min(args.episodes, 64))
     with Original(args, saved, num_envs) as games:
-        theirs = play(games, policy, saved.offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
+        theirs = play(games, policy, saved.stack_offsets, num_envs=num_envs, episodes=args.episodes, seed=args.seed)
     theirs = envs.summarize(theirs)
     return {
         "policy": name, "game": saved.env_id, "episodes": theirs["episodes"],
@@ -153,8 +154,13 @@ def compare(args: Args, name: str, saved, policy: Callable) -> dict:
 
 
 def main(args: Args) -> None:
-    chosen = [(Path(run).name, *evaluate.procgen_policy(run)[1::2]) for run in args.run_dirs]
-    chosen += [("random", ppo_procgen.Args(env_id=game), envs.random_policy) for game in args.random]
+    chosen = []
+    for run_dir in args.run_dirs:
+        _, saved, mesh, _, policy = evaluate.procgen_policy(run_dir)
+        chosen.append((Path(run_dir).name, saved, mesh, policy))
+    for game in args.random:
+        game_args = ppo_procgen.Args(env_id=game)
+        chosen.append(("random", game_args, devices.make_mesh(game_args), envs.random_policy))
     rows = []
     for one in chosen:
         rows.append(compare(args, *one))

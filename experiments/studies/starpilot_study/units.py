@@ -76,11 +76,11 @@ def play(saved, policy, levels: str, *, batches: int, seed: int) -> tuple[np.nda
     normalized, raw = [], []
     for batch in range(batches):
         drawn = envs.derive_seed(seed, batch)
-        games = envs.make_levels(saved, GAMES, drawn, levels)
+        games = envs.make_procgen(saved, GAMES, drawn, levels)
         env = Normalized(games, GAMES)
-        returns, *_ = envs.play_episodes(env, policy, saved.offsets, episodes=GAMES, seed=drawn)
+        played = envs.play_episodes(env, policy, saved.stack_offsets, episodes=GAMES, seed=drawn)
         games.close()
-        normalized.append(returns)
+        normalized.append(played.returns)
         raw.append(env.raw)
     return np.concatenate(normalized), np.concatenate(raw)
 
@@ -124,7 +124,7 @@ def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
 def main(args: Args) -> None:
     path, origin, shown = Path(args.csv), records.origin(), []
     for run_dir in args.run_dirs:
-        script, saved, step, policy = evaluate.procgen_policy(run_dir)
+        script, saved, _, step, policy = evaluate.procgen_policy(run_dir)
         values = method_of(script.SCRIPT, saved), saved.env_id, saved.encoder, saved.hidden, saved.num_levels
         setting = dict(zip(SETTING, values, strict=True)) | {"step": step}
         rows = []
