@@ -386,7 +386,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
     target_params = jax.tree.map(lambda new, old: jnp.where(sync, new, old), params, state.target_params)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
         "losses/grad_norm": devices.global_norm(grads),
-        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
     }
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state, updates=updates)

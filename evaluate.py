@@ -114,7 +114,7 @@ def main(args: Args) -> list[dict]:
     """
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
-    runs.check(not (args.push_to_hub and args.random), "--push-to-hub: is for what has learnt, not for --random")
+    runs.check(not (args.push_to_hub and args.random), "--push-to-hub: uploads trained agents, not --random")
     if args.export:
         busy = os.path.exists(Path(args.export, "checkpoints"))
         runs.check(not busy, f"--export {args.export}: is a run directory, give another folder")

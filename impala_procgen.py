@@ -151,7 +151,7 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # A small last layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
+        # Heads in full float32, on a GPU too; a small last layer makes the first policy nearly uniform.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -296,13 +296,20 @@ class Rollout(NamedTuple):
     frames: envs.Frames  # of T + 1 steps
     actions: jax.Array  # int32 [T, n]
     logits: jax.Array  # float32 [T, n, 15]
-    first_hidden_state: networks.HiddenState
-    env_state: envs.EnvState  # of the newest step; its history is set at the end
+    initial_hidden_state: networks.HiddenState
+    env_state: envs.EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 3, ENV_SHARDED, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
+ROLLOUT_SPECS = devices.partition_specs(
+    Rollout,
+    frames=TIME_ENV_SHARDED,
+    actions=TIME_ENV_SHARDED,
+    logits=TIME_ENV_SHARDED,
+    initial_hidden_state=ENV_SHARDED,
+    env_state=envs.ENV_STATE_SPECS,
+)
 
 
 def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
@@ -312,7 +319,7 @@ def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
         frames=envs.Frames.after(env_state.history, args.num_steps + 1, args.stack_offsets),
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
-        first_hidden_state=env_state.hidden_state,
+        initial_hidden_state=env_state.hidden_state,
         env_state=env_state,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
@@ -352,7 +359,7 @@ def make_collect(args: Args, agent: Agent) -> Callable:
     end = jax.jit(partial(end_rollout, args), donate_argnums=0)
 
     def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, *, i, watch, check_stop):
-        params = networks.acting_params(agent, params)
+        params = networks.acting_params(agent, params)  # cast to the encoder's dtype, once for all steps
         rollout = begin(env_state, i)
 
         def choose_actions(obs, episode_step):
@@ -383,7 +390,7 @@ def assemble_batch(
     gamma, timesteps = runs.parse_schedule(args.gamma)(step), envs.join_envs(timesteps, axis=-1)
     reward_filter, rewards = prepare_rewards(args, buffers.reward_filter, timesteps, gamma)
     frames, actions, logits = envs.join_envs([(r.frames, r.actions, r.logits) for r in rollouts], axis=1)
-    hidden_state = envs.join_envs([jax.tree.map(lambda x: x[None], r.first_hidden_state) for r in rollouts], axis=1)
+    hidden_state = envs.join_envs([jax.tree.map(lambda x: x[None], r.initial_hidden_state) for r in rollouts], axis=1)
     batch = Batch(actions, logits, rewards, timesteps.terminated, timesteps.is_reset)
     buffers, unrolls = buffers._replace(reward_filter=reward_filter), UnrollBatch(frames, hidden_state, batch)
     return add_replayed(args, buffers, unrolls, i) if args.replay_fraction else (buffers, unrolls)
@@ -640,7 +647,7 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch) ->
     error_var = terms.pop("value_error_square") - terms.pop("value_error") ** 2
     metrics = {f"losses/{name}": value for name, value in terms.items()} | {
         "losses/explained_variance": 1 - error_var / jnp.maximum(target_var, 1e-8),
-        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,

@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # what a resume cannot change: it has adapted since
+    FIXED: ClassVar = ("kl_coef",)  # flags that a resume cannot change, besides those of the groups: it has adapted
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -109,7 +109,7 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # A small last layer makes the first policy nearly uniform. Both in full float32 on a GPU too.
+        # Heads in full float32, on a GPU too; a small last layer makes the first policy nearly uniform.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -173,7 +173,7 @@ def init_state(args: Args, agent: Agent) -> TrainState:
     frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
     hidden_state = networks.init_hidden_state(args.core, args.hidden, 1)
     params = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), hidden_state)}
-    params["predictor"], bonus_state = bonus.init(args, init_key, frames)
+    params["predictor"], bonus_state = bonus.init(args, init_key, frames)  # folds numbers of its own into the key
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -202,13 +202,21 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    first_hidden_state: networks.HiddenState
-    env_state: envs.EnvState  # of the newest step; its history is set at the end
+    initial_hidden_state: networks.HiddenState
+    env_state: envs.EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 4, ENV_SHARDED, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
+ROLLOUT_SPECS = devices.partition_specs(
+    Rollout,
+    frames=TIME_ENV_SHARDED,
+    actions=TIME_ENV_SHARDED,
+    logits=TIME_ENV_SHARDED,
+    values=TIME_ENV_SHARDED,
+    initial_hidden_state=ENV_SHARDED,
+    env_state=envs.ENV_STATE_SPECS,
+)
 
 
 def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
@@ -219,7 +227,7 @@ def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
         values=jnp.zeros(shape),
-        first_hidden_state=env_state.hidden_state,
+        initial_hidden_state=env_state.hidden_state,
         env_state=env_state,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
         t=jnp.int32(0),
@@ -271,7 +279,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     end = jax.jit(end, donate_argnums=0)
 
     def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, i: int, watch: runs.Stopwatch):
-        params = networks.acting_params(agent, params)
+        params = networks.acting_params(agent, params)  # cast to the encoder's dtype, once for all steps
         rollout = begin(env_state, i)
 
         def choose_actions(obs, episode_step):
@@ -296,7 +304,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]; those of junk steps are meaningless and reach no other step.
+    Returns advantages float32 [T]. Those of junk steps (EnvPool's resets) are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
@@ -354,7 +362,7 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
         "policy_loss": -jnp.minimum(ratio * batch.advantages, ratio_clipped * batch.advantages),
         "value_loss": 0.5 * value_loss,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the usual name
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact, under its usual name
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
 
@@ -368,10 +376,13 @@ def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tu
     return jax.nn.log_softmax(logits), values
 
 
-def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, kl_coef, ent_coef, target=None):
-    """PPO's loss, with DrAC's regulariser and the prediction error of RND's `target` if the flags ask for them.
+def loss(
+    args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, kl_coef, ent_coef, rnd_target=None
+):
+    """PPO's loss, with DrAC's regulariser and the error of RND's predictor if the flags ask for them.
 
-    Returns its terms per sample, float32 [B, S]: `devices.gradient` weights and averages them.
+    Returns its terms per sample, float32 [B, S]. `devices.gradient` weights and averages them over samples and devices;
+    "loss" is differentiated, the others are logged.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -390,17 +401,15 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
         terms["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
         total += args.drac_coef * terms["drac_loss"]
     if args.rnd_coef:
-        terms["rnd_loss"] = bonus.error(target, params["predictor"], inputs.next_frames)
+        terms["rnd_loss"] = bonus.error(rnd_target, params["predictor"], inputs.next_frames)
         total += terms["rnd_loss"]
     return terms | {"loss": total}
 
 
-def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, target: float) -> jax.Array:
-    """Schulman et al. 2017, section 4: halves or doubles the coefficient where KL is off target by 1.5 times.
-
-    It stays within 1e-6 and 1e6, so that it can always come back.
-    """
-    factor = jnp.where(kl < target / 1.5, 0.5, jnp.where(kl > target * 1.5, 2.0, 1.0))
+def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, kl_target: float) -> jax.Array:
+    """Halves or doubles the coefficient if KL is below kl_target / 1.5 or above 1.5 kl_target (Schulman et al. 2017,
+    section 4). It stays within 1e-6 and 1e6, so that it can always come back."""
+    factor = jnp.where(kl < kl_target / 1.5, 0.5, jnp.where(kl > kl_target * 1.5, 2.0, 1.0))
     return jnp.clip(kl_coef * factor, 1e-6, 1e6)
 
 
@@ -409,7 +418,7 @@ def compute_advantages(
 ):
     """Shaped rewards, RND's bonus, GAE: returns the state with its running statistics updated, a Batch [T, N] and
     metrics float32 []."""
-    mask = ~timesteps.is_reset
+    mask = ~timesteps.is_reset  # of transitions; moments over them are over all devices
     reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
     state = state._replace(reward_filter=reward_filter)
     metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}
@@ -450,23 +459,23 @@ def optimize(
     """
     chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
     env_ids, recurrent = rollout.env_state.env_ids, args.core != "none"
-    num_envs, tx = len(env_ids), make_optimizer(args)
-    target = state.bonus.target if args.rnd_coef else None
-    minibatch_loss = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, target=target)
+    local_num_envs, tx = len(env_ids), make_optimizer(args)  # those of this device
+    rnd_target = state.bonus.target if args.rnd_coef else None
+    minibatch_loss = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, rnd_target=rnd_target)
 
     def train_minibatch(learner, key, index):
         params, opt_state = learner
         if recurrent:  # whole rollouts of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
-            time, env = index[:, None] // num_envs, index[:, None] % num_envs
-        # By the sample's number in the run, so that its draws are the same on whichever device it is.
+            time, env = index[:, None] // local_num_envs, index[:, None] % local_num_envs
+        # By the sample's number among all devices, so that its draws are the same on whichever device it is.
         keys = jax.vmap(partial(devices.fold_in_ids, key))(time * args.num_envs + env_ids[env])
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
             next_frames=rollout.frames.stack(time + 1, env) if args.rnd_coef else None,
             is_first=rollout.frames.is_first[time, env],
-            hidden_state=jax.tree.map(lambda x: x[index], rollout.first_hidden_state),
+            hidden_state=jax.tree.map(lambda x: x[index], rollout.initial_hidden_state),
             keys=keys if args.augment or args.dropout else None,
         )
         minibatch = inputs, jax.tree.map(lambda x: x[time, env], batch)
@@ -478,7 +487,7 @@ def optimize(
 
     def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        samples = num_envs if recurrent else weight.size  # of this device, which has its part of each minibatch
+        samples = local_num_envs if recurrent else weight.size  # of this device, which has its part of a minibatch
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), samples)
         order = order.reshape(args.num_minibatches, -1)
         learner, terms = jax.lax.scan(
@@ -505,7 +514,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
     )  # fmt: skip
     metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
         "losses/kl_coef": state.kl_coef,
-        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,

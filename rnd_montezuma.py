@@ -310,8 +310,8 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 18]
     values: jax.Array  # float32 [T + 1, N, 2]
-    first_hidden_state: networks.HiddenState
-    env_state: EnvState  # of the newest step; its history is set at the end
+    initial_hidden_state: networks.HiddenState
+    env_state: EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -321,7 +321,15 @@ class Rollout(NamedTuple):
         return self.frames.images[self.frames.past + 1 :]
 
 
-ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 4, ENV_SHARDED, ENV_STATE_SPECS, REPLICATED, REPLICATED)
+ROLLOUT_SPECS = devices.partition_specs(
+    Rollout,
+    frames=TIME_ENV_SHARDED,
+    actions=TIME_ENV_SHARDED,
+    logits=TIME_ENV_SHARDED,
+    values=TIME_ENV_SHARDED,
+    initial_hidden_state=ENV_SHARDED,
+    env_state=ENV_STATE_SPECS,
+)
 
 
 class Unroll(NamedTuple):
@@ -341,7 +349,7 @@ def begin_rollout(args: Args, env_state: EnvState, i: int) -> Rollout:
         actions=jnp.zeros(shape, jnp.int32),
         logits=jnp.zeros((*shape, atari.NUM_ACTIONS)),
         values=jnp.zeros((args.num_steps + 1, len(env_state.env_ids), 2)),
-        first_hidden_state=env_state.hidden_state,
+        initial_hidden_state=env_state.hidden_state,
         env_state=env_state,
         key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 2)), i),
         t=jnp.int32(0),
@@ -396,7 +404,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     begin, step, end = jax.jit(begin), jax.jit(step, donate_argnums=1), jax.jit(end, donate_argnums=1)
 
     def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: EnvState, *, i: int, watch, check_stop):
-        params = networks.acting_params(agent, params)
+        params = networks.acting_params(agent, params)  # cast to the encoder's dtype, once for all steps
         rollout, rooms, pictures = begin(env_state, i), [], {}
 
         def choose_actions(obs, episode_step):
@@ -592,7 +600,7 @@ def recompute_policy_and_value(args: Args, agent: Agent, params: dict, rollout: 
         logits, values, hidden_state = policy_and_value(agent, params, stacked, is_first, hidden_state)
         return hidden_state, (logits, values)
 
-    _, (logits, values) = jax.lax.scan(step, rollout.first_hidden_state, jnp.arange(args.num_steps + 1))
+    _, (logits, values) = jax.lax.scan(step, rollout.initial_hidden_state, jnp.arange(args.num_steps + 1))
     return logits[:-1], values
 
 
@@ -663,7 +671,7 @@ def optimize(
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
             is_first=rollout.frames.is_first[time, env],
-            hidden_state=jax.tree.map(lambda x: x[index], rollout.first_hidden_state),
+            hidden_state=jax.tree.map(lambda x: x[index], rollout.initial_hidden_state),
         )
         minibatch = inputs, jax.tree.map(lambda x: x[time, env], batch)
         grads, terms, _ = devices.gradient(agent_loss, params["agent"], minibatch, weight[time, env])
@@ -708,7 +716,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         updates=state.updates + 1,
     )
     metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
-        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
         "charts/updates": state.updates,
     }

@@ -300,7 +300,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
     target_params = optax.incremental_update(params, state.target_params, tau)
     metrics = {f"losses/{name}": value for name, value in means.items()} | {
         "losses/grad_norm": devices.global_norm(grads),
-        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "losses/alpha": jnp.exp(log_alpha),
         "charts/learning_rate": learning_rate,
     }

@@ -180,12 +180,19 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    env_state: envs.EnvState  # of the newest step; its history is set at the end
+    env_state: envs.EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
     key: jax.Array
     t: jax.Array  # int32 []
 
 
-ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 4, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
+ROLLOUT_SPECS = devices.partition_specs(
+    Rollout,
+    frames=TIME_ENV_SHARDED,
+    actions=TIME_ENV_SHARDED,
+    logits=TIME_ENV_SHARDED,
+    values=TIME_ENV_SHARDED,
+    env_state=envs.ENV_STATE_SPECS,
+)
 
 
 def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
@@ -529,7 +536,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         state = state._replace(params=state.params | {"policy": policy})
     params, opt_state, terms = optimize(args, agent, state, data, learning_rate=learning_rate, key=value_key)
     metrics |= {f"losses/{name}": value for name, value in (terms | policy_terms).items()} | {
-        "losses/param_norm": devices.global_norm(params),  # infinite where the last step went wrong
+        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
         "charts/gamma": gamma,
     }

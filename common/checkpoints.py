@@ -116,7 +116,7 @@ def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
 def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
     """The newest checkpoint that is whole: its step and its tree of NumPy arrays (tuples come back as dicts).
 
-    Says which ones are damaged. Raises UsageError if none is left. The run may go on meanwhile.
+    Says which ones are damaged. Raises UsageError if none is left. The run may continue meanwhile.
     """
     damaged = {}
     while steps := [step for step in steps_in(run_dir) if step not in damaged]:
@@ -165,7 +165,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def quarantine(run_dir: Path, after: int) -> None:
-    """Moves checkpoints of later steps, which are damaged, to the folder `damaged`: nobody is to go on from them."""
+    """Moves checkpoints of later steps, which are damaged, to the folder `damaged`: no run may resume from them."""
     for step in steps_in(run_dir):
         if step > after:
             files.quarantine(run_dir / "checkpoints" / str(step), run_dir / "damaged")

@@ -6,7 +6,6 @@ following step is no transition: a "junk step". `Timesteps.is_reset` marks it; l
 """
 
 import ctypes
-import difflib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -134,13 +133,6 @@ class GameArgs:
         check_needs(self, self.num_levels, "--num-levels 1 or more", ("start_level",))
         check_needs(self, self.eval_episodes, "--eval-episodes 1 or more", ("capture_video",))
         check_needs(self, self.eval_episodes or not self.eval_every, "--eval-episodes 1 or more", ("eval_every",))
-
-
-def check_game(env_id: str, flag: str = "--env-id") -> None:
-    """Raises UsageError, with the nearest name and the list, if the value of `flag` is not a Procgen game."""
-    if env_id not in GAMES:
-        nearest = difflib.get_close_matches(env_id.lower(), GAMES, n=1, cutoff=0)[0]
-        raise UsageError(f"{flag} {env_id}: no such game, did you mean {nearest}? Valid: {', '.join(GAMES)}")
 
 
 def load_qt() -> None:

@@ -90,13 +90,13 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             full = files.first_line(why[why.index("RESOURCE_EXHAUSTED") :])
             less = "the last checkpoint is whole; give fewer --num-envs, or run fewer scripts on the device"
             print(f"error: a device's memory is full ({full[:200]}); {less}", file=sys.stderr, flush=True)
-            _exit(128 + signal.SIGKILL)  # as where the host's memory is full: to go on from there may help
+            _exit(128 + signal.SIGKILL)  # as where the host's memory is full: resuming may help
         if jax.process_count() == 1:
             raise
         if not re.search("gloo|nccl|unavailable|deadline", str(error), re.IGNORECASE):
             traceback.print_exc()
         reason = files.first_line(error)
-        print(f"error: this host or another has failed ({reason}); go on with --resume", file=sys.stderr, flush=True)
+        print(f"error: this host or another has failed ({reason}); continue with --resume", file=sys.stderr, flush=True)
         _exit(1)
 
 
@@ -417,6 +417,6 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
 
 
 def on_this_machine(args: Any) -> Any:
-    """The arguments of a run, to play what it has learnt on whatever devices there are here."""
+    """The arguments of a run, for evaluating it on this machine."""
     anywhere = {"num_devices": 0, "actor_devices": 0, "distributed": False, "replay_device": "device"}
     return dataclasses.replace(args, **{name: anywhere[name] for name in anywhere if hasattr(args, name)})

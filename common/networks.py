@@ -27,7 +27,7 @@ from common.flags import Size
 class EncoderArgs:
     """The image encoder."""
 
-    # What was learnt with one network makes no sense in another, also where it would fit.
+    # Parameters of one network make no sense in another, even where their shapes fit.
     FIXED: ClassVar = (
         "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
         "init", "activation", "spectral_norm", "pool",

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from common import actors, checkpoints, devices, envs, networks, replay, runs
 from common.actors import Unroll
-from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
+from common.devices import ENV_SHARDED, TIME_ENV_SHARDED
 from common.files import check
 from common.flags import NonNegativeInt, PositiveInt, Size, UnitInterval, UnitSchedule
 from common.rewards import shape_and_clip
@@ -97,7 +97,14 @@ class Rollout(NamedTuple):
     t: jax.Array  # int32 []
 
 
-ROLLOUT_SPECS = Rollout(*[TIME_ENV_SHARDED] * 4, envs.ENV_STATE_SPECS, REPLICATED, REPLICATED)
+ROLLOUT_SPECS = devices.partition_specs(
+    Rollout,
+    frames=TIME_ENV_SHARDED,
+    actions=TIME_ENV_SHARDED,
+    action_value=TIME_ENV_SHARDED,
+    state_value=TIME_ENV_SHARDED,
+    env_state=envs.ENV_STATE_SPECS,
+)
 
 
 def begin_rollout(args: Any, env_state: envs.EnvState, i: int) -> Rollout:

@@ -19,7 +19,7 @@ def wandb_mode(args: Any) -> str:
     if mode in (None, "online"):
         try:
             logged_in = wandb.login(prompt=False)
-        except Exception:  # no network, or a key that is refused: where nobody asked for the server, training goes on
+        except Exception:  # no network, or a key that is refused: without --wandb-mode online, training continues
             logged_in = False
         why = "not logged in, or no network; run wandb login or use offline"
         check(logged_in or mode is None, f"--wandb-mode {args.wandb_mode}: {why}")

@@ -253,7 +253,7 @@ def test_kl_coefficient_off_target_doubles_or_halves():
     kls = [0.0, 0.0066, 0.0067, 0.0149, 0.0151, 1.0]
     want = [0.1, 0.1, 0.2, 0.2, 0.4, 0.4]
     np.testing.assert_allclose([ppo.adapt_kl_coef(0.2, np.float32(kl), 0.01) for kl in kls], want, rtol=1e-6)
-    coef, adapt = jnp.float32(0.2), jax.jit(partial(ppo.adapt_kl_coef, target=0.01))
+    coef, adapt = jnp.float32(0.2), jax.jit(partial(ppo.adapt_kl_coef, kl_target=0.01))
     for kl in [0.0] * 300 + [1.0] * 20:  # it comes back, however long KL was low
         coef = adapt(coef, np.float32(kl))
     assert coef > 0.5
@@ -395,7 +395,7 @@ def test_predictor_alone_learns_target_in_full_precision(tiny, with_bonus, monke
 
     def gradient(rnd_coef):
         args_ = replace(args, rnd_coef=rnd_coef)
-        loss = partial(ppo.loss, args_, tiny.agent, kl_coef=0.1, ent_coef=0.01, target=target)
+        loss = partial(ppo.loss, args_, tiny.agent, kl_coef=0.1, ent_coef=0.01, rnd_target=target)
         return jax.jit(lambda params: devices.gradient(loss, params, (inputs, batch), weight))(state.params)
 
     (with_rnd, terms, _), (without, plain, _) = gradient(1.0), gradient(0.0)
