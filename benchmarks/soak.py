@@ -2,7 +2,7 @@
 
 Runs the script as a process of its own and adds a row for each minute to OUT.csv: minutes of soaking, MiB of resident
 memory, numbers of threads and open files, steps per second over that minute, checkpoints written so far. A signal to
-this program makes the script write a checkpoint; with the same --out and flags it then goes on with that run, and
+this program makes the script write a checkpoint; with the same --out and flags it then continues that run, and
 with counting minutes. At the end and at each stop it draws OUT.png and says how fast memory grows. Linux only. The
 flags in quotes are the script's:
 
@@ -199,7 +199,7 @@ def resumable(folder: Path) -> Path | None:
 
 
 def start(args: Args, folder: Path, lock) -> subprocess.Popen:
-    """The script, with what it prints added to output.txt; it goes on with the run in the folder if there is one that
+    """The script, with what it prints added to output.txt; it continues the run in the folder if there is one that
     has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
     run = resumable(folder)
     words = ["--wandb-mode", "disabled", *records.words_of(args.flags)]

@@ -141,7 +141,7 @@ def difference(whole: Path, run: Path) -> str:
 
 
 def start(script: str, folder: Path, cache: Path) -> subprocess.Popen:
-    """Starts a script in a folder, or goes on with the run that is there if it has a complete checkpoint."""
+    """Starts a script in a folder, or continues the run that is there if it has a complete checkpoint."""
     if finished(folder):
         words = ["--resume", str(trials.find_run(folder))]
     else:
@@ -200,7 +200,7 @@ def left_alone(script: str, folder: Path, cache: Path) -> tuple[float, float]:
 
 
 def trial(script: str, own: Path, most: int, seconds: tuple[float, float], rng: random.Random) -> tuple[list, str]:
-    """A run in a folder of its own that is killed, at most `most` times, and then goes on to its end.
+    """A run in a folder of its own that is killed, at most `most` times, and then continues to its end.
 
     Returns a line for each kill, and how it differs from the run that was left alone; empty if it does not.
     """

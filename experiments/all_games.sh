@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All 16 games x seeds at 8M steps with the competition's setting, to one number (its normalisation): an evening on a GPU.
-# Stopped or killed and started again it goes on. What is after the script's name goes to it; the rest are variables:
+# Stopped or killed and started again it continues. What is after the script's name goes to it; the rest are variables:
 #
 #   experiments/all_games.sh ppo_procgen.py
 #   GAMES="bigfish coinrun" SEEDS="1 2" OUT=runs/quick experiments/all_games.sh ppo_procgen.py --total-timesteps 100000

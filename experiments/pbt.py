@@ -4,8 +4,8 @@ checkpoints. Try:
     python -m experiments.pbt ppo_procgen.py --mutate gamma=0.9:0.999 learning_rate=1e-4:1e-3:log --jobs 2
     python -m experiments.pbt impala_procgen.py --mutate gamma=0.9:0.999 --set env_id=coinrun --address auto --out /nfs
 
-Members train for a generation each; then the worst ones go on from copies of the best ones' run directories, with
-other hyper-parameters. Stopped and started again, a study goes on. On a cluster, the repository and --out are in
+Members train for a generation each; then the worst ones resume from copies of the best ones' run directories, with
+other hyper-parameters. Stopped and started again, a study continues. On a cluster, the repository and --out are in
 folders that all machines see under the same paths. Wants `pip install '.[ray]'`.
 """
 
@@ -155,7 +155,7 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
 
 def read_flags(args: Args, kinds: dict[str, type]) -> dict[str, str]:
     """The flags that all members get. Raises UsageError."""
-    # One checkpoint a generation, at its end: nobody goes on from another.
+    # One checkpoint a generation, at its end: nobody resumes from another.
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}
     if "eval_episodes" in kinds and not args.metric.startswith("eval/"):
         flags["eval_episodes"] = 0
@@ -213,7 +213,7 @@ def member(config: dict) -> None:
     """What Ray runs, in a process of its own on some machine: generations of one member, one script's process each.
 
     Ray's checkpoint is a copy of the folder in which the script has its run directory. After each report Ray ends this
-    process, and goes on in another one: from this member's checkpoint or, where another one is better, from that one's.
+    process, and continues in another one: from the checkpoint of this member or, where that is better, of another.
     """
     study = config["study"]
     me = int(tune.get_context().get_trial_id().split("_")[-1])
@@ -444,12 +444,12 @@ def check_ours(out: Path, study: str) -> None:
     check(
         known and not foreign,
         f"--out {out}: the study in it was not begun there by {here} (there is no {token} that says so, or files are "
-        "another user's), and Ray would execute what its files say; go on where it was begun, or give another --out",
+        "another user's), and Ray would execute what its files say; continue where it was begun, or give another --out",
     )
 
 
 def main(args: Args) -> None:
-    """Trains the population until all generations are over, or a signal comes; goes on with a study of this user."""
+    """Trains the population until all generations are over, or a signal comes; continues a study of this user."""
     ranges, flags = check_args(args)
     out = Path(args.out or f"runs/pbt/{Path(args.program).stem}").absolute()
     files.make_folder(out, "--out")
@@ -460,14 +460,14 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]) -> None:
-    """Begins the study in a folder that we hold, or goes on with it."""
-    where = ("jobs", "cpus", "address", "out")  # may differ when a study goes on
+    """Begins the study in a folder that we hold, or continues it."""
+    where = ("jobs", "cpus", "address", "out")  # may differ when a study continues
     asked = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(args).items() if k not in where}
     saved = {}
     if (out / "args.json").exists():
         saved = files.read(out / "args.json", Saved, "--out", "give another folder")
         for name, value in asked.items():
-            same = f"{runs.flag_of(name)} {value}: the study in {out} has {saved.get(name)}; go on with that or give"
+            same = f"{runs.flag_of(name)} {value}: the study in {out} has {saved.get(name)}; continue that or give"
             check(value == saved.get(name), f"{same} another --out")
     if (out / "members").exists():
         study = asked | {"id": saved.get("id", "")}
@@ -491,7 +491,7 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     gpus = ray.cluster_resources().get("GPU", 0)
     # A cluster may get its GPUs only when they are asked for; here, Ray would wait for them for ever.
     if not args.address and args.gpus > gpus:
-        if not (out / "members").exists():  # nothing was begun that would have to go on with these
+        if not (out / "members").exists():  # nothing was begun that would have to continue these
             (out / "args.json").unlink()
         raise runs.UsageError(f"--gpus {args.gpus:g}: there are {gpus:g} here, give at most that")
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
@@ -524,7 +524,7 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
             run_config=tune.RunConfig(
                 name="members", storage_path=str(out), callbacks=[results], stop=results, verbose=0,
                 checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
-                failure_config=tune.FailureConfig(max_failures=3),  # of Ray and its machines: it goes on elsewhere
+                failure_config=tune.FailureConfig(max_failures=3),  # of Ray and its machines: it continues elsewhere
             ),
         )  # fmt: skip
     grid = tuner.fit()
@@ -548,7 +548,7 @@ def train(args: Args, out: Path, ranges: dict[str, Range], flags: dict[str, str]
     if results.stop_all() or (over >= args.population and not good):
         raise files.FailedError(f"no member is left: {rows[-1]['why']}; see {out / 'members'}")
     if over < args.population:
-        print("stopped; the same command goes on")
+        print("stopped; repeat the command to continue")
     else:
         best = (max if args.goal == "maximize" else min)(good, key=lambda result: result.metrics["score"])
         print(f"best: member {best.metrics['member']}, {trials.find_run(Path(best.checkpoint.path))}")

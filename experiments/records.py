@@ -43,13 +43,6 @@ def read_flags(script: ModuleType, flags: str) -> Any:
     return args
 
 
-def lines_of(run: runs.Run) -> list[dict]:
-    """What a script's run has logged. Ends as by Ctrl-C if a signal stopped it: half a run is no measurement."""
-    if run.stop:
-        raise KeyboardInterrupt
-    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-
-
 def machine() -> str:
     cores = f"{len(os.sched_getaffinity(0))} cores"
     if not devices.on_cpu():

@@ -5,7 +5,7 @@
     python -m experiments.reproduce coinrun_ppo_grid --collect
 
 What was published is in experiments/reference/tables.csv: a row a cell, with the script, flags and steps that stand for
-it here. Stopped or killed and started again it goes on; runs are found again by their flags, steps and seed. A seed's
+it here. Stopped or killed and started again it continues; runs are found again by their flags, steps and seed. A seed's
 value stays in the file even if its run is on another machine, or gone; of values with different steps, those with more
 training stay.
 """
@@ -152,13 +152,13 @@ def read_progress(folder: Path) -> Progress:
     path = folder / "progress.json"
     if not path.exists():
         return {"done": False, "seconds": 0.0, "why": ""}
-    return files.read(path, Progress, "--runs", "delete it, and the run goes on from its checkpoint")
+    return files.read(path, Progress, "--runs", "delete it, and the run resumes from its checkpoint")
 
 
 def train(
     row: dict, flags: dict, seed: int, folder: Path, *, origin: dict, stopping: threading.Event, look: Callable
 ) -> str:
-    """Runs a script to its end, or goes on with a run that was stopped; says what came of it, and records it.
+    """Runs a script to its end, or continues a run that was stopped; says what came of it, and records it.
 
     Says ELSEWHERE where another process is at it.
     """
@@ -182,7 +182,7 @@ def train(
         except RuntimeError as error:
             why = str(error)
             look(False)
-        clock = trials.values_of(trials.find_run(folder), "seconds")  # the run's own, which goes on over resumes
+        clock = trials.values_of(trials.find_run(folder), "seconds")  # the run's own, which continues over resumes
         seconds = float(clock[-1]) if clock else 0.0
         runs.write_json(folder / "progress.json", {"done": done, "seconds": seconds, "why": why, **both})
         return "done" if done else why or STOPPED
@@ -546,7 +546,7 @@ def main(args: Args) -> list[dict]:
     with trials.until_signal() as stopping, trials.ProgressLine(args.table, len(asked), done) as line:
         trials.in_parallel(work, args.jobs, stopping)
     results = write(args, cells)
-    print(f"{out}.csv, .md, .png" + ("; stopped, the same command goes on" * stopping.is_set()))
+    print(f"{out}.csv, .md, .png" + ("; stopped, repeat the command to continue" * stopping.is_set()))
     names = {folder: f"{row['cell']}, seed {seed}" for folder, (row, _, seed) in asked.items()}
     failed = {name: why for folder, name in names.items() if (why := read_progress(folder)["why"])}
     trials.report_failures(failed, len(names), root)

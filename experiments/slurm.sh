@@ -8,7 +8,7 @@
 #SBATCH --gres=gpu:1
 #SBATCH --time=04:00:00
 # An array of sweep workers, or of one script with a seed for each task. A task is asked to stop two minutes before its time
-# is over, and at preemption where the cluster gives it time; it writes a checkpoint, is queued again and goes on. From the repository, with flags of sbatch first:
+# is over, and at preemption where the cluster gives it time; it writes a checkpoint, is queued again and continues. From the repository, with flags of sbatch first:
 #
 #   mkdir -p slurm
 #   sbatch --array=0-7 experiments/slurm.sh sweep sweeps/coinrun_ppo_grid.yaml

@@ -3,7 +3,7 @@
     python -m experiments.sweep sweeps/coinrun_ppo_grid.yaml --jobs 2
     python -m experiments.sweep sweeps/doorgym_hnppo_bayes.yaml --count 20 --storage postgresql://user@host/studies
 
-A study lives in its storage: killed and started again it goes on where it was, trials that were under way from their
+A study lives in its storage: killed and started again it continues where it was, trials that were under way from their
 last checkpoint. Any number of these processes may share it, also on several machines that share its folder: a trial is
 locked by a file there, so that one whose process has died is known and taken over.
 """
@@ -383,7 +383,7 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
     except (trials.Killed, OSError) as error:
         if full := files.full_disk(error, where["folder"]):
             raise full from None
-        # For want of memory, or as a file system does not answer: it goes on from its checkpoint, though not for ever.
+        # For want of memory, or as a file system does not answer: it resumes from its checkpoint, though not for ever.
         kills = trial.user_attrs.get("kills", 0) + 1
         value, state = None, None
         trial.set_user_attr("kills", kills)
@@ -392,10 +392,10 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, sweep: dict, flags: dict
             trial.set_user_attr("why", str(error))
         elif isinstance(error, OSError):
             where["stopping"].wait(2)
-    except Exception as error:  # whatever it is, the others go on
+    except Exception as error:  # whatever it is, the others continue
         value, state = None, TrialState.FAIL
         trial.set_user_attr("why", str(error) or repr(error))
-    clock = trials.values_of(trials.find_run(where["folder"]), "seconds")  # the run's own, which goes on over resumes
+    clock = trials.values_of(trials.find_run(where["folder"]), "seconds")  # the run's own, which continues over resumes
     trial.set_user_attr("seconds", clock[-1] if clock else 0)
     if state:
         trial.set_user_attr("ended", state.name.lower())
@@ -579,11 +579,11 @@ def run_trials(args: Args, sweep: dict, count: int, out: Path, *, stopping: Even
             write_results(study, out)  # also of a trial whose process died before it could
     except Exception as error:
         if full := files.full_disk(error, out):
-            raise files.FullError(f"{full}; trials that were under way are open, the same command goes on") from None
+            raise files.FullError(f"{full}; open trials remain, repeat the command to continue") from None
         if not isinstance(error, GONE):
             raise
         why = " ".join(str(error).split())[:200]
-        raise files.FailedError(f"the study's database does not answer ({why}); the same command goes on") from None
+        raise files.FailedError(f"the study's database does not answer ({why}); repeat the command") from None
     return study
 
 
@@ -603,7 +603,7 @@ def main(args: Args) -> optuna.Study:
     with trials.until_signal() as stopping:
         study = run_trials(args, sweep, count, out, stopping=stopping)
     if stopping.is_set():
-        print("stopped; the same command goes on")
+        print("stopped; repeat the command to continue")
     if (out / "results.csv").exists():
         print(out / "results.csv")
     over = [trial for trial in study.get_trials(deepcopy=False) if trial.state in OVER]

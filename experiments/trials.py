@@ -1,4 +1,4 @@
-"""A run of a script as a process of its own, in a folder where it goes on after anything: for sweeps and tables."""
+"""A run of a script as a process of its own, in a folder where it continues after anything: for sweeps and tables."""
 
 import contextlib
 import functools
@@ -52,7 +52,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 class Stopped(Exception):
-    """The run was asked to end before it was done; it can go on from its checkpoint."""
+    """The run was asked to end before it was done; it can resume from its checkpoint."""
 
 
 class Killed(RuntimeError):
@@ -265,7 +265,7 @@ def run(
     stopping: threading.Event,
     look: Callable[[bool], None] = lambda alive: None,
 ) -> None:
-    """Runs a script with its run directory in `folder`, which we hold, or goes on with the one that is there.
+    """Runs a script with its run directory in `folder`, which we hold, or continues the one that is there.
 
     Calls look(True) now and then and look(False) once it has ended well. What it prints is added to output.txt. On any
     exception, and if this process dies by whatever signal, the script is asked to end, and writes a checkpoint.

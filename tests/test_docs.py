@@ -11,17 +11,17 @@ import sys
 
 import pytest
 import tyro
-from conftest import ROOT, documented_flags, read_metrics, start
+from conftest import ROOT, TINY, documented_flags, read_metrics, start
 
 from common import runs
-from experiments import docs
+from experiments import docs, reproduce
 
 SCRIPTS = sorted(
     path.stem for path in [*ROOT.glob("*_procgen.py"), ROOT / "rnd_montezuma.py", ROOT / "hnppo_doorgym.py"]
 )
 
 
-def test_links_lead_somewhere_and_to_the_right_line():
+def test_links_of_the_docs_lead_to_files_sections_and_lines():
     problems, changed = [], []
     for page in docs.pages():
         text, wrong = docs.look(page)
@@ -31,7 +31,7 @@ def test_links_lead_somewhere_and_to_the_right_line():
     assert not changed, "python -m experiments.docs"
 
 
-def test_a_link_is_followed_to_files_sections_and_lines(tmp_path, monkeypatch):
+def test_broken_links_are_reported_and_line_numbers_renewed(tmp_path, monkeypatch):
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     (tmp_path / "a.py").write_text("X = 1\n\n\ndef gae(x):\n    y: int = 2\n")
     (tmp_path / "b.md").write_text("# One, two\n```\n# not one\n```\n")
@@ -48,7 +48,7 @@ def test_a_link_is_followed_to_files_sections_and_lines(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_commands_in_the_docs_are_valid(script):
+def test_commands_of_a_script_in_the_docs_are_valid(script):
     module = importlib.import_module(script)
     flags = list(documented_flags(f"{script}.py"))
     assert len(flags) >= 4
@@ -59,7 +59,7 @@ def test_commands_in_the_docs_are_valid(script):
 
 
 def test_commands_of_modules_in_the_docs_are_valid():
-    """`python -m ...` with flags, on lines of their own and inside sentences."""
+    """On lines of their own and inside sentences; those of a published table with settings that its cells accept."""
     seen, wrong = set(), []
     for page in docs.pages():
         text = page.read_text()
@@ -70,15 +70,17 @@ def test_commands_of_modules_in_the_docs_are_valid():
                 module = importlib.import_module("doorgym.__main__" if name == "doorgym" else name)
                 seen.add(name)
                 try:
-                    tyro.cli(module.Args, args=words)
+                    args = tyro.cli(module.Args, args=words)
                 except SystemExit as stopped:
                     wrong += [f"{page.name}: {command}"] if stopped.code else []
+                    continue
+                if module is reproduce and args.set:
+                    reproduce.check_overrides(args, reproduce.read_table(args.table))
     assert not wrong
     assert len(seen) > 10
 
 
-def test_the_example_of_a_fork_trains(tmp_path):
-    """Its patch fits ppo_procgen.py, and the loss is another one."""
+def test_example_of_a_fork_applies_and_trains_with_another_loss(tmp_path):
     patch = (ROOT / "docs" / "forking.md").read_text().split("```diff\n")[1].split("```")[0]
     shutil.copy(ROOT / "ppo_procgen.py", tmp_path)
     subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)
@@ -87,19 +89,15 @@ def test_the_example_of_a_fork_trains(tmp_path):
     spec.loader.exec_module(fork)
     last = []
     for script in (importlib.import_module("ppo_procgen"), fork):
-        args = script.Args(
-            env_id="bigfish", num_envs=4, num_steps=16, total_timesteps=200, encoder="nature", width=1, hidden=16,
-            pool="flatten", num_minibatches=2, eval_episodes=0, wandb_mode="disabled", run_dir=str(tmp_path),
-            num_devices=1,
-        )  # fmt: skip
+        flags = TINY | {"num_steps": 16, "total_timesteps": 200, "num_devices": 1, "run_dir": str(tmp_path)}
+        args = script.Args(**flags)
         last.append(read_metrics(script.main(args).path)[-1])
     assert last[0]["global_step"] == last[1]["global_step"]
     assert last[0]["losses/policy_loss"] != last[1]["losses/policy_loss"]
 
 
 @pytest.mark.slow
-def test_the_tour_runs(tmp_path):
-    """All cells of the notebook, one after the other, each as it shows what its last line says."""
+def test_notebook_of_the_tour_runs(tmp_path):
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
     code = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
     process = start("-c", code, TOUR_QUICK=str(tmp_path))

@@ -13,13 +13,13 @@ STUDIES = sorted((ROOT / "experiments" / "studies").glob("*/"))
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
-def test_modules_of_a_study_import_and_it_has_a_readme(study):
+def test_study_has_a_readme_and_its_modules_import(study):
     for path in study.glob("*.py"):
         importlib.import_module(f"experiments.studies.{study.name}.{path.stem}")
     assert (study / "README.md").exists()
 
 
-def test_rows_are_not_added_to_another_table(tmp_path):
+def test_rows_are_added_by_key_and_only_to_a_table_of_their_columns(tmp_path):
     path = tmp_path / "rows.csv"
     records.write_rows(path, [{"run": "a", "raw": 1}])
     records.add_rows(path, [{"run": "a", "raw": 2}, {"run": "b", "raw": 3}], ("run",))
@@ -37,14 +37,9 @@ def test_rows_are_not_added_to_another_table(tmp_path):
     assert path.read_text().split() == ["run,raw", "a,1", "b,2"]
 
 
-def test_a_row_says_that_its_commit_is_not_clean(monkeypatch):
+def test_commit_of_a_changed_checkout_has_a_plus(monkeypatch):
     said = {"status": " M a\n", "rev-parse": "abc\n"}
     monkeypatch.setattr(records.subprocess, "run", lambda words, **_: types.SimpleNamespace(stdout=said[words[1]]))
     assert records.commit() == "abc+"
     said["status"] = ""
     assert records.commit() == "abc"
-
-
-def test_half_a_run_is_no_measurement(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        records.lines_of(types.SimpleNamespace(stop="SIGINT", path=tmp_path))

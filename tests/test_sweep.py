@@ -1,10 +1,10 @@
-"""Sweeps: the files, as W&B and as Optuna run them, a trial of each kind, kills, failures, two processes, pruning."""
+"""Sweeps: the files, kills and resumes, several processes, pruning, results, and bad input."""
 
-import csv
 import importlib
 import io
 import json
 import re
+import shutil
 import signal
 import textwrap
 import threading
@@ -14,41 +14,19 @@ from pathlib import Path
 import numpy as np
 import optuna
 import pytest
-import tyro
 import yaml
-from conftest import ROOT, TINY, assert_refused, assert_same_run, run_here, start, wait_for
+from conftest import ROOT, TINY, assert_refused, assert_same_run, start, wait_for
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from optuna.trial import TrialState
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
-import hnppo_doorgym
 import ppo_procgen
 from common import files, runs
-from experiments import sweep, trials
+from experiments import records, sweep, trials
 
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
-# Small enough to end in seconds. What a file sweeps over is left to it, but for the game: bigfish's episodes are short.
-PROCGEN = {
-    "env_id": "bigfish",
-    "num_envs": 12,
-    "encoder": "nature",
-    "downsample": "auto",
-    "pool": "flatten",
-    "width": 1,
-    "hidden": 16,
-    "eval_episodes": 4,
-    "num_devices": 1,
-}
-SMALL = {
-    "ppo_procgen.py": PROCGEN | {"num_steps": 64, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 1000},
-    "rnd_montezuma.py": {"num_envs": 4, "num_steps": 64, "num_minibatches": 2, "update_epochs": 1, "channels": "4,4,4",
-                         "hidden": 16, "predictor_depth": 0, "obs_norm_init_steps": 4, "total_timesteps": 3000,
-                         "num_devices": 1},
-    "hnppo_doorgym.py": {"task_timesteps": 512, "num_envs": 4, "num_worlds": 4, "num_minibatches": 1,
-                         "update_epochs": 1, "eval_every": 1, "eval_episodes": 4},
-}  # fmt: skip
 TINY_GRID = {
     "program": "ppo_procgen.py",
     "method": "grid",
@@ -64,8 +42,11 @@ def write_sweep(path, **changes):
 
 
 def read_results(out):
-    with (out / "results.csv").open() as file:
-        return list(csv.DictReader(file))
+    return records.read_rows(out / "results.csv")
+
+
+def load_study(tmp_path):
+    return optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}")
 
 
 def cells_of(content):
@@ -83,13 +64,11 @@ def cells_of(content):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
+def test_sweep_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
     """In W&B's grammar, and the script takes each value as `wandb agent` gives it: --name=value, True or False."""
     content = sweep.read_sweep(str(path))
-    assert path.read_text().startswith("# ")
     assert set(content) <= {"program", "method", "metric", "parameters", "early_terminate"}
     assert set(content["metric"]) == {"name", "goal"}
-    assert content["metric"]["goal"] in ("maximize", "minimize")
     assert (content["method"] == "bayes") == ("early_terminate" in content)
     for spec in content["parameters"].values():
         assert set(spec) in ({"value"}, {"values"}, {"min", "max"}, {"min", "max", "distribution"})
@@ -103,50 +82,14 @@ def test_a_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
         runs.cli(script.Args, script.main, trials.words_of(cell))
         runs.check_args(seen[-1], script.SCRIPT)
         for name, value in cell.items():
-            kept = getattr(seen[-1], name if hasattr(seen[-1], name) else name + "_")
-            assert kept == float(value) if isinstance(kept, float) else str(kept) == value
+            parsed = getattr(seen[-1], name if hasattr(seen[-1], name) else name + "_")
+            assert parsed == float(value) if isinstance(parsed, float) else str(parsed) == value
 
 
-def first_of_its_kind():
-    """A file for each kind of game, of one script."""
-    files = {yaml.safe_load(path.read_text())["program"]: path for path in reversed(FILES)}
-    return [files[program] for program in SMALL]
+# RUNNING TRIALS
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", first_of_its_kind(), ids=lambda path: path.stem)
-def test_a_file_runs(path, tmp_path, monkeypatch):
-    """One short trial on the real game, and the objective under the name that the script logs."""
-    monkeypatch.setattr(trials, "run", run_here)
-    content = yaml.safe_load(path.read_text())
-    swept = [name for name, spec in content["parameters"].items() if "value" not in spec and name != "env_id"]
-    small = {name: value for name, value in SMALL[content["program"]].items() if name not in swept}
-    if "eval_episodes" in small and not content["metric"]["name"].startswith("eval/"):
-        small["eval_episodes"] = 0
-    words = tuple(f"{name}={value}" for name, value in small.items())
-    args = sweep.Args(sweep=str(path), count=1, out=str(tmp_path / "out"), set=words)
-    trial = sweep.main(args).trials[0]
-    assert trial.state.name == "COMPLETE", trial.user_attrs
-    (row,) = read_results(tmp_path / "out")
-    assert float(row[content["metric"]["name"]]) == trial.value == trial.intermediate_values[int(row["logged"])]
-
-
-def test_booleans_as_wandb_agent_gives_them():
-    for words, expected in (
-        (["--gap_stack=False", "--normalize_rewards=True"], (False, True)),
-        (["--gap-stack=true", "--normalize-rewards=false"], (True, False)),
-        (["--no-gap-stack", "--normalize-rewards"], (False, True)),
-    ):
-        args = tyro.cli(ppo_procgen.Args, args=runs.plain_booleans(ppo_procgen.Args, words))
-        assert (args.gap_stack, args.normalize_rewards) == expected
-    words = ["--method=finetune", "--chunked=True", "--tasks=0,1"]
-    assert tyro.cli(hnppo_doorgym.Args, args=runs.plain_booleans(hnppo_doorgym.Args, words)).chunked is True
-
-
-# RUNNING THEM
-
-# Stands in for a script where processes, not learning, are looked at: logs x, slowly; ends well on SIGTERM, with `slow`
-# not before it may; fails if another one writes to its run directory.
+# Stands in for a script where processes matter and not learning: logs x, slowly; ends well on SIGTERM, with `slow` only
+# once that file exists; fails if another process writes to its run directory.
 SCRIPT = """
     import json, os, pathlib, signal, sys, time
     flags = {"steps": "5", "slow": ""} | dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -170,7 +113,7 @@ SCRIPT = """
     (run / "alive").unlink()
     sys.exit("error: --x 0: is bad" if flags["x"] == "0" else 0)
 """
-# Lets a sweep have a program that is none of ours, and takes where it ran for known: finding out takes a second.
+# Accepts any program, and skips the second that it takes to describe the machine.
 ANY_PROGRAM = """
 from experiments import sweep, trials
 trials.check_flags = trials.ask_script = lambda *_: None
@@ -181,7 +124,7 @@ sweep.runs.cli(sweep.Args, sweep.main)
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    """quick(parameters, *words) runs a sweep of the stand-in in tmp_path/out, or starts one as a process, `apart`."""
+    """quick(parameters, *words) sweeps the stand-in in tmp_path/out, with `apart` in a process of its own."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     monkeypatch.setattr(trials, "check_flags", lambda *_: None)
     monkeypatch.setattr(trials, "ask_script", lambda *_: None)
@@ -197,14 +140,30 @@ def quick(tmp_path, monkeypatch):
     return run_sweep
 
 
-def assert_ends(process, code=0):
+@pytest.fixture
+def fake_run(monkeypatch):
+    """fake_run(before): trials run as ever, after before(flags, folder, stopping); returns the values of x so far."""
+    begun, run = [], trials.run
+
+    def install(before):
+        def run_after(program, flags, folder, lock, stopping, **how):
+            begun.append(flags["x"])
+            before(flags, folder, stopping)
+            run(program, flags, folder, lock, stopping=stopping, **how)
+
+        monkeypatch.setattr(trials, "run", run_after)
+        return begun
+
+    return install
+
+
+def assert_ends(process):
     output = process.communicate(timeout=120)[0]
-    assert process.returncode == code, output
+    assert process.returncode == 0, output
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_exactly(tmp_path):
-    """kill -9 within a trial: started again, the sweep resumes that trial's run, exactly."""
+def test_sweep_killed_within_a_trial_resumes_its_run_bit_for_bit(tmp_path):
     steps = 256 * 12
     given = {"total_timesteps": {"value": steps}, "checkpoint_every": {"value": 256}}
     path = write_sweep(tmp_path / "s.yaml", parameters=TINY_GRID["parameters"] | given)
@@ -218,47 +177,49 @@ def test_a_killed_sweep_goes_on_exactly(tmp_path):
     assert (row["state"], row["gap_stack"]) == ("complete", "True")
     assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1  # not left running
     (run,) = (tmp_path / "out/0000").glob("*/")
-    whole = ppo_procgen.main(ppo_procgen.Args(**TINY | {"total_timesteps": steps, "checkpoint_every": 256,
-                                                        "run_dir": str(tmp_path / "whole")}))  # fmt: skip
-    assert_same_run(whole.path, run)
+    flags = TINY | {"total_timesteps": steps, "checkpoint_every": 256, "run_dir": str(tmp_path / "whole")}
+    assert_same_run(ppo_procgen.main(ppo_procgen.Args(**flags)).path, run)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_never_has_two_writers_and_comes_before_new_ones(quick, tmp_path, monkeypatch, end):
-    """Started again at once, while the old script still writes its checkpoint: the trial waits, and then goes on."""
-    take, written = files.lock_run, tmp_path / "written"
+def test_trial_restarted_while_its_old_script_still_writes_waits_for_it(quick, tmp_path, monkeypatch, end):
+    """A run never has two writers, and an open trial comes before new ones."""
+    lock_run, waited = files.lock_run, tmp_path / "waited"
 
-    def take_or_let_it_end(folder, wait=False):
-        lock = take(folder, wait)
+    def lock_or_let_it_end(folder, wait=False):
+        lock = lock_run(folder, wait)
         if lock is None:
-            written.touch()
+            waited.touch()
         return lock
 
-    monkeypatch.setattr(files, "take", take_or_let_it_end)
-    parameters = {"x": {"values": [1, 2, 3]}, "steps": {"value": 20}, "slow": {"value": str(written)}}
+    monkeypatch.setattr(files, "lock_run", lock_or_let_it_end)
+    parameters = {"x": {"values": [1, 2, 3]}, "steps": {"value": 20}, "slow": {"value": str(waited)}}
     process = quick(parameters, "--count", 1, apart=True)
     wait_for(lambda: len(list(tmp_path.glob("out/0000/run/metrics.jsonl"))) == 1, process)
     process.send_signal(end)
     quick(parameters, "--count", 1)
     process.communicate()
-    assert written.exists()
+    assert waited.exists()
     (row,) = read_results(tmp_path / "out")
     assert (row["state"], row["x"], row["logged"], row["goal"]) == ("complete", "1", "20", "minimize")
     assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1
 
 
-def test_results_have_a_trial_whose_process_died_before_it_wrote_them(quick, tmp_path):
-    quick({"x": {"values": [1, 2]}})
+def test_study_of_a_process_that_died_is_completed(quick, tmp_path):
+    """After a trial was asked for and not begun, and after all trials but before the results were written."""
+    parameters = {"x": {"values": [1, 2]}, "steps": {"value": 1}}
+    quick(parameters, "--count", 1)
+    load_study(tmp_path).ask()
+    quick(parameters)
     whole = read_results(tmp_path / "out")
-    (tmp_path / "out" / "results.csv").unlink()
-    quick({"x": {"values": [1, 2]}})
+    assert [row["x"] for row in whole] == ["1", "2"]
+    (tmp_path / "out/results.csv").unlink()
+    quick(parameters)
     assert read_results(tmp_path / "out") == whole
-    assert len(whole) == 2
 
 
 @pytest.mark.slow
-def test_four_processes_share_a_study(quick, tmp_path):
-    """Begun at the same time: each cell is run once, whoever takes it; one that fails is recorded, the others go on."""
+def test_grid_shared_by_four_processes_runs_each_cell_once(quick, tmp_path):
     processes = [quick({"x": {"values": [*range(9)]}}, apart=True) for _ in range(4)]
     for process in processes:
         assert_ends(process)
@@ -268,99 +229,191 @@ def test_four_processes_share_a_study(quick, tmp_path):
         "0": "exit code 1: error: --x 0: is bad"
     }
     assert all(row["loss"] == f"{float(row['x'])}" for row in rows if row["state"] == "complete")
-    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}")
-    assert len({trial.user_attrs["worker"] for trial in study.trials}) > 1
+    assert len({trial.user_attrs["worker"] for trial in load_study(tmp_path).trials}) > 1
     assert (tmp_path / "out/parallel.png").stat().st_size > 10_000
 
 
-def test_no_draw_is_made_twice(quick, tmp_path):
-    """By a process that goes on, or joins: three trials by four jobs, then five more by two processes."""
-    parameters = {"x": {"min": 0.5, "max": 1.0}, "steps": {"value": 1}}
-    quick(parameters, "--count", 3, "--jobs", 4, method="random")
-    assert len(read_results(tmp_path / "out")) == 3
-    both = [quick(parameters, "--count", 8, method="random", apart=True) for _ in range(2)]
-    for process in both:
-        assert_ends(process)
-    drawn = [row["x"] for row in read_results(tmp_path / "out")]
-    assert len(drawn) == len(set(drawn)) == 8
-
-
-def test_a_trial_that_was_never_begun_is_run(quick, tmp_path):
-    """Its process died right after it had asked for it."""
-    parameters = {"x": {"values": [1, 2]}, "steps": {"value": 1}}
-    quick(parameters, "--count", 1)
-    optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}").ask()
-    quick(parameters)
-    assert [row["x"] for row in read_results(tmp_path / "out")] == ["1", "2"]
+def test_random_draws_of_parallel_and_later_trials_differ(quick, tmp_path):
+    for count in (3, 8):
+        quick({"x": {"min": 0.5, "max": 1.0}, "steps": {"value": 1}}, "--count", count, "--jobs", 4, method="random")
+        drawn = [row["x"] for row in read_results(tmp_path / "out")]
+        assert len(drawn) == len(set(drawn)) == count
 
 
 @pytest.mark.parametrize(("checkpoint", "flag"), [("383", "--resume="), ("383.orbax-checkpoint-tmp", "--run_dir=")])
-def test_a_run_goes_on_from_whole_checkpoints_only(tmp_path, checkpoint, flag):
-    """One that was being written when its script was killed is none."""
+def test_run_with_a_checkpoint_resumes_if_that_is_complete(tmp_path, checkpoint, flag):
     shares = "XLA_PYTHON_CLIENT_PREALLOCATE"
     (tmp_path / "script.py").write_text(f"import os, sys; print(sys.argv, os.environ['{shares}'])")
+    for name in ("killed before its first checkpoint", "run"):
+        (tmp_path / "0" / name).mkdir(parents=True)
+        (tmp_path / "0" / name / "args.json").write_text("{}")
     (tmp_path / "0/run/checkpoints" / checkpoint).mkdir(parents=True)
-    (tmp_path / "0/run/args.json").write_text("{}")
     with files.lock_run(tmp_path / "0") as lock:
         trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
-    said = (tmp_path / "0/output.txt").read_text()
-    assert flag in said
-    assert "'--wandb_mode=disabled', " in said
-    assert said.endswith("] false\n")
+    output = (tmp_path / "0/output.txt").read_text()
+    assert (f"--resume={tmp_path / '0/run'}'" if flag == "--resume=" else flag) in output
+    assert "'--wandb_mode=disabled', " in output
+    assert output.endswith("] false\n")
 
 
-def test_of_two_runs_the_one_with_a_checkpoint_goes_on(tmp_path):
-    """Also where a copy of the folder has another order."""
-    for name in ("trained", "killed before its first checkpoint"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "args.json").write_text("{}")
-    (tmp_path / "trained/checkpoints/383").mkdir(parents=True)
-    assert trials.find_run(tmp_path).name == "trained"
+@pytest.mark.parametrize(
+    ("code", "output", "error"),
+    [
+        (0, "stopped by SIGTERM; continue with: --resume", trials.Stopped),
+        (143, "stopped by SIGTERM", trials.Stopped),
+        (1, "error: cannot write /x: the disk is full, 0.0 MiB are free there; continue", files.FullError),
+        (1, "error: --x 0: is bad", RuntimeError),
+        (2, "\u256d box \u256e\n\u2502 Error parsing --x: bad \u2502\n\u2570\u2500\u256f", RuntimeError),
+        (137, "nothing", trials.Killed),
+    ],
+)
+def test_exit_code_and_output_of_a_script_select_the_error(code, output, error, tmp_path):
+    (tmp_path / "script.py").write_text(f"import sys; print({output!r}); sys.exit({code})")
+    with files.lock_run(tmp_path / "0") as lock, pytest.raises(error) as raised:
+        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
+    assert raised.type is error
+    if code == 2:
+        assert str(raised.value) == "exit code 2: Error parsing --x: bad"
 
 
-def test_a_trial_is_pruned(tmp_path):
-    """A trial that Hyperband (or any pruner) gives up is ended, long before its end, and keeps its last value."""
+# FAILURES
+
+
+def test_trial_whose_script_is_killed_three_times_fails(quick, tmp_path, fake_run):
+    """As by the kernel when memory is full; until then it resumes."""
+    errors = [OSError(116, "Stale file handle")]
+
+    def kill(flags, folder, stopping):
+        if flags["x"] == 3 and errors:
+            raise errors.pop()
+        if flags["x"] == 2 or (flags["x"] == 1 and begun.count(1) < 3):
+            raise trials.Killed("exit code 137: killed")
+
+    begun = fake_run(kill)
+    quick({"x": {"values": [1, 2, 3]}, "steps": {"value": 1}})
+    ends = [(row["state"], row["why"]) for row in read_results(tmp_path / "out")]
+    assert ends == [("complete", ""), ("fail", "exit code 137: killed"), ("complete", "")]
+    assert begun == [1, 1, 1, 2, 2, 2, 3, 3]  # an error of a file is no failure of the trial
+
+
+def test_jobs_run_trials_in_parallel(quick, tmp_path, fake_run):
+    both = threading.Barrier(2, timeout=60)
+    fake_run(lambda *given: both.wait())
+    quick({"x": {"values": [1, 2]}, "steps": {"value": 1}}, "--jobs", 2)
+    assert [row["state"] for row in read_results(tmp_path / "out")] == ["complete", "complete"]
+
+
+def test_failed_trials_are_reported_with_exit_code_1_if_all_failed(quick, tmp_path, capfd):
+    two = {"x": {"values": [0, 2]}, "steps": {"value": 1}}
+    with pytest.raises(SystemExit) as stopped:
+        quick(two, "--count", 1)
+    assert stopped.value.code == 1
+    report = f"1 of 1 runs failed, see {tmp_path / 'out/results.csv'}: trial 0: exit code 1: error: --x 0: is bad\n"
+    assert capfd.readouterr().err == f"error: {report}"
+    quick(two)
+    assert report.replace("1 of 1", "1 of 2") in capfd.readouterr().out
+
+
+def test_study_stopped_by_a_signal_has_not_failed(quick, fake_run, capfd):
+    """Although its only finished trial has."""
+    fake_run(lambda flags, folder, stopping: folder.name == "0001" and signal.raise_signal(signal.SIGTERM))
+    quick({"x": {"values": [0, 2]}, "steps": {"value": 1}})
+    assert "stopped; repeat the command to continue" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (
+            "run_trial",
+            "(sqlite3.OperationalError) database or disk is full",
+            r"the disk is full.*repeat the command to continue",
+        ),
+        (
+            "begin_trial",
+            "connection refused",
+            r"^error: the study's database does not answer \(connection refused\); repeat the command",
+        ),
+    ],
+)
+def test_database_error_is_one_sentence_with_exit_code_1(function, error, message, quick, monkeypatch, capfd):
+    def fail(*given, **where):
+        try:
+            raise SQLAlchemyError(error)
+        except SQLAlchemyError as cause:
+            if function == "begin_trial":
+                raise
+            raise optuna.exceptions.StorageInternalError("an exception is raised during the commit") from cause
+
+    monkeypatch.setattr(sweep, function, fail)
+    with pytest.raises(SystemExit) as stopped:
+        quick({"x": {"values": [1]}})
+    assert stopped.value.code == 1
+    output = capfd.readouterr()
+    assert re.search(message + r"\n$", output.err)
+    assert output.err.count("\n") == 1
+    assert "results.csv" not in output.out
+
+
+def test_metric_that_is_not_logged_fails_a_trial_or_ends_the_study_if_no_trial_logs_it(tmp_path, quick, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        quick({"x": {"values": [1, 2]}, "steps": {"value": 0}})
+    assert stopped.value.code == 2
+    assert "error: metric loss: " in capfd.readouterr().err
+    assert [path.name for path in (tmp_path / "out").glob("0*")] == ["0000"]
+    shutil.rmtree(tmp_path / "out")
+    quick({"x": {"values": [1]}, "steps": {"values": [1, 0]}})
+    assert [row["state"] for row in read_results(tmp_path / "out")] == ["complete", "fail"]
+
+
+# PRUNING AND SAMPLING
+
+
+def test_trial_that_is_pruned_ends_early_and_stays_pruned(tmp_path):
+    """Also where its process died before the study was told: the script is not run again."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     content = {"method": "random", "program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
+    text = io.StringIO()
     with files.lock_run(folder := tmp_path / "0000") as lock:
-        text = io.StringIO()
         with trials.ProgressLine("study", 1, 0, Console(file=text, force_terminal=True, width=100)) as line:
             where = {"folder": folder, "lock": lock, "stopping": threading.Event(), "line": line}
             sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, **where)
-    assert study.trials[0].state.name == "PRUNED"
-    assert study.trials[0].value == 3
+        again = study.ask()
+        again.report(1.0, 3)
+        again.set_user_attr("ended", "pruned")
+        sweep.end_trial(study, again, content | {"program": "none"}, {}, **where)
+    assert [(trial.state.name, trial.value) for trial in study.trials] == [("PRUNED", 3), ("PRUNED", 1)]
     assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
     assert "1.0 of 1 runs" in text.getvalue()
 
 
-def test_hyperband_is_that_of_wandb():
-    """Rungs at min_iter eta^k, or max_iter / eta^s on: there whoever is not among the best 1 / eta so far goes.
-
-    Trial 4 is the best until step 3 and falls behind then; trial 5 is the second best of six, a third of them.
-    """
-    slopes = (5, 1, 2, 1.5, 9, 7)
-    for rule, expected in (
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
         ({"min_iter": 3}, {1: 3, 2: 3, 3: 3, 4: 9}),
         ({"max_iter": 27, "s": 2, "eta": 3}, {1: 3, 2: 3, 3: 3, 4: 9}),
         ({"min_iter": 3, "eta": 2}, {1: 3, 2: 3, 3: 3, 4: 6}),
         ({"min_iter": 3, "eta": 4}, {1: 3, 2: 3, 3: 3, 4: 12, 5: 3}),
-    ):
-        pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband"} | rule})
-        study, ended = optuna.create_study(pruner=pruner, direction="maximize"), {}
-        for i, slope in enumerate(slopes):
-            trial = study.ask()
-            for step in range(1, 30):
-                trial.report(0 if i == 4 and step > 3 else slope * step, step)
-                if trial.should_prune():
-                    ended[i] = step
-                    break
-            study.tell(trial, slope)
-        assert ended == expected, rule
+    ],
+)
+def test_hyperband_prunes_at_the_rungs_of_wandb(rule, expected):
+    """At min_iter eta^k, or max_iter / eta^s and so on, trials below the best 1 / eta end. Trial 4 is the best until
+    step 3 and falls behind then; trial 5 is the second best of six."""
+    pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband"} | rule})
+    study, ended = optuna.create_study(pruner=pruner, direction="maximize"), {}
+    for i, slope in enumerate((5, 1, 2, 1.5, 9, 7)):
+        trial = study.ask()
+        for step in range(1, 30):
+            trial.report(0 if i == 4 and step > 3 else slope * step, step)
+            if trial.should_prune():
+                ended[i] = step
+                break
+        study.tell(trial, slope)
+    assert ended == expected
 
 
-def test_hyperband_with_max_iter_has_a_last_rung():
-    """At max_iter / eta: who falls behind later is left alone, as by W&B."""
+def test_hyperband_with_max_iter_prunes_no_trial_after_the_last_rung():
     pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband", "max_iter": 27, "s": 2}})
     study = optuna.create_study(pruner=pruner, direction="maximize")
     for late in (3, 2, 1, -1):  # better and better at first, then worse and worse
@@ -370,74 +423,11 @@ def test_hyperband_with_max_iter_has_a_last_rung():
             assert not trial.should_prune(), (late, step)
 
 
-def test_a_trial_stays_pruned(tmp_path):
-    """Where its process died after it had been given up, and before the study was told: its script is not run again."""
-    study = optuna.create_study()
-    trial = study.ask()
-    trial.report(1.0, 3)
-    trial.set_user_attr("ended", "pruned")
-    where = {"folder": tmp_path, "lock": None, "stopping": None, "line": trials.ProgressLine("study", 1, 0)}
-    sweep.end_trial(study, trial, {"method": "random", "program": "none", "metric": {"name": "loss"}}, {}, **where)
-    assert study.trials[0].state.name == "PRUNED"
-
-
-def test_a_trial_whose_script_is_killed_goes_on(quick, tmp_path, monkeypatch):
-    """As for want of memory: twice it is begun again where it was, the third time it has failed."""
-    begun, run = [], trials.run
-
-    def run_and_kill(program, flags, *where, **how):
-        begun.append(flags["x"])
-        if flags["x"] == 2 or (flags["x"] == 1 and begun.count(1) < 3):
-            raise trials.Killed("exit code 137: killed")
-        run(program, flags, *where, **how)
-
-    monkeypatch.setattr(trials, "run", run_and_kill)
-    quick({"x": {"values": [1, 2, 3]}, "steps": {"value": 1}})
-    ends = [(row["state"], row["why"]) for row in read_results(tmp_path / "out")]
-    assert ends == [("complete", ""), ("fail", "exit code 137: killed"), ("complete", "")]
-    assert begun == [1, 1, 1, 2, 2, 2, 3]
-
-
-def test_a_file_that_cannot_be_read_for_once_is_no_trials_failure(quick, tmp_path, monkeypatch):
-    """The trial goes on from where it was."""
-    run, errors = trials.run, [OSError(116, "Stale file handle")]
-
-    def run_or_not(*where, **how):
-        if errors:
-            raise errors.pop()
-        run(*where, **how)
-
-    monkeypatch.setattr(trials, "run", run_or_not)
-    quick({"x": {"value": 1}, "steps": {"value": 1}})
-    assert [row["state"] for row in read_results(tmp_path / "out")] == ["complete"]
-
-
-def test_an_error_in_one_worker_stops_the_others(quick, tmp_path, monkeypatch, capfd):
-    """Else they would go on alone for days, and only then would it be said."""
-    begun, run = [], trials.run
-
-    def run_or_fail(program, flags, folder, lock, stopping, **how):
-        begun.append(flags["x"])
-        if len(begun) == 1:
-            raise optuna.exceptions.StorageInternalError("gone")
-        stopping.wait(20)
-        run(program, flags, folder, lock, stopping=stopping, **how)
-
-    monkeypatch.setattr(trials, "run", run_or_fail)
-    with pytest.raises(SystemExit):
-        quick({"x": {"values": [1, 2, 3, 4]}, "steps": {"value": 1}}, "--jobs", 2)
-    assert "does not answer (gone); the same command goes on" in capfd.readouterr().err
-    assert len(begun) <= 2
-
-
-def test_a_bayesian_search_learns_from_trials_that_fail(quick, tmp_path, capfd):
-    """They count as the worst so far, where there is one; in results they are failed, without a value."""
+def test_bayesian_search_counts_failed_trials_as_the_worst_so_far(quick, tmp_path, capfd):
     quick({"x": {"values": [0, 3, 5]}}, "--count", 7, "--seed", 1, method="bayes")
-    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}")
-    rows = read_results(tmp_path / "out")
+    rows, worst = read_results(tmp_path / "out"), None
     assert {(row["x"], row["state"]) for row in rows} == {("0", "fail"), ("3", "complete"), ("5", "complete")}
-    worst = None
-    for trial, row in zip(study.trials, rows, strict=True):
+    for trial, row in zip(load_study(tmp_path).trials, rows, strict=True):
         if row["state"] == "fail":
             assert (row["loss"], trial.value) == ("", worst)
             assert trial.state.name == ("FAIL" if worst is None else "COMPLETE")
@@ -447,40 +437,24 @@ def test_a_bayesian_search_learns_from_trials_that_fail(quick, tmp_path, capfd):
     assert f"{failed} of 7 runs failed" in capfd.readouterr().out
 
 
-def test_gaussian_processes_learn_from_pruned_trials():
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.GPSampler(seed=0))
-    trial = study.ask()
-    for step in (1, 2):
-        trial.report(step / 2, step)
-    rules = {"method": "bayes", "metric": {"goal": "maximize"}}
-    assert sweep.as_told(study, trial, rules, None, TrialState.PRUNED) == (1.0, TrialState.COMPLETE)
-    study.sampler = optuna.samplers.TPESampler(seed=0)
-    assert sweep.as_told(study, trial, rules, None, TrialState.PRUNED) == (None, TrialState.PRUNED)
-
-
-def test_a_failed_trial_counts_as_the_worst_of_its_goal():
+def test_value_of_a_failed_or_pruned_trial_depends_on_goal_and_sampler():
     for goal, worst in (("maximize", 2.0), ("minimize", 5.0)):
         study, rules = optuna.create_study(direction=goal), {"method": "bayes", "metric": {"goal": goal}}
         for value in (5.0, 2.0):
             study.tell(study.ask(), value)
         assert sweep.as_told(study, study.ask(), rules, None, TrialState.FAIL) == (worst, TrialState.COMPLETE)
+    trial = study.ask()
+    trial.report(0.5, 1)
+    for sampler, expected in (
+        (optuna.samplers.GPSampler(seed=0), (0.5, TrialState.COMPLETE)),  # it would ignore a pruned one
+        (optuna.samplers.TPESampler(seed=0), (None, TrialState.PRUNED)),
+    ):
+        study.sampler = sampler
+        assert sweep.as_told(study, trial, rules, None, TrialState.PRUNED) == expected
 
 
-def test_a_metric_that_is_never_logged_ends_the_study_at_once(tmp_path, quick, capfd):
-    with pytest.raises(SystemExit) as stopped:
-        quick({"x": {"values": [1, 2]}, "steps": {"value": 0}})
-    assert stopped.value.code == 2
-    assert "error: metric loss: " in capfd.readouterr().err
-    assert [path.name for path in (tmp_path / "out").glob("0*")] == ["0000"]
-
-
-def test_one_trial_without_a_value_ends_no_study(tmp_path, quick):
-    quick({"x": {"values": [1]}, "steps": {"values": [1, 0]}})
-    assert [row["state"] for row in read_results(tmp_path / "out")] == ["complete", "fail"]
-
-
-def test_values_are_drawn_within_their_ranges():
-    """As W&B reads them: whole numbers from whole bounds, and both ends of a range within reach."""
+def test_values_are_drawn_from_the_ranges_of_wandb():
+    """Whole numbers from whole bounds; both ends of a range are within reach."""
     specs = {
         "whole": {"min": 4, "max": 16},
         "real": {"min": 0.1, "max": 0.6},
@@ -504,236 +478,44 @@ def test_values_are_drawn_within_their_ranges():
     assert values["fixed"] == [[1]] * 300
 
 
-def with_gamma(spec, method="random"):
-    return {"parameters": {"gamma": spec}, "method": method}
+def test_method_and_file_select_sampler_pruner_and_count(tmp_path, monkeypatch, capfd):
+    for method, sampler in (("bayes", "TPESampler"), ("random", "RandomSampler")):
+        assert type(sweep.make_sampler(sweep.Args("s"), {"method": method}, 0)).__name__ == sampler
+    for rule, pruner in ((None, "NopPruner"), ({"type": "hyperband", "min_iter": 3}, "SuccessiveHalvingPruner")):
+        path = str(write_sweep(tmp_path / f"{pruner}.yaml", early_terminate=rule))
+        (tmp_path / pruner).mkdir()
+        study = sweep.open_study(sweep.Args(path), sweep.read_sweep(path), pruner, tmp_path / pruner)
+        assert type(study.pruner).__name__ == pruner
+    counts, path = [], write_sweep(tmp_path / "r.yaml", method="random", run_cap=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "begin_trial", lambda study, args, content, count, out: counts.append(count))
+        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path / "r")])
+    assert counts == [3]
+    capfd.readouterr()
+    path = write_sweep(tmp_path / "b.yaml", method="bayes", run_cap=1)
+    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
+    assert_refused(sweep, [path, "--out", tmp_path / "b", "--sampler", "gp"], capfd, "--sampler gp: needs PyTorch")
+    assert not (tmp_path / "b").exists()  # no study is begun
 
 
-BAD = {
-    "nothing there": ({}, ["--out", "x"], "SWEEP", "sweep file"),
-    "no parameters": ({"parameters": None}, [], "parameters: Input should be a valid dictionary, it is None", "SWEEP"),
-    "an unknown method": ({"method": "pbt"}, [], "pbt", "'grid', 'random' or 'bayes'"),
-    "an unknown program": ({"program": "dqn.py"}, [], "dqn.py", "ppo_procgen.py"),
-    "an unknown program and --set": ({"program": "dqn.py"}, ["--set", "gamma=1"], "SWEEP", "program dqn.py"),
-    "an unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
-    "a range in a grid": (with_gamma({"min": 0.9, "max": 1.0}, "grid"), [], "gamma", "a grid takes values"),
-    "half a range": (with_gamma({"min": 0.9}), [], "gamma", "min and max"),
-    "a command with a flag": (
-        {"command": ["python", "${program}", "--env_id=maze", "${args}"]}, [], "command has --env_id=maze", "parameters"
-    ),
-    "another rule": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate", "min_iter"),
-    "no mapping": ({"parameters": {"gamma": 0.5}}, [], "parameters.gamma", "a valid dictionary, it is 0.5"),
-    "another goal": ({"metric": {"name": "loss", "goal": "max"}}, [], "metric.goal", "'minimize' or 'maximize'"),
-    "a metric without a name": ({"metric": "loss"}, [], "metric", "a valid dictionary, it is 'loss'"),
-    "no end": ({"method": "bayes"}, [], "--count 0", "number of trials"),
-    "a count below 0": ({}, ["--count", -1], "--count -1", "from 0"),
-    "no jobs": ({}, ["--jobs", 0], "--jobs 0", "from 1 to 1000"),
-    "twenty digits of jobs": ({}, ["--jobs", "1" * 20], "--jobs 1111", "from 1 to 1000"),
-    "a flag without value": ({}, ["--set", "gamma"], "--set gamma", "name=value"),
-    "a storage that is none": ({}, ["--storage", "nosql://x"], "--storage nosql://x", "cannot be opened"),
-    "values that are nothing": (with_gamma({"values": None}), [], "gamma.values", "valid list, it is None"),
-    "values that are a number": (with_gamma({"values": 5}), [], "gamma.values", "valid list, it is 5"),
-    "values that are text": (with_gamma({"values": "abc"}), [], "gamma.values", "valid list, it is 'abc'"),
-    "no values": (with_gamma({"values": []}), [], "gamma.values", "at least 1 item"),
-    "dates": (with_gamma({"values": [date(2020, 1, 1)]}), [], "gamma.values.0: give a number", "2020"),
-    "a date": (with_gamma({"value": date(2020, 1, 1)}), [], "gamma.value: give a number", "2020"),
-    "lists among values": (with_gamma({"values": [[1]]}), [], "gamma.values.0: give a number", "[1]"),
-    "infinity": (with_gamma({"value": float("inf")}), [], "gamma.value: give a number", "inf"),
-    "400 digits": (with_gamma({"min": 0, "max": 10**400}), [], "gamma.max: give a number", "1000"),
-    "an end of text": (with_gamma({"min": "low", "max": 1}), [], "gamma.min: give a number", "'low'"),
-    "min above max": (with_gamma({"min": 2, "max": 1}), [], "gamma: min must not be above max", "SWEEP"),
-    "a logarithm of 0": (
-        with_gamma({"min": 0, "max": 1, "distribution": "log_uniform_values"}), [], "gamma", "must be above 0"
-    ),
-    "another distribution": (with_gamma({"min": 0, "max": 1, "distribution": "normal"}), [], "normal", "q_uniform"),
-    "halves of whole numbers": (
-        with_gamma({"min": 0.5, "max": 1, "distribution": "int_uniform"}), [], "gamma", "whole numbers"
-    ),
-    "steps of 0": (
-        with_gamma({"min": 0, "max": 1, "distribution": "q_uniform", "q": 0}), [], "gamma", "q must be above 0"
-    ),
-    "steps of another distribution": (with_gamma({"min": 0, "max": 1.0, "q": 0.5}), [], "gamma: q is for", "q_uniform"),
-    "a number without a point": (with_gamma({"min": "1e-4", "max": 1}), [], "gamma.min: give a number", "1.0e-4"),
-    "--set twice": ({}, ["--set", "gamma=0.5", "--set", "l2=0"], "--set: is given twice", "all its values after one"),
-    "a number for a flag": ({"parameters": {1: {"value": 2}}}, [], "parameters.1", "a valid string, it is 1"),
-    "a rule in a list": ({"early_terminate": [1]}, [], "early_terminate", "a valid dictionary, it is [1]"),
-    "an eta of 0": (
-        {"early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 0}}, [], "early_terminate.eta", "or equal to 2"
-    ),
-    "a large grid": (
-        {"parameters": {name: {"values": [*range(100)]} for name in ("gamma", "l2", "hidden", "width", "seed")}}, [],
-        "its grid has 10,000,000,000 cells", "at most 1,000",
-    ),
-    "another run": ({"parameters": {"resume": {"value": "/x"}}}, [], "resume={'value': '/x'}", "each run is given its"),
-    "another run's folder": ({}, ["--set", "run-dir=/x"], "--set run_dir=/x", "each run is given its own"),
-    "another project": ({}, ["--set", "wandb_project=x"], "--set wandb_project=x", "each run is given its own"),
-    "a later value that the script refuses": (with_gamma({"values": [0.9, 1.5]}), [], "--gamma '1.5'", "from 0 to 1"),
-    "an end that the script refuses": (
-        with_gamma({"min": 0.9, "max": 1.5}), ["--count", 1], "--gamma '1.5'", "from 0 to 1"
-    ),
-    "a misspelt key": (
-        with_gamma({"min": 0, "max": 1, "distribtion": "uniform"}), [], "gamma.distribtion", "not permitted"
-    ),
-    "a rule that is misspelt": ({"early_terminat": {}}, [], "early_terminat", "not permitted"),
-    "a flag twice": ({}, ["--set", "gamma=0.5", "gamma=0.9"], "--set gamma=0.9", "give one value"),
-    "a value that the script refuses": ({}, ["--set", "l2=-1"], "--l2 -1", "0 or more"),
-    "a file to write in": ({}, ["--out", "/dev/null"], "--out /dev/null: cannot write there", "another folder"),
-    "a long name": ({}, ["--out", "/tmp/" + "a" * 300], "--out /tmp/aaa", "File name too long"),
-}  # fmt: skip
+def test_cells_of_a_grid_are_queued_once_though_a_process_died_between(tmp_path, monkeypatch):
+    cells = {"gamma": {"values": [0.9, 1]}, "gap_stack": {"values": [True, False]}}
+    path = str(write_sweep(tmp_path / "s.yaml", parameters=cells))
+    given = sweep.Args(path), sweep.read_sweep(path), "s", tmp_path
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "grid_of", lambda content: [{"gamma": 0.9, "gap_stack": True}, None])
+        with pytest.raises(TypeError):
+            sweep.open_study(*given)
+    queued = [trial.system_attrs["fixed_params"] for trial in sweep.open_study(*given).trials]
+    assert queued == sweep.grid_of(given[1])
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_answered_in_one_sentence(case, tmp_path, capfd):
-    changes, words, names, valid = BAD[case]
-    path = write_sweep(tmp_path / "s.yaml", **changes)
-    if case == "nothing there":
-        path.unlink()
-    assert_refused(sweep, [path, "--out", tmp_path / "out", *words], capfd, names, valid)
+# RESULTS
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: " + "[" * 200_000, "nested too deeply"),  # what reads YAML in C dies of it
-        ("a: &a [*a]", "program: Field required"),
-        ("- 1", "a valid dictionary, it is [1]"),
-        ("a: 2020-13-45", "month must be in 1..12"),
-        ("\x00", "not allowed"),
-    ],
-)
-def test_what_is_no_sweep_file_is_answered_in_one_sentence(text, said, tmp_path, capfd):
-    (tmp_path / "s").write_text(text)
-    assert_refused(sweep, [tmp_path / "s", "--out", tmp_path / "out"], capfd, f"SWEEP {tmp_path / 's'}: ", said)
-
-
-def test_what_wandb_takes_is_taken(tmp_path):
-    """Values of each kind, both forms of Hyperband, and keys that only its server reads."""
-    parameters = {
-        "gamma": {"values": [0.9, 1]}, "augment": {"values": ["", "flip"]}, "gap_stack": {"values": [True, False]},
-        "l2": {"min": 0, "max": 1.0}, "vf_coef": {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.25},
-        "learning_rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1}, "kl_coef": {"value": 0},
-        "ent_coef": {"distribution": "categorical", "values": [0, 0.1]}, "seed": {"min": 1, "max": 9},
-    }  # fmt: skip
-    for rule in ({"min_iter": 3, "eta": 2, "strict": True}, {"max_iter": 27, "s": 2}):
-        given = {"parameters": parameters, "method": "bayes", "early_terminate": {"type": "hyperband"} | rule}
-        mine = {"name": date(2024, 5, 1), "command": ["x"], "run_cap": 9}
-        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **mine, **given)))
-        assert read["parameters"] == parameters
-        json.dumps(read)
-        assert [type(x) for x in read["parameters"]["gamma"]["values"]] == [float, int]
-
-
-def test_a_grid_may_have_cells_that_the_script_refuses(tmp_path):
-    """512 minibatches are too many for 8 games of 16 steps, not for 64."""
-    parameters = {"num_envs": [8, 64], "num_minibatches": [4, 512], "num_steps": [16]}
-    given = {"parameters": {name: {"values": values} for name, values in parameters.items()}}
-    sweep.ask_script(sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **given))))
-
-
-def test_real_numbers_for_a_whole_one_are_refused_before_a_trial_is(tmp_path, capfd):
-    """In the script's own words, which are those of tyro."""
-    given = {"parameters": {"hidden": {"min": 16, "max": 64, "distribution": "uniform"}}, "method": "random"}
-    with pytest.raises(SystemExit) as stopped:
-        runs.cli(sweep.Args, sweep.main, [str(write_sweep(tmp_path / "s.yaml", **given)), "--count", "1"])
-    assert stopped.value.code == 2
-    assert re.search(r"--hidden: .*'16\.0'", capfd.readouterr().err)
-
-
-def test_another_study_is_refused(tmp_path, capfd):
-    """Rather than mixed with the one that is there."""
-    path, out = write_sweep(tmp_path / "s.yaml"), tmp_path / "out"
-    out.mkdir()
-    study = sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
-    assert study.direction.name == "MAXIMIZE"
-    study.set_user_attr("sweep", study.user_attrs["sweep"] | {"name": "mine"})  # as an earlier version kept it
-    sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
-    (out / "0000").mkdir()
-
-    assert_refused(sweep, [path, "--out", out, "--set", "gamma=0.5"], capfd, "give another --out")
-    assert_refused(sweep, [path, "--out", out, "--seed", 1], capfd, "--seed 1: the study s", "has 0, give that")
-    assert_refused(sweep, [write_sweep(tmp_path / "t.yaml"), "--out", out], capfd, "has the study s, give another")
-    words = ["--out", tmp_path / "elsewhere", "--storage", f"sqlite:///{out / 'study.db'}"]
-    assert_refused(sweep, [path, *words], capfd, f"has its runs in {out}, give that")
-    (out / "study.db").unlink()
-    assert_refused(sweep, [path, "--out", out], capfd, "of a study that is gone")
-    for text in ("[]", '{"study": "s"}', '{"study": ["s"], "id": 1}', "{", "[" * 100_000):
-        (out / "study.json").write_text(text)
-        assert_refused(sweep, [path, "--out", out], capfd, f"--out {out / 'study.json'}: ", "give another folder")
-
-
-def test_failures_are_told(quick, tmp_path, capfd):
-    """Where all trials failed, with exit code 1 and each reason once; beside one that came to its end, in a line."""
-    two = {"x": {"values": [0, 2]}, "steps": {"value": 1}}
-    with pytest.raises(SystemExit) as stopped:
-        quick(two, "--count", 1)
-    assert stopped.value.code == 1
-    told = f"1 of 1 runs failed, see {tmp_path / 'out/results.csv'}: trial 0: exit code 1: error: --x 0: is bad\n"
-    assert capfd.readouterr().err == f"error: {told}"
-    quick(two)
-    assert told.replace("1 of 1", "1 of 2") in capfd.readouterr().out
-
-
-def test_a_stopped_study_has_not_failed(quick, monkeypatch, capfd):
-    """Though the one trial that is over did."""
-    real = trials.run
-
-    def run(program, flags, folder, lock, stopping, **how):
-        if folder.name == "0001":
-            signal.raise_signal(signal.SIGTERM)
-        real(program, flags, folder, lock, stopping=stopping, **how)
-
-    monkeypatch.setattr(trials, "run", run)
-    quick({"x": {"values": [0, 2]}, "steps": {"value": 1}})
-    assert "stopped; the same command goes on" in capfd.readouterr().out
-
-
-def test_runs_are_beside_each_other(quick, monkeypatch, capfd):
-    both = threading.Barrier(2, timeout=60)
-
-    def meet(*given, **how):
-        both.wait()
-        raise RuntimeError("met")
-
-    monkeypatch.setattr(trials, "run", meet)
-    with pytest.raises(SystemExit):
-        quick({"x": {"values": [1, 2]}}, "--jobs", 2)
-    assert ": met\n" in capfd.readouterr().err
-
-
-def test_a_full_disk_is_told_in_one_sentence(quick, monkeypatch, capfd):
-    """SQLite's own words for it, in Optuna's error."""
-
-    def fail(*given, **where):
-        try:
-            raise SQLAlchemyError("(sqlite3.OperationalError) database or disk is full")
-        except SQLAlchemyError as error:
-            raise optuna.exceptions.StorageInternalError("an exception is raised during the commit") from error
-
-    monkeypatch.setattr(sweep, "run_trial", fail)
-    with pytest.raises(SystemExit) as stopped:
-        quick({"x": {"values": [1]}})
-    assert stopped.value.code == 1
-    assert re.search(r"the disk is full.*the same command goes on\n$", capfd.readouterr().err)
-
-
-def test_a_database_that_is_gone_is_told_in_one_sentence(quick, monkeypatch, capfd):
-    def fail(*given, **where):
-        raise SQLAlchemyError("connection refused")
-
-    monkeypatch.setattr(sweep, "begin_trial", fail)
-    with pytest.raises(SystemExit) as stopped:
-        quick({"x": {"values": [1]}})
-    assert stopped.value.code == 1
-    said = capfd.readouterr()
-    assert said.err == ("error: the study's database does not answer (connection refused); the same command goes on\n")
-    assert "results.csv" not in said.out
-
-
-def test_a_line_says_how_far_the_runs_are(tmp_path):
-    """One of four was done before, of two that run a half and a quarter are, and then the first ends."""
-    for name, args, step in (
-        ("0", {"total_timesteps": 100}, 50),
-        ("1", {"task_timesteps": 30, "tasks": "0,5"}, 15),
-    ):
+def test_progress_line_counts_parts_of_runs(tmp_path):
+    """One of four was done before, two are at a half and a quarter, and then the first ends."""
+    for name, args, step in (("0", {"total_timesteps": 100}, 50), ("1", {"task_timesteps": 30, "tasks": "0,5"}, 15)):
         run = tmp_path / name / "run"
         run.mkdir(parents=True)
         (run / "args.json").write_text(json.dumps({"script": "x", "wandb_id": "x", "args": args}))
@@ -751,8 +533,8 @@ def test_a_line_says_how_far_the_runs_are(tmp_path):
     assert not quiet.getvalue().strip()
 
 
-def test_names_are_no_formulas(tmp_path, monkeypatch):
-    """A study's or a value's: what is between two $ is drawn as it is. A logarithm's numbers are none either."""
+def test_names_with_dollar_signs_are_drawn_as_they_are(tmp_path, monkeypatch):
+    """Not as formulas; nor are the numbers of a logarithmic axis."""
     study = optuna.create_study(study_name="$\\frac{$", sampler=optuna.samplers.RandomSampler(seed=0))
     study.set_user_attr("sweep", {"metric": {"name": "$\\frac{$", "goal": "minimize"}})
     specs = {"x": {"values": ["$\\frac{$", "b"]}, "y": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}}
@@ -776,7 +558,7 @@ def test_names_are_no_formulas(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("goal", ["maximize", "minimize"])
-def test_importance_is_of_what_the_best_trials_have_in_common(goal, tmp_path, monkeypatch):
+def test_importance_favours_what_the_best_trials_have_in_common(goal, tmp_path, monkeypatch):
     """The best are those with x near 1, the worst those with y near 0."""
     study, sign = optuna.create_study(direction=goal), 1 if goal == "maximize" else -1
     study.set_user_attr("sweep", {"metric": {"name": "m", "goal": goal}})
@@ -798,61 +580,122 @@ def test_importance_is_of_what_the_best_trials_have_in_common(goal, tmp_path, mo
     assert importance["x"] > 0.7
 
 
-def test_cells_are_queued_once(tmp_path, monkeypatch):
-    """Though the process that queued the first of them died."""
-    cells = {"gamma": {"values": [0.9, 1]}, "gap_stack": {"values": [True, False]}}
-    path = str(write_sweep(tmp_path / "s.yaml", parameters=cells))
-    given = sweep.Args(path), sweep.read_sweep(path), "s", tmp_path
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep, "grid_of", lambda content: [{"gamma": 0.9, "gap_stack": True}, None])
-        with pytest.raises(TypeError):
-            sweep.open_study(*given)
-    queued = [trial.system_attrs["fixed_params"] for trial in sweep.open_study(*given).trials]
-    assert queued == sweep.grid_of(given[1])
+# BAD INPUT
 
 
-def test_a_study_prunes_as_its_file_says(tmp_path):
-    for name, rule, pruner in (
-        ("a", None, "NopPruner"),
-        ("b", {"type": "hyperband", "min_iter": 3}, "SuccessiveHalvingPruner"),
-    ):
-        path = str(write_sweep(tmp_path / f"{name}.yaml", early_terminate=rule))
-        (tmp_path / name).mkdir()
-        study = sweep.open_study(sweep.Args(path), sweep.read_sweep(path), name, tmp_path / name)
-        assert type(study.pruner).__name__ == pruner
+def with_gamma(spec, method="random"):
+    return {"parameters": {"gamma": spec}, "method": method}
 
 
-def test_a_method_has_its_sampler_and_a_file_its_number_of_trials(tmp_path, monkeypatch):
-    for method, sampler in (("bayes", "TPESampler"), ("random", "RandomSampler")):
-        assert type(sweep.make_sampler(sweep.Args("s"), {"method": method}, 0)).__name__ == sampler
-    counts, path = [], write_sweep(tmp_path / "r.yaml", method="random", run_cap=3)
-    monkeypatch.setattr(sweep, "begin_trial", lambda study, args, content, count, out: counts.append(count))
-    runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path / "r")])
-    assert counts == [3]
+def with_range(low, high, **more):
+    return with_gamma({"min": low, "max": high} | more)
 
 
-def test_a_sampler_that_is_not_there_begins_no_study(tmp_path, monkeypatch, capfd):
-    path = write_sweep(tmp_path / "b.yaml", method="bayes", run_cap=1)
-    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
-    assert_refused(sweep, [path, "--out", tmp_path / "b", "--sampler", "gp"], capfd, "--sampler gp: needs PyTorch")
-    assert not (tmp_path / "b").exists()
+WIDE = {name: {"values": [*range(100)]} for name in ("gamma", "l2", "hidden", "width", "seed")}
+BAD = {
+    "no parameters": ({"parameters": None}, [], "parameters: Input should be a valid dictionary, it is None", "SWEEP"),
+    "unknown method": ({"method": "pbt"}, [], "pbt", "'grid', 'random' or 'bayes'"),
+    "unknown program": ({"program": "dqn.py"}, ["--set", "gamma=1"], "SWEEP", "program dqn.py", "ppo_procgen.py"),
+    "unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
+    "range in a grid": (with_gamma({"min": 0.9, "max": 1.0}, "grid"), [], "gamma", "a grid takes values"),
+    "half a range": (with_gamma({"min": 0.9}), [], "gamma", "min and max"),
+    "command with a flag": ({"command": ["python", "--env_id=maze"]}, [], "command has --env_id=maze", "parameters"),
+    "rule without rungs": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate", "min_iter"),
+    "unknown goal": ({"metric": {"name": "loss", "goal": "max"}}, [], "metric.goal", "'minimize' or 'maximize'"),
+    "no count": ({"method": "bayes"}, [], "--count 0", "number of trials"),
+    "twenty digits of jobs": ({}, ["--jobs", "1" * 20], "--jobs 1111", "from 1 to 1000"),
+    "unknown storage": ({}, ["--storage", "nosql://x"], "--storage nosql://x", "cannot be opened"),
+    "values as text": (with_gamma({"values": "abc"}), [], "gamma.values", "valid list, it is 'abc'"),
+    "date": (with_gamma({"values": [date(2020, 1, 1)]}), [], "gamma.values.0: give a number", "2020"),
+    "number without a point": (with_range("1e-4", 1), [], "gamma.min: give a number", "1.0e-4"),
+    "min above max": (with_range(2, 1), [], "gamma: min must not be above max", "SWEEP"),
+    "logarithm of 0": (with_range(0, 1, distribution="log_uniform_values"), [], "gamma", "must be above 0"),
+    "unknown distribution": (with_range(0, 1, distribution="normal"), [], "normal", "q_uniform"),
+    "steps of 0": (with_range(0, 1, distribution="q_uniform", q=0), [], "gamma", "q must be above 0"),
+    "misspelt key": (with_range(0, 1, distribtion="uniform"), [], "gamma.distribtion", "not permitted"),
+    "large grid": ({"parameters": WIDE}, [], "its grid has 10,000,000,000 cells", "at most 1,000"),
+    "run of another": ({"parameters": {"resume": {"value": "/x"}}}, [], "resume={'value': '/x'}", "each run is given"),
+    "later value refused": (with_gamma({"values": [0.9, 1.5]}), [], "--gamma '1.5'", "from 0 to 1"),
+    "end refused": (with_range(0.9, 1.5), ["--count", 1], "--gamma '1.5'", "from 0 to 1"),
+    "flag twice": ({}, ["--set", "gamma=0.5", "gamma=0.9"], "--set gamma=0.9", "give one value"),
+    "--set twice": ({}, ["--set", "gamma=0.5", "--set", "l2=0"], "--set: is given twice", "all its values after one"),
+    "file as folder": ({}, ["--out", "/dev/null"], "--out /dev/null: cannot write there", "another folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sweep_is_refused_in_one_sentence(case, tmp_path, capfd):
+    changes, words, *parts = BAD[case]
+    path = write_sweep(tmp_path / "s.yaml", **changes)
+    assert_refused(sweep, [path, "--out", tmp_path / "out", *words], capfd, *parts)
 
 
 @pytest.mark.parametrize(
-    ("code", "says", "raises"),
+    ("text", "reason"),
     [
-        (0, "stopped by SIGTERM; continue with: --resume", trials.Stopped),
-        (143, "stopped by SIGTERM", trials.Stopped),
-        (1, "error: cannot write /x: the disk is full, 0.0 MiB are free there; go on", files.FullError),
-        (1, "error: --x 0: is bad", RuntimeError),
-        (2, "\u256d box \u256e\n\u2502 Error parsing --x: bad \u2502\n\u2570\u2500\u256f", RuntimeError),
-        (137, "nothing", trials.Killed),
+        ("a: " + "[" * 200_000, "nested too deeply"),  # crashes the YAML parser in C
+        ("a: &a [*a]", "program: Field required"),
+        ("- 1", "a valid dictionary, it is [1]"),
+        ("a: 2020-13-45", "month must be in 1..12"),
+        ("\x00", "not allowed"),
+        (None, "give a sweep file"),
     ],
 )
-def test_how_a_run_ended(code, says, raises, tmp_path):
-    (tmp_path / "script.py").write_text(f"import sys; print({says!r}); sys.exit({code})")
-    with files.lock_run(tmp_path / "0") as lock, pytest.raises(raises) as raised:
-        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
-    assert raised.type is raises
-    if code == 2:
-        assert str(raised.value) == "exit code 2: Error parsing --x: bad"
+def test_damaged_sweep_file_is_refused_in_one_sentence(text, reason, tmp_path, capfd):
+    if text is not None:
+        (tmp_path / "s").write_text(text)
+    assert_refused(sweep, [tmp_path / "s", "--out", tmp_path / "out"], capfd, f"SWEEP {tmp_path / 's'}: ", reason)
+
+
+def test_sweep_of_every_kind_of_value_is_read(tmp_path):
+    """Both forms of Hyperband, and keys that only W&B's server reads."""
+    parameters = {
+        "gamma": {"values": [0.9, 1]}, "augment": {"values": ["", "flip"]}, "gap_stack": {"values": [True, False]},
+        "l2": {"min": 0, "max": 1.0}, "vf_coef": {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.25},
+        "learning_rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1}, "kl_coef": {"value": 0},
+        "ent_coef": {"distribution": "categorical", "values": [0, 0.1]}, "seed": {"min": 1, "max": 9},
+    }  # fmt: skip
+    for rule in ({"min_iter": 3, "eta": 2, "strict": True}, {"max_iter": 27, "s": 2}):
+        given = {"parameters": parameters, "method": "bayes", "early_terminate": {"type": "hyperband"} | rule}
+        mine = {"name": date(2024, 5, 1), "command": ["x"], "run_cap": 9}
+        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **mine, **given)))
+        assert read["parameters"] == parameters
+        json.dumps(read)
+        assert [type(x) for x in read["parameters"]["gamma"]["values"]] == [float, int]
+
+
+def test_grid_with_a_cell_that_the_script_refuses_is_accepted(tmp_path):
+    """512 minibatches are too many for 8 games of 16 steps, but not for 64."""
+    parameters = {"num_envs": [8, 64], "num_minibatches": [4, 512], "num_steps": [16]}
+    given = {"parameters": {name: {"values": values} for name, values in parameters.items()}}
+    sweep.ask_script(sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **given))))
+
+
+def test_fractions_for_an_integer_flag_are_refused_before_a_trial(tmp_path, capfd):
+    """In tyro's words, as by the script itself."""
+    given = {"parameters": {"hidden": {"min": 16, "max": 64, "distribution": "uniform"}}, "method": "random"}
+    with pytest.raises(SystemExit) as stopped:
+        runs.cli(sweep.Args, sweep.main, [str(write_sweep(tmp_path / "s.yaml", **given)), "--count", "1"])
+    assert stopped.value.code == 2
+    assert re.search(r"--hidden: .*'16\.0'", capfd.readouterr().err)
+
+
+def test_study_with_other_settings_in_the_same_folder_is_refused(tmp_path, capfd):
+    path, out = write_sweep(tmp_path / "s.yaml"), tmp_path / "out"
+    out.mkdir()
+    study = sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
+    assert study.direction.name == "MAXIMIZE"
+    study.set_user_attr("sweep", study.user_attrs["sweep"] | {"name": "mine"})  # as an earlier version kept it
+    sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
+    (out / "0000").mkdir()
+
+    assert_refused(sweep, [path, "--out", out, "--set", "gamma=0.5"], capfd, "give another --out")
+    assert_refused(sweep, [path, "--out", out, "--seed", 1], capfd, "--seed 1: the study s", "has 0, give that")
+    assert_refused(sweep, [write_sweep(tmp_path / "t.yaml"), "--out", out], capfd, "has the study s, give another")
+    words = ["--out", tmp_path / "elsewhere", "--storage", f"sqlite:///{out / 'study.db'}"]
+    assert_refused(sweep, [path, *words], capfd, f"has its runs in {out}, give that")
+    (out / "study.db").unlink()
+    assert_refused(sweep, [path, "--out", out], capfd, "of a study that is gone")
+    for text in ("[]", '{"study": "s"}', '{"study": ["s"], "id": 1}', "{", "[" * 100_000):
+        (out / "study.json").write_text(text)
+        assert_refused(sweep, [path, "--out", out], capfd, f"--out {out / 'study.json'}: ", "give another folder")

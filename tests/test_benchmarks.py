@@ -1,4 +1,4 @@
-"""Benchmarks: what they read, compute, say and refuse; no run is started."""
+"""Benchmarks: what they read, compute, print and refuse; no run is started."""
 
 import json
 import os
@@ -9,21 +9,19 @@ import pytest
 from conftest import assert_refused
 
 import ppo_procgen
-from benchmarks import (
-    doors,
-    encoders,
-    gpu_profile,
-    scaling,
-    soak,
-    throughput,
-    torture,
-)
+from benchmarks import doors, encoders, gpu_profile, scaling, soak, throughput, torture
 from common import runs
 from experiments import records
 
 
+def write_lines(run, lines, end=""):
+    run.mkdir(exist_ok=True)
+    (run / "args.json").write_text("{}")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+
+
 def rows(slope, start=1, begin=0, minutes=60):
-    """Memory that grows by `slope` MiB an hour after a start that takes much."""
+    """Memory that grows by `slope` MiB an hour, and by 50 MiB in the first minutes after a start."""
     origin = {"machine": "M", "commit": "c", "threads": 5, "open_files": 9, "steps_per_second": ""}
     return [
         origin | {"start": str(start), "minutes": str(begin + m), "memory_mib": 300 + 50 * (m > 5) + slope / 60 * m}
@@ -31,12 +29,14 @@ def rows(slope, start=1, begin=0, minutes=60):
     ]
 
 
-def test_growth_is_that_after_the_first_minutes_of_each_start():
+def test_memory_growth_leaves_out_the_first_minutes_of_each_start(tmp_path):
     found = soak.growth(rows(12) + rows(-6, start=2, begin=60) + rows(0, start=3, begin=120, minutes=11))
     assert found == {1: (pytest.approx(12), 10, 60), 2: (pytest.approx(-6), 70, 120)}
+    soak.draw(tmp_path / "soak.png", rows(12) + rows(-6, start=2, begin=60), "title")
+    assert [path.name for path in tmp_path.iterdir()] == ["soak.png"]
 
 
-def test_a_process_is_read():
+def test_sample_of_a_process_has_its_memory_and_files():
     before = soak.of_process(os.getpid())
     with open(os.devnull):
         after = soak.of_process(os.getpid())
@@ -47,17 +47,15 @@ def test_a_process_is_read():
         soak.of_process(2**22 + 1)
 
 
-def test_steps_a_second_are_of_what_was_logged_since(tmp_path):
+def test_sample_of_a_run_counts_steps_and_checkpoints_since_the_last(tmp_path):
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "args.json").write_text("{}")
+    write_lines(run, [])
     sampler = soak.Sampler(os.getpid(), tmp_path, [{"start": "2", "minutes": "7.5", "checkpoints": "4"}])
     assert sampler.sample()["steps_per_second"] is None
     times = sampler._logged + np.array([-100, 10, 20, 30])
-    lines = [json.dumps({"global_step": 50 * i, "time": t}) + "\n" for i, t in enumerate(times)]
-    (run / "metrics.jsonl").write_text("".join(lines) + '{"global_step": 99')
-    (run / "checkpoints" / "100").mkdir(parents=True)
-    (run / "checkpoints" / "150.orbax-checkpoint-tmp").mkdir()
+    write_lines(run, [{"global_step": 50 * i, "time": t} for i, t in enumerate(times)], '{"global_step": 99')
+    for name in ("100", "150.orbax-checkpoint-tmp"):
+        (run / "checkpoints" / name).mkdir(parents=True)
     row = sampler.sample()
     assert (row["steps_per_second"], row["start"], row["checkpoints"]) == (5, 3, 5)
     assert 7.5 <= row["minutes"] < 8
@@ -65,37 +63,29 @@ def test_steps_a_second_are_of_what_was_logged_since(tmp_path):
     assert (again["steps_per_second"], again["checkpoints"]) == (None, 5)
 
 
-def test_a_soak_goes_on_with_its_run(tmp_path, monkeypatch):
-    said, output = [], types.SimpleNamespace(fileno=lambda: 0)
-    monkeypatch.setattr(soak.subprocess, "Popen", lambda words, **_: said.append(words))
+def test_soak_resumes_its_run(tmp_path, monkeypatch):
+    commands, output = [], types.SimpleNamespace(fileno=lambda: 0)
+    monkeypatch.setattr(soak.subprocess, "Popen", lambda words, **_: commands.append(words))
+    monkeypatch.setattr(soak.checkpoints, "steps_in", lambda run: [100])
     args = soak.Args("ppo_procgen.py", "x", "--env-id maze")
     soak.start(args, tmp_path, output)
-    assert said[0][-4:] == ["--env-id", "maze", "--run-dir", str(tmp_path)]
-    (tmp_path / "run" / "checkpoints" / "100").mkdir(parents=True)
-    (tmp_path / "run" / "args.json").write_text("{}")
-    monkeypatch.setattr(soak.checkpoints, "steps_in", lambda run: [100])
+    write_lines(tmp_path / "run", [])
     soak.start(args, tmp_path, output)
-    assert said[1][-4:] == ["--env-id", "maze", "--resume", str(tmp_path / "run")]
+    assert [words[-4:] for words in commands] == [
+        ["--env-id", "maze", "--run-dir", str(tmp_path)],
+        ["--env-id", "maze", "--resume", str(tmp_path / "run")],
+    ]
     with pytest.raises(runs.UsageError, match="has no rows of"):
         soak.main(soak.Args("ppo_procgen.py", str(tmp_path / "new" / tmp_path.name), run_dir=str(tmp_path.parent)))
-
-
-def test_the_picture_is_drawn(tmp_path):
-    soak.draw(tmp_path / "soak.png", rows(12) + rows(-6, start=2, begin=60), "title")
-    assert [path.name for path in tmp_path.iterdir()] == ["soak.png"]
 
 
 REFUSED = {
     "script": (soak, ["dqn.py", "--out", "x"], "program dqn.py", "ppo_procgen.py"),
     "minutes": (soak, ["ppo_procgen.py", "--out", "x", "--minutes", 0], "--minutes 0", "from 0.1"),
-    "others' rows": (soak, ["ppo_procgen.py", "--out", "there"], "--out there: is of apex_procgen.py", "give another"),
     "another table": (soak, ["ppo_procgen.py", "--out", "other"], "--out other: is of another table", "give another"),
-    "no folder": (soak, ["ppo_procgen.py", "--out", "there.csv/x"], "--out there.csv", "give another folder"),
-    "kills": (torture, ["--kills", 0], "--kills 0", "from 1"),
     "scripts": (torture, ["--scripts", "dqn.py"], "--scripts dqn.py", "ppo_procgen.py"),
     "folder": (torture, ["--folder", "."], "--folder .", "an empty folder"),
     "no run folder": (soak, ["ppo_procgen.py", "--out", "x", "--run-dir", "there.csv/x"], "--run-dir", "cannot write"),
-    "no new folder": (torture, ["--folder", "there.csv/x"], "--folder", "cannot write"),
     "no folder to torture in": (torture, ["--folder", "there.csv"], "--folder there.csv", "an empty folder"),
     "no script": (throughput, ["dqn"], "VARIANTS: program dqn.py", "ppo_procgen.py"),
     "a variant twice": (throughput, ["ppo_procgen", "ppo_procgen"], "VARIANTS", "each once"),
@@ -104,7 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_gets_one_sentence(case, tmp_path, monkeypatch, capfd):
+def test_bad_input_is_refused_in_one_sentence(case, tmp_path, monkeypatch, capfd):
     tool, words, *parts = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.csv").write_text("start,minutes,script,flags\n1,1,apex_procgen.py,\n")
@@ -112,23 +102,33 @@ def test_bad_input_gets_one_sentence(case, tmp_path, monkeypatch, capfd):
     assert_refused(tool, words, capfd, *parts)
 
 
-def test_what_differs_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "tool", [doors, encoders, gpu_profile, scaling, throughput], ids=lambda tool: tool.__name__.split(".")[-1]
+)
+def test_file_that_cannot_be_written_is_refused_before_anything_is_measured(tool, monkeypatch, capfd):
+    for name in ("measure", "speed", "cost", "steps_per_second"):
+        monkeypatch.setattr(tool, name, None, raising=False)
+    flag = "--out" if tool in (doors, gpu_profile) else "--csv"
+    needed = {"name": "a", "script": "ppo_procgen", "variants": "ppo_procgen"}
+    words = [word for name, word in needed.items() if name in tool.Args.__dataclass_fields__]
+    assert_refused(tool, [*words, flag, "/dev/null/x"], capfd, f"{flag} /dev/null", "cannot write there")
+
+
+def test_torture_names_the_first_difference(tmp_path, monkeypatch):
     for name, loss in (("whole", 1.0), ("run", 1.5)):
-        (tmp_path / name).mkdir()
         lines = [{"global_step": 1, "time": loss, "time/update": loss, "losses/loss": 1.0}]
-        lines.append({"global_step": 2, "time": loss, "losses/loss": loss})
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = torture.difference(tmp_path / "whole", tmp_path / "run")
-    assert said == "line 2 of metrics, step 2: losses/loss is 1.5, 1.0 if left alone (1 differ)"
+        write_lines(tmp_path / name, [*lines, {"global_step": 2, "time": loss, "losses/loss": loss}])
+    difference = torture.difference(tmp_path / "whole", tmp_path / "run")
+    assert difference == "line 2 of metrics, step 2: losses/loss is 1.5, 1.0 if left alone (1 differ)"
     for name in ("whole", "run"):
-        (tmp_path / name / "metrics.jsonl").write_text("")
+        write_lines(tmp_path / name, [])
     last = lambda run: (2, {"run": {"seconds": 0}, "w": np.array([np.nan, run.name == "run"])})  # noqa: E731
     monkeypatch.setattr(torture.checkpoints, "load", last)
     assert torture.difference(tmp_path / "whole", tmp_path / "run") == "['w'] in the last checkpoint"
 
 
 @pytest.mark.parametrize(("wrong", "code"), [("differs", 1), ("", 0)])
-def test_torture_fails_where_a_run_is_not_exact(wrong, code, tmp_path, monkeypatch):
+def test_torture_exit_code_is_1_if_a_run_differs(wrong, code, tmp_path, monkeypatch):
     monkeypatch.setattr(torture.signal, "signal", lambda *_: None)
     monkeypatch.setattr(torture, "left_alone", lambda *_: (1, 1))
     monkeypatch.setattr(torture, "trial", lambda *_: (["killed"], wrong))
@@ -136,7 +136,7 @@ def test_torture_fails_where_a_run_is_not_exact(wrong, code, tmp_path, monkeypat
         torture.main(torture.Args(kills=1, folder=str(tmp_path / "new")))
 
 
-def test_ratios_are_to_the_first_variant(tmp_path, monkeypatch):
+def test_variants_run_in_turns_with_ratios_to_the_first(tmp_path, monkeypatch):
     def ratios(file, column):
         return [row[column] for row in records.read_rows(tmp_path / file)]
 
@@ -157,8 +157,8 @@ def test_ratios_are_to_the_first_variant(tmp_path, monkeypatch):
     assert ratios("c", "ratio") == ["1", "1.5", "1.5"]
 
 
-def test_what_compiles_is_not_timed():
-    """The third line is the first that is timed, from the first one with losses on; parts are weighted by time."""
+def test_rates_leave_out_iterations_that_compile():
+    """Timing starts at the second line with losses; parts are weighted by time."""
     filling = [{"global_step": 10 * i, "time": 9.0 * i} for i in range(3)]
     learning = [(100, 100, 0.9), (200, 200, 0.9), (600, 202, 0.5), (1000, 203, 0.2)]
     lines = filling + [
@@ -172,20 +172,7 @@ def test_what_compiles_is_not_timed():
     assert throughput.timed_lines(filling) == []
 
 
-def test_flags_are_written_as_for_a_script():
+def test_flags_of_a_variant_are_parsed_as_by_the_script():
     assert records.parse_flags(ppo_procgen, "--gap-stack=False").gap_stack is False
     _, args = throughput.read_variant("ppo_procgen --seed 5", "--gap-stack=False")
     assert (args.gap_stack, args.seed) == (False, 5)
-
-
-TOOLS = doors, encoders, gpu_profile, scaling, throughput
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_nothing_is_measured_for_a_file_that_cannot_be_written(tool, monkeypatch, capfd):
-    for name in ("measure", "speed", "cost", "steps_per_second"):
-        monkeypatch.setattr(tool, name, None, raising=False)
-    flag = "--out" if tool in (doors, gpu_profile) else "--csv"
-    needed = {"name": "a", "script": "ppo_procgen", "variants": "ppo_procgen"}
-    words = [word for name, word in needed.items() if name in tool.Args.__dataclass_fields__]
-    assert_refused(tool, [*words, flag, "/dev/null/x"], capfd, f"{flag} /dev/null", "cannot write there")
