@@ -297,7 +297,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, n]
     logits: jax.Array  # float32 [T, n, 15]
     initial_hidden_state: networks.HiddenState
-    env_state: envs.EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
+    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 

@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # flags that a resume cannot change, besides those of the groups: it has adapted
+    FIXED: ClassVar = ("kl_coef",)  # a resume cannot change these flags: the checkpoint has the adapted coefficient
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -102,7 +102,7 @@ class Args(
 
 
 class Agent(nn.Module):
-    """Policy and value heads on an encoder, with a recurrent core between them."""
+    """An encoder, a recurrent core, and policy and value heads on it."""
 
     encoder: nn.Module
     core: networks.Recurrent
@@ -203,7 +203,7 @@ class Rollout(NamedTuple):
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
     initial_hidden_state: networks.HiddenState
-    env_state: envs.EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
+    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -402,7 +402,7 @@ def loss(
         total += args.drac_coef * terms["drac_loss"]
     if args.rnd_coef:
         terms["rnd_loss"] = bonus.error(rnd_target, params["predictor"], inputs.next_frames)
-        total += terms["rnd_loss"]
+        total += terms["rnd_loss"]  # rnd_coef scales the reward only
     return terms | {"loss": total}
 
 
@@ -418,7 +418,7 @@ def compute_advantages(
 ):
     """Shaped rewards, RND's bonus, GAE: returns the state with its running statistics updated, a Batch [T, N] and
     metrics float32 []."""
-    mask = ~timesteps.is_reset  # of transitions; moments over them are over all devices
+    mask = ~timesteps.is_reset  # False for junk steps; moments are over all devices
     reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
     state = state._replace(reward_filter=reward_filter)
     metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}
@@ -475,7 +475,7 @@ def optimize(
             frames=rollout.frames.stack(time, env),
             next_frames=rollout.frames.stack(time + 1, env) if args.rnd_coef else None,
             is_first=rollout.frames.is_first[time, env],
-            hidden_state=jax.tree.map(lambda x: x[index], rollout.initial_hidden_state),
+            hidden_state=jax.tree.map(lambda x: x[index], rollout.initial_hidden_state),  # () without a core
             keys=keys if args.augment or args.dropout else None,
         )
         minibatch = inputs, jax.tree.map(lambda x: x[time, env], batch)
@@ -506,7 +506,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     key, shuffle_key = jax.random.split(state.key)
-    weight = ~timesteps.is_reset
+    weight = ~timesteps.is_reset  # junk steps, in which EnvPool resets, are not learnt from
     state, batch, metrics = compute_advantages(args, agent, state, rollout, timesteps, gamma)
     params, opt_state, terms = optimize(
         args, agent, state, rollout, batch,

@@ -311,7 +311,7 @@ class Rollout(NamedTuple):
     logits: jax.Array  # float32 [T, N, 18]
     values: jax.Array  # float32 [T + 1, N, 2]
     initial_hidden_state: networks.HiddenState
-    env_state: EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
+    env_state: EnvState  # of the newest step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 

@@ -180,7 +180,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    env_state: envs.EnvState  # of the newest step; its history is that of the rollout before, until `end_rollout`
+    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 

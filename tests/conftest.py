@@ -1,15 +1,11 @@
-import contextlib
 import gc
 import importlib
-import io
 import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -55,6 +51,7 @@ ENCODER_FLAGS = {
     "channels": "4,8,8", "blocks": 1, "downsample": "stride", "separable": 1, "norm": "group", "conv_bias": "no",
     "center": "no", "init": "orthogonal", "activation": "elu", "spectral_norm": True,
 }  # fmt: skip
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
@@ -227,29 +224,6 @@ def assert_one_sentence(script, words, names, valid, monkeypatch, capfd):
     for module, name in ((envs, "make_procgen"), (atari, "make_montezuma"), (doorgym, "make_vec")):
         monkeypatch.setattr(module, name, None)
     assert_refused(script, ["--wandb-mode", "disabled", *words], capfd, names, valid)
-
-
-def stop_and_go_on(script, flags, tmp_path):
-    """SIGTERM during the fourth update writes a checkpoint, with which the run goes on to its end; returns its path."""
-    check, updates, output = runs.Run.check_finite, [], io.StringIO()
-
-    def check_and_stop(run, *given):
-        updates.append(given)
-        if len(updates) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        check(run, *given)
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(output):
-        patch.setattr(runs.Run, "check_finite", check_and_stop)
-        stopped = script.main(script.Args(**flags | {"run_dir": str(tmp_path / "stopped")}))
-    assert (stopped.stop, len(updates)) == ("SIGTERM", 4)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
-    run_dir = stopped.path
-    assert f"python {script.SCRIPT}.py --resume {run_dir}" in output.getvalue()
-    step = checkpoints.load(run_dir)[0]
-    assert step == read_metrics(run_dir)[-1]["global_step"] < script.Args(**flags).total_timesteps
-    runs.cli(script.Args, script.main, ["--resume", str(run_dir)])
-    return run_dir
 
 
 def wait_for(condition, process, seconds=120):

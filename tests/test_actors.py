@@ -50,16 +50,8 @@ def running():
 
 
 def make(collect, num_actors=2, max_lag=1, deterministic=False, env_state=None):
-    games = [Count(actor) for actor in range(num_actors)]
-    param_shardings = [jax.devices()[0]] * num_actors
-    return Fleet(
-        collect,
-        games,
-        [env_state] * num_actors,
-        max_lag=max_lag,
-        deterministic=deterministic,
-        param_shardings=param_shardings,
-    )
+    how = {"max_lag": max_lag, "deterministic": deterministic, "param_shardings": [jax.devices()[0]] * num_actors}
+    return Fleet(collect, [Count(actor) for actor in range(num_actors)], [env_state] * num_actors, **how)
 
 
 def wait_until(condition):
@@ -73,29 +65,31 @@ def queues(fleet):
     return {len(queue) for queue in fleet._ready}
 
 
-def echo(games, params, env_state, *, i, watch, check_stop):
+def echo(vec_env, params, env_state, *, i, watch, check_stop):
     """An unroll is who made it, its number, what the parameters were; the env_state counts."""
     check_stop()
-    games.played += 3
+    vec_env.played += 3
     for part in ("inference", "game"):
         with watch(part):
             pass
-    return (games.number, i, int(params), int(env_state)), env_state + 1
+    return (vec_env.number, i, int(params), int(env_state)), env_state + 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_lag_and_queue_are_bounded_and_unrolls_in_order(max_lag, deterministic):
+def test_unrolls_at_any_lag_come_in_order_and_wait_in_bounded_queues(max_lag, deterministic):
     with make(echo, 3, max_lag, deterministic, env_state=jnp.int32(0)) as fleet:
         fleet.start(0, jnp.int32(0))
         for version in range(12):
             if version < 9:  # the learner is slow at first
                 wait_until(lambda: queues(fleet) == {max_lag + 1})
+            played = [vec_env.played for vec_env in fleet._vec_envs]
+            assert max(played) <= 3 * (version + max_lag + 1)  # a full queue holds its actor back
             items = fleet.get(NEVER, None)
             assert [item.unroll[:2] for item in items] == [(actor, version) for actor in range(3)]
             assert [item.unroll[3] for item in items] == [version] * 3
             assert [item.env_state for item in items] == [version + 1] * 3
-            assert [item.games.steps for item in items] == [3 * (version + 1)] * 3
+            assert [item.snapshot.steps for item in items] == [3 * (version + 1)] * 3
             for item in items:
                 assert item.unroll[2] == 10 * item.version
                 lag = version - item.version
@@ -106,31 +100,14 @@ def test_lag_and_queue_are_bounded_and_unrolls_in_order(max_lag, deterministic):
             fleet.publish(version + 1, jnp.int32(10 * (version + 1)))
         published = sorted(map(int, fleet.save()["published"]))
         assert published == list(range(12 - max_lag if deterministic else 12, 13))
-    assert all(games.closed for games in fleet._games)
+    assert all(vec_env.closed for vec_env in fleet._vec_envs)
 
 
-def test_full_queue_holds_the_actors_back():
-    played = []
-
-    def collect(games, params, env_state, *, i, watch, check_stop):
-        played.append(i)
-        return i, env_state
-
-    with make(collect, 1, max_lag=2) as fleet:
-        fleet.start(0, jnp.int32(0))
-        wait_until(lambda: queues(fleet) == {3})  # of updates 0, 1 and 2, all with version 0
-        time.sleep(0.2)
-        assert played == [0, 1, 2]
-        fleet.publish(1, jnp.int32(0))
-        wait_until(lambda: len(played) == 4)
-    assert not running()
-
-
-def test_parameters_are_copies():
+def test_parameters_that_the_learner_donates_stay_with_the_actors():
     """The learner donates its own, which deletes them."""
     state = jnp.ones(3)
 
-    def collect(games, params, env_state, *, i, watch, check_stop):
+    def collect(vec_env, params, env_state, *, i, watch, check_stop):
         return params + 0, env_state
 
     with make(collect, 1) as fleet:
@@ -141,11 +118,11 @@ def test_parameters_are_copies():
         assert fleet.get(NEVER, None)[0].unroll.tolist() == [1, 1, 1]
 
 
-def test_an_exception_reaches_the_learner_and_every_thread_ends():
+def test_an_exception_in_an_actor_reaches_the_learner_and_ends_every_thread():
     saved = []
 
-    def collect(games, params, env_state, *, i, watch, check_stop):
-        if games.number == 1 and i == 1:
+    def collect(vec_env, params, env_state, *, i, watch, check_stop):
+        if vec_env.number == 1 and i == 1:
             raise ZeroDivisionError("the game broke")
         return i, env_state
 
@@ -162,11 +139,11 @@ def test_an_exception_reaches_the_learner_and_every_thread_ends():
     assert not running()
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_games():
+def test_a_second_ctrl_c_while_games_hang_does_not_wait_for_them():
     """One may hang."""
     release = threading.Event()
 
-    def collect(games, params, env_state, *, i, watch, check_stop):
+    def collect(vec_env, params, env_state, *, i, watch, check_stop):
         release.wait(10)
         return i, env_state
 
@@ -182,10 +159,10 @@ def test_a_second_ctrl_c_does_not_wait_for_the_games():
     wait_until(lambda: not running())
 
 
-def test_take_gives_up_when_asked():
+def test_get_while_games_hang_ends_when_the_run_stops():
     release, asked = threading.Event(), []
 
-    def collect(games, params, env_state, *, i, watch, check_stop):
+    def collect(vec_env, params, env_state, *, i, watch, check_stop):
         while not release.wait(0.01):  # a game that hangs until it is told to stop
             check_stop()
         return i, env_state
@@ -198,7 +175,7 @@ def test_take_gives_up_when_asked():
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])
-def test_a_checkpoint_is_of_what_was_taken_and_disturbs_nobody(max_lag):
+def test_a_checkpoint_while_actors_are_ahead_continues_as_if_nothing_had_happened(max_lag):
     """Saved while the actors are ahead, and gone on with by another fleet: as if nothing had happened."""
     with make(echo, 2, max_lag, deterministic=True, env_state=jnp.int32(0)) as fleet:
         fleet.start(0, jnp.int32(0))
@@ -207,10 +184,10 @@ def test_a_checkpoint_is_of_what_was_taken_and_disturbs_nobody(max_lag):
             fleet.publish(version + 1, jnp.int32(version + 1))
         wait_until(lambda: queues(fleet) == {max_lag + 1})
         saved = jax.device_get(fleet.save())
-        assert [len(games["actions"]) for games in saved["games"].values()] == [12, 12]
+        assert [len(saved_env["actions"]) for saved_env in saved["snapshots"].values()] == [12, 12]
         want = [item.unroll for item in fleet.get(NEVER, None)]
     with make(echo, 2, max_lag, deterministic=True, env_state=jnp.int32(0)) as fleet:
         fleet.restore(saved, jax.ShapeDtypeStruct((), jnp.int32), SimpleNamespace(path="there"))
-        assert [games.played for games in fleet._games] == [12, 12]
+        assert [vec_env.played for vec_env in fleet._vec_envs] == [12, 12]
         fleet.start(4, None)
         assert [item.unroll for item in fleet.get(NEVER, None)] == want == [(a, 4, 4 - max_lag, 4) for a in range(2)]

@@ -93,8 +93,10 @@ def test_an_agent_that_is_damaged_or_of_other_flags_is_refused(run_dir, tmp_path
     path, whole = tmp_path / agents.FILE, (tmp_path / agents.FILE).read_bytes()
     unreadable = safetensors.numpy.save({"a": np.zeros(1), "a/b": np.zeros(1)})  # impossible names
     for args, data, why in (
-        (other, whole, "does not fit"), (content, whole[:100], "cannot be read"), (content, unreadable, "cannot be read"),
-    ):  # fmt: skip
+        (other, whole, "does not fit"),
+        (content, whole[:100], "cannot be read"),
+        (content, unreadable, "cannot be read"),
+    ):
         path.write_bytes(data)
         files.write_json(tmp_path / "args.json", args)
         capfd.readouterr()

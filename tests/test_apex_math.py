@@ -58,7 +58,7 @@ def normal(rng, *shape):
 
 @relaxed
 @given(seeds, st.sampled_from([2, 51]), st.floats(0, 1))
-def test_projection_equals_the_papers_algorithm(seed, atoms, discount):
+def test_projection_of_random_distributions_equals_the_papers_algorithm(seed, atoms, discount):
     rng = np.random.default_rng(seed)
     support = np.linspace(-3, 7, atoms, dtype=np.float32)
     returns, discounts = 4 * normal(rng, 5), np.full(5, discount, np.float32)
@@ -111,7 +111,7 @@ def random_batch(rng, args, states=7):
 
 @relaxed
 @given(seeds, st.booleans(), st.sampled_from([1, 11, 51]))
-def test_loss_equals_the_sums_by_hand(seed, double_q, atoms):
+def test_loss_of_random_tables_equals_the_sums_by_hand(seed, double_q, atoms):
     args = make_args(**PLAIN, double_q=double_q, num_atoms=atoms)
     rng, support = np.random.default_rng(seed), np.array(Table(args).support)
     params, target = 2 * normal(rng, 2, 7, 15, atoms)
@@ -135,7 +135,7 @@ def test_loss_equals_the_sums_by_hand(seed, double_q, atoms):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.9])
-def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames(alpha):
+def test_loss_with_quantiles_asks_the_right_network_about_the_right_frames(alpha):
     """With quantiles, drawn where the loss says they are, evenly spaced ones to choose the next action by, and double
     Q-learning or Munchausen's reward."""
     args = make_args(**PLAIN, num_atoms=99, num_quantiles=4, munchausen_alpha=alpha, num_devices=1)
@@ -162,7 +162,7 @@ def test_each_part_of_the_loss_asks_the_right_network_about_the_right_frames(alp
         assert np.abs(other - want["loss"]).max() > 1e-3
 
 
-def test_frames_and_next_frames_are_transformed_apart_and_features_dropped_once():
+def test_loss_with_augmentation_transforms_frames_apart_and_drops_features_once():
     args, seen = make_args(num_atoms=1, augment_prob=1.0), []
     batch = frames_batch(args)
 
@@ -184,7 +184,7 @@ def test_frames_and_next_frames_are_transformed_apart_and_features_dropped_once(
 
 
 @pytest.mark.parametrize("atoms", [1, 11])
-def test_gradient_by_differences(atoms):
+def test_gradient_of_random_tables_equals_differences_by_hand(atoms):
     """Of the loss by hand, in float64, with respect to some of the outputs that are learnt; all others have none."""
     args = make_args(**PLAIN, num_atoms=atoms)
     rng, support = np.random.default_rng(0), np.array(Table(args).support)
@@ -210,7 +210,7 @@ def test_gradient_by_differences(atoms):
 
 @relaxed
 @given(seeds, st.sampled_from([(1, 1), (3, 5), (8, 8)]))
-def test_quantile_loss_by_hand(seed, sizes):
+def test_quantile_loss_of_random_quantiles_equals_the_sums_by_hand(seed, sizes):
     rng, (few, many) = np.random.default_rng(seed), sizes
     taus, quantiles, targets = rng.random((4, few), np.float32), 2 * normal(rng, 4, few), 2 * normal(rng, 4, many)
     got = apex.quantile_loss(taus, quantiles, targets)
@@ -219,19 +219,10 @@ def test_quantile_loss_by_hand(seed, sizes):
     ]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
-    slopes, small = jax.grad(lambda quantiles: apex.quantile_loss(taus, quantiles, targets).sum())(quantiles), 1e-6
-    for k in range(few):
-        sums = []
-        for sign in (1, -1):
-            moved = np.float64(quantiles[0])
-            moved[k] += sign * small
-            sums.append(oracle.quantile_loss(np.float64(taus[0]), moved, np.float64(targets[0])))
-        np.testing.assert_allclose(slopes[0, k], (sums[0] - sums[1]) / (2 * small), rtol=1e-3, atol=1e-4)
-
 
 @relaxed
 @given(seeds, st.sampled_from([0, 4]), st.sampled_from([0.0, 0.9]), st.booleans())
-def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, double_q):
+def test_loss_with_quantiles_or_munchausen_equals_the_sums_by_hand(seed, quantiles, alpha, double_q):
     args = make_args(
         **PLAIN, num_atoms=99 if quantiles else 1, num_quantiles=quantiles, munchausen_alpha=alpha, double_q=double_q,
         munchausen_tau=0.3,
@@ -261,7 +252,7 @@ def test_quantiles_and_munchausens_targets_by_hand(seed, quantiles, alpha, doubl
     assert not any(np.any(x) for x in (slopes.next_target_values, slopes.next_selector_values, slopes.target_values))
 
 
-def test_a_state_is_worth_its_best_action_or_the_softmax_policys():
+def test_state_value_is_that_of_the_best_action_or_of_the_softmax_policy():
     values = np.float32([[0.3, 0.1, -0.2]])
     np.testing.assert_allclose(apex.state_value(make_args(), values), [0.3])
     args = make_args(num_atoms=1, munchausen_alpha=0.9, munchausen_tau=0.2)
@@ -269,7 +260,7 @@ def test_a_state_is_worth_its_best_action_or_the_softmax_policys():
     np.testing.assert_allclose(apex.state_value(args, values), [(p * (values[0] - 0.2 * np.log(p))).sum()], rtol=1e-5)
 
 
-def test_quantiles_are_evenly_spaced_where_none_are_drawn():
+def test_agent_without_drawn_quantiles_takes_evenly_spaced_ones():
     agent = apex.make_agent(make_args(num_atoms=99, num_quantiles=4))
     frames = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 6), np.uint8)
     outputs, params = jax.jit(agent.init_with_output)(jax.random.key(0, impl="rbg"), frames)
@@ -319,7 +310,7 @@ def make_accelerator_args(**flags):
     return make_args(run_dir="whole", dtype="float32", num_devices=1, **flags)
 
 
-def test_an_update_on_two_devices_equals_the_whole_on_one(monkeypatch):
+def test_update_on_two_devices_equals_the_accelerators_form_on_one(monkeypatch):
     """Also the TD errors, which come back sample by sample, not weighted; and the step size is by steps."""
 
     def begin(args):
@@ -330,19 +321,19 @@ def test_an_update_on_two_devices_equals_the_whole_on_one(monkeypatch):
     state, td, metrics = programs(apex, args).update_on_batch(begin(args), batch)
     assert len(td.sharding.device_set) == args.num_devices == 2
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
-    whole = make_accelerator_args(learning_rate=f"0:{2 * float(args.learning_rate)},100:0")
-    want_state, want_td, want = programs(apex, whole).update_on_batch(begin(whole), batch)
-    np.testing.assert_allclose(td, want_td, rtol=1e-3, atol=1e-4)
-    start = begin(whole)
-    parts = apex.loss(whole, agent, start.params, batch, target_params=start.target_params)
-    np.testing.assert_allclose(want_td, parts["td_error"], rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(want["losses/td_error"], parts["td_error"].mean(), rtol=1e-3)
+    one = make_accelerator_args(learning_rate=f"0:{2 * float(args.learning_rate)},100:0")
+    start = begin(one)
+    terms = jax.device_get(apex.loss(one, agent, start.params, batch, target_params=start.target_params))
+    want_state, want_td, want = programs(apex, one).update_on_batch(start, batch)
+    for x in (td, terms["td_error"]):
+        np.testing.assert_allclose(x, want_td, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(want["losses/td_error"], terms["td_error"].mean(), rtol=1e-3)
     for name, x in want.items():
         np.testing.assert_allclose(metrics[name], x, rtol=1e-3, atol=1e-5, err_msg=name)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), state.opt_state, want_state.opt_state)
 
 
-def test_each_device_draws_from_its_own_games():
+def test_update_on_two_devices_samples_each_half_from_its_own_games():
     """An update on two devices, by hand: half of the batch comes of each half of the games, with weights for that."""
     args = make_args()
     own, whole, beta = programs(apex, args), full_buffer(args, jax.devices()[0]), 0.7
@@ -373,7 +364,7 @@ def test_each_device_draws_from_its_own_games():
         assert (part.priorities != parts[i].priorities).sum() > 4
 
 
-def test_updates_in_one_program_equal_those_by_transfers(monkeypatch):
+def test_updates_in_one_program_equal_those_from_host_memory(monkeypatch):
     """The same buffer on the learner's device, and on another: same parameters, priorities, metrics. And the target
     network is copied every fourth update."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
@@ -400,12 +391,7 @@ def test_updates_in_one_program_equal_those_by_transfers(monkeypatch):
         np.testing.assert_allclose(x, np.mean([some[name] for some in each]), rtol=1e-4, err_msg=name)
 
 
-def test_no_update_changes_nothing():
-    run_updates = programs(apex, make_args()).run_updates
-    assert run_updates("state", "buffer", 0, 0.5, None) == ("state", "buffer", {})
-
-
-def test_values_start_near_zero():
+def test_values_before_training_are_near_zero():
     frames = np.random.default_rng(0).integers(0, 256, (8, 64, 64, 6), np.uint8)
     for flags in ({}, {"dueling": False}, *({"num_atoms": count} for count in (1, 2, 3, 5, 99))):
         agent = apex.make_agent(make_args(**flags))
@@ -423,64 +409,67 @@ def test_values_start_near_zero():
 # ACTING
 
 
-def test_exploration_is_the_papers():
-    args = make_args(num_envs=8)
-    np.testing.assert_allclose(apex.epsilons(args), 0.4 ** np.arange(1, 9), rtol=1e-5)
+def test_epsilons_and_epsilon_greedy_are_the_papers():
+    np.testing.assert_allclose(apex.epsilons(make_args(num_envs=8)), 0.4 ** np.arange(1, 9), rtol=1e-5)
     assert apex.epsilons(make_args(num_envs=1, num_actors=1)) == np.float32(0.4)
     values, epsilon = jnp.tile(jnp.arange(15.0), (4000, 1)), jnp.repeat(jnp.array([0.0, 0.3]), 2000)
     actions = np.asarray(apex.epsilon_greedy(jax.random.split(jax.random.PRNGKey(0), 4000), values, epsilon))
     assert (actions[:2000] == 14).all()
     assert (actions[2000:] != 14).mean() == pytest.approx(0.3 * 14 / 15, abs=0.03)
     assert len(np.unique(actions)) == 15
-    args = make_args(epsilon=0.0)
+
+
+def test_policy_in_an_evaluation_is_all_but_greedy():
+    args = make_args(epsilon=0.9)
     agent, rng = apex.make_agent(args), np.random.default_rng(0)
-    params = init_state(apex, args, agent).params
-    rollout = offpolicy.begin_rollout(args, init_env_state(args, range(4)), 0)
-    obs = rng.integers(0, 256, (4, 3, 64, 64), np.uint8)
-    rollout, _ = apex.act(args, agent, params, rollout, obs, np.zeros(4, np.int32))
-    np.testing.assert_allclose(rollout.action_value[0], rollout.state_value[0])
-    frames = rng.integers(0, 256, (8, 64, 64, 6), np.uint8)
-    best = apex.mean_value(agent.support, agent.apply(params, frames)).argmax(axis=1)
+    params, frames = init_state(apex, args, agent).params, rng.integers(0, 256, (8, 64, 64, 6), np.uint8)
+    best = apex.mean_value(agent.support, jax.jit(agent.apply)(params, frames)).argmax(axis=1)
     assert apex.EVALUATION_EPSILON == 0.001
-    policy = apex.make_policy(replace(args, epsilon=0.9), agent, devices.make_mesh(args))
+    policy = apex.make_policy(args, agent, devices.make_mesh(args))
     chosen, _ = policy(params, frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
     assert len(set(np.asarray(best).tolist())) > 1
     np.testing.assert_array_equal(chosen, best)
 
 
-def test_a_game_is_played_the_same_beside_any_others():
-    """Its number alone decides over its random draws, and how much it explores."""
-    args, rng = make_args(epsilon=0.9, epsilon_alpha=0.5), np.random.default_rng(0)
-    agent, obs = apex.make_agent(args), rng.integers(0, 256, (6, 4, 3, 64, 64), np.uint8)
-    params, played, episode_step = init_state(apex, args, agent).params, [], np.arange(6) % 4
+def test_act_beside_any_other_games_plays_a_game_the_same():
+    """Its id alone decides over its random draws, and how much it explores: game 0 with a probability of 0.9 at each
+    step, games 2 and 3 with one of less than a millionth."""
+    args, rng, T = make_args(epsilon=0.9, epsilon_alpha=200), np.random.default_rng(0), 12
+    agent, obs = apex.make_agent(args), rng.integers(0, 256, (T, 4, 3, 64, 64), np.uint8)
+    params, played = init_state(apex, args, agent).params, []
     act = jax.jit(partial(apex.act, args, agent))
     for env_ids in ([0, 1, 2, 3], [2, 3], [3, 0]):
         rollout = offpolicy.begin_rollout(args, init_env_state(args, env_ids), 0)
         actions = []
-        for t in range(6):
-            episode_steps = np.full(len(env_ids), episode_step[t], np.int32)
-            rollout, some = act(params, rollout, obs[t, env_ids], episode_steps)
+        for t in range(T):
+            rollout, some = act(params, rollout, obs[t, env_ids], np.full(len(env_ids), t % 4, np.int32))
             actions.append(some)
-        played.append(np.stack([rollout.actions[:6], actions]))
+        greedy = (rollout.action_value == rollout.state_value)[:T].mean(axis=0)
+        for env_id, share in zip(env_ids, greedy, strict=True):
+            assert share < 0.7 if env_id == 0 else share == 1, env_id
+        played.append(np.stack([rollout.actions[:T], actions]))
     everyone, *some = played
     assert len(np.unique(everyone)) > 5
     assert (everyone[0] != everyone[1]).any()  # some actions stuck
     for env_ids, own in zip(([2, 3], [3, 0]), some, strict=True):
         np.testing.assert_array_equal(own, everyone[..., env_ids])
-    # Whether an action sticks has a key of its own, and what sticks is what was played.
-    args = replace(args, sticky_actions=0.9)
+
+
+def test_record_step_with_sticky_actions_remembers_what_was_played():
+    """Whether an action sticks has a key of its own."""
+    args = make_args(sticky_actions=0.9)
     rollout = offpolicy.begin_rollout(args, init_env_state(args, range(4)), 0)
     policy_keys, sticky_keys = envs.step_keys(rollout.key, rollout.t, rollout.env_state.env_ids)
     assert (policy_keys != sticky_keys).any(axis=1).all()
     values = {"values": jnp.zeros((4, 15)), "state_value": jnp.zeros(4)}
-    rollout, some = offpolicy.record_step(
+    rollout, played = offpolicy.record_step(
         args, rollout, np.ones(4, np.int32), jnp.full(4, 7), sticky_keys=sticky_keys, **values
     )
-    assert (some == 0).any()
-    np.testing.assert_array_equal(rollout.env_state.last_action, some)
+    assert (played == 0).any()
+    np.testing.assert_array_equal(rollout.env_state.last_action, played)
 
 
-def test_updates_follow_the_steps_played():
+def test_updates_due_follow_the_steps_played():
     args = make_args(replay_ratio=0.7, batch_size=32)
     steps = np.cumsum(np.random.default_rng(0).integers(0, 90, 200))
     due = [offpolicy.updates_due(args, 1000, a, b) for a, b in itertools.pairwise(steps)]
@@ -488,9 +477,9 @@ def test_updates_follow_the_steps_played():
     assert sum(n for n, step in zip(due, steps[1:], strict=True) if step <= 1000) == 0
 
 
-def test_the_learner_sees_what_the_actors_saw():
+def test_samples_of_real_games_are_what_the_actors_saw():
     """On real games the values of sampled frames are those that the actors had: stacks, ages and rows are right. All
-    games start anew after every 64 steps."""
+    games restart after every 64 steps."""
     args = make_args()
     own, everyone = programs(apex, args), range(args.num_actors)
     agent, collect = own.agent, offpolicy.make_collect(args, own.agent, apex.act)
@@ -591,28 +580,25 @@ def learnt_values(updates, **flags):
     return np.array([values[i, i + 1] for i in range(3)]), np.array([np.delete(values[i], i + 1) for i in range(3)])
 
 
-@pytest.mark.optimised
-@pytest.mark.parametrize(
-    ("atoms", "quantiles"),
-    [(31, 0), pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(99, 4, marks=pytest.mark.slow)],
-)
-def test_known_values_are_learnt(atoms, quantiles):
-    right, wrong = learnt_values(200, num_atoms=atoms, num_quantiles=quantiles, learning_rate="0:3e-3,150:1e-4")
-    np.testing.assert_allclose(right, [0.9 * 2.8, 2.8, 2], atol=0.25)
-    np.testing.assert_allclose(wrong.mean(axis=1), [0.1, 0, 0], atol=0.25)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.optimised
-@pytest.mark.slow
-def test_munchausens_values_are_learnt():
-    """A sure choice costs nothing; a wrong one in room 0, from where most is known, .9 times the bound of -1."""
-    right, wrong = learnt_values(300, num_quantiles=4, munchausen_alpha=0.9, learning_rate="0:1e-3,250:1e-4")
+@pytest.mark.parametrize(("updates", "flags", "wrong_values", "atol"), [
+    (200, {"num_atoms": 31, "learning_rate": "0:3e-3,150:1e-4"}, [0.1, 0, 0], 0.25),
+    slow(200, {"num_atoms": 1, "learning_rate": "0:3e-3,150:1e-4"}, [0.1, 0, 0], 0.25),
+    slow(200, {"num_atoms": 99, "num_quantiles": 4, "learning_rate": "0:3e-3,150:1e-4"}, [0.1, 0, 0], 0.25),
+    # A sure choice costs nothing; a wrong one in room 0, from where most is known, 0.9 times the bound of -1.
+    slow(300, {"num_quantiles": 4, "munchausen_alpha": 0.9, "learning_rate": "0:1e-3,250:1e-4"}, [0.1 - 0.9], 0.15),
+], ids=["atoms", "mean", "quantiles", "munchausen"])  # fmt: skip
+def test_values_of_a_known_game_are_learnt(updates, flags, wrong_values, atol):
+    right, wrong = learnt_values(updates, **flags)
     np.testing.assert_allclose(right, [0.9 * 2.8, 2.8, 2], atol=0.25)
-    np.testing.assert_allclose(wrong[0].mean(), 0.1 - 0.9, atol=0.15)
+    np.testing.assert_allclose(wrong.mean(axis=1)[: len(wrong_values)], wrong_values, atol=atol)
 
 
-def test_flags_of_one_network_leave_the_other():
-    """`--hidden` is of the streams: the encoder has no dense layer of its own."""
+def test_hidden_units_of_the_streams_leave_the_encoder_without_a_dense_layer():
     args = make_args(hidden=24)
     shapes = jax.eval_shape(partial(apex.init_state, args, apex.make_agent(args))).params["params"]
     assert "Dense_0" not in shapes["encoder"]

@@ -197,7 +197,7 @@ def test_a_resume_without_a_whole_checkpoint_is_refused(kind, run_dir, capfd):
 
 
 def test_an_error_that_is_not_the_checkpoints_fault_is_no_damage(run_dir, monkeypatch, tmp_path):
-    """A file that may not be read now is not moved away; one of an earlier version is said to be that."""
+    """A file that may not be read now is not moved away; one of an earlier format is reported as such."""
     numbers = errno.EMFILE, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT
     tensorstore = ValueError(f"Permission denied [os_error_code='{errno.EACCES}']")
     for error in (*(OSError(number, os.strerror(number)) for number in numbers), tensorstore, MemoryError()):
@@ -286,7 +286,7 @@ def small_files(size: int = 1000):
 
 
 def test_a_full_disk_while_a_checkpoint_is_written_is_answered_in_one_sentence(run_dir, capfd):
-    """No half-written folder is left, and once there is room it goes on. The kernel refuses for real."""
+    """No half-written folder is left, and once there is room it continues. The kernel refuses for real."""
 
     def main(args):
         with open_run(args) as run, small_files():
@@ -508,7 +508,7 @@ def test_a_signal_before_training_leaves_no_folder(tmp_path, monkeypatch, capfd)
 
 
 def test_a_closed_pipe_ends_a_run_as_a_signal_does(tmp_path, monkeypatch):
-    """As with `2>&1 | head`: training ends with a checkpoint, and can go on."""
+    """As with `2>&1 | head`: training ends with a checkpoint, and can be resumed."""
     reader, writer = os.pipe()
     say = runs.Run.print
 

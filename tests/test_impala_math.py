@@ -10,9 +10,9 @@ import numpy as np
 import oracle
 import pytest
 from conftest import init_state
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_ppo_math import random_steps
+from test_ppo_math import random_steps, relaxed, seeds
 
 import apex_procgen as apex
 import impala_procgen as impala
@@ -22,8 +22,7 @@ from common import augment, devices, envs, networks, runs
 from common.devices import ENV_SHARDED, REPLICATED
 from common.rewards import init_return_filter, prepare_rewards
 
-relaxed = settings(deadline=None, max_examples=25)
-seeds = st.integers(0, 2**32 - 1)
+STEPS, NUM_ENVS = 12, 4
 bars = st.sampled_from([0.5, 1.0, 2.0])
 
 
@@ -40,7 +39,7 @@ compiled_vtrace = jax.jit(impala.vtrace)
 
 @relaxed
 @given(seeds, st.sampled_from([1, 2, 7, 14]), st.floats(0, 1), st.floats(0, 1), bars, bars, bars)
-def test_vtrace_equals_the_papers_formula(seed, length, gamma, vtrace_lambda, rho_bar, c_bar, pg_rho_bar):
+def test_vtrace_over_ends_equals_the_papers_formula(seed, length, gamma, vtrace_lambda, rho_bar, c_bar, pg_rho_bar):
     """Across episode ends, truncations and junk steps."""
     args = impala.Args(rho_bar=rho_bar, c_bar=c_bar, pg_rho_bar=pg_rho_bar, vtrace_lambda=vtrace_lambda)
     rng = np.random.default_rng(seed)
@@ -53,22 +52,8 @@ def test_vtrace_equals_the_papers_formula(seed, length, gamma, vtrace_lambda, rh
         np.testing.assert_allclose(np.asarray(g)[~steps.is_reset], w[~steps.is_reset], rtol=2e-4, atol=2e-4)
 
 
-@relaxed
-@given(seeds, st.floats(0, 1), st.floats(0, 1))
-def test_advantages_of_the_policy_that_acted_are_gae(seed, gamma, gae_lambda):
-    rng = np.random.default_rng(seed)
-    steps = jax.tree.map(lambda x: x[..., 0], random_steps(rng, 14, 1))
-    values = normal(rng, 15, scale=3)
-    _, got = compiled_vtrace(
-        np.zeros(14, np.float32), steps.rewards, values, steps.terminated, steps.is_reset, gamma=gamma,
-        **bars_of(impala.Args(vtrace_lambda=gae_lambda)),
-    )  # fmt: skip
-    want = ppo.gae(steps.rewards, values, steps.terminated, steps.truncated, gamma=gamma, gae_lambda=gae_lambda)
-    np.testing.assert_allclose(got[~steps.is_reset], want[~steps.is_reset], rtol=2e-4, atol=2e-4)
-
-
 @pytest.mark.optimised
-def test_unrolled_vtrace_is_the_same_bit_for_bit(monkeypatch):
+def test_vtrace_unrolled_as_on_a_gpu_is_the_same_bit_for_bit(monkeypatch):
     """As it runs on a GPU, here with a rest that does not fill a turn."""
     rng, args = np.random.default_rng(0), impala.Args()
     log_ratio, rewards, values = normal(rng, 75), normal(rng, 75), normal(rng, 76)
@@ -82,9 +67,6 @@ def test_unrolled_vtrace_is_the_same_bit_for_bit(monkeypatch):
     monkeypatch.setattr(devices, "scan_unroll", lambda: 32)
     for got, one in zip(correct(), want, strict=True):
         np.testing.assert_array_equal(got, one)
-
-
-STEPS, NUM_ENVS = 12, 4
 
 
 def make_args(**flags):
@@ -129,7 +111,7 @@ def outputs(agent, params, unrolls):
 @pytest.mark.parametrize(
     "core", [pytest.param("none", marks=pytest.mark.slow), "lstm", pytest.param("gru", marks=pytest.mark.slow)]
 )
-def test_loss_equals_the_sums_by_hand(core):
+def test_loss_of_each_core_equals_the_sums_by_hand(core):
     """Of each game, since the oracle averages over one."""
     args = make_args(core=core, vf_coef=0.7, rho_bar=0.9, c_bar=0.8, pg_rho_bar=0.7, vtrace_lambda=0.95)
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(0), args)
@@ -145,7 +127,7 @@ def test_loss_equals_the_sums_by_hand(core):
             np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
-def test_targets_and_advantages_are_constants_in_the_loss():
+def test_gradient_of_the_loss_takes_targets_and_advantages_as_constants():
     """The policy loss moves no value, and the value loss no policy; Espeholt et al. 2018, section 4.2."""
     args, rng = make_args(rho_bar=0.9, pg_rho_bar=0.7), np.random.default_rng(0)
     steps, actions = jax.tree.map(lambda x: x.T, random_steps(rng, 6, 2)), rng.integers(0, 15, (2, 6), np.int32)
@@ -169,7 +151,7 @@ def test_targets_and_advantages_are_constants_in_the_loss():
     assert not of_values[:, -1].any()
 
 
-def test_clipped_loss_keeps_what_vtrace_said_before_the_update():
+def test_clipped_loss_after_an_update_has_the_targets_from_before_it():
     """By hand: V-trace by the parameters from before, its advantages normalised over the batch, and PPO's surrogate."""
     args = make_args(clip_coef=0.2, rho_bar=0.9, c_bar=0.8, pg_rho_bar=0.7, vtrace_lambda=0.95, dropout=0.5)
     agent, rng = impala.make_agent(args), np.random.default_rng(0)
@@ -212,7 +194,7 @@ def test_clipped_loss_keeps_what_vtrace_said_before_the_update():
         pytest.param(4, {"core": "lstm", "augment": "flip"}, marks=pytest.mark.slow),
     ],
 )
-def test_gradient_does_not_depend_on_chunks_and_devices(size, flags, monkeypatch):
+def test_gradient_in_chunks_on_devices_equals_that_of_the_whole_batch(size, flags, monkeypatch):
     """By sequence, and of that a few frames at a time, on one core or four; or as an accelerator does it."""
     args = make_args(num_envs=size, num_actors=1, num_minibatches=1, **flags)
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(1), args, size)
@@ -243,7 +225,7 @@ class Table:
         return None, params * x.sum(axis=(1, 2, 3), dtype=jnp.float32)[:, None] + more[1], None
 
 
-def test_the_value_after_the_last_step_is_a_constant_and_of_the_hidden_state_there():
+def test_value_after_the_last_step_is_a_constant_and_of_the_hidden_state_there():
     frames = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 5, 2, 2, 3), np.uint8))
     inputs = impala.Inputs(frames, jnp.zeros((3, 5), bool), jnp.full((3, 1), 10.0), None)
 
@@ -257,7 +239,7 @@ def test_the_value_after_the_last_step_is_a_constant_and_of_the_hidden_state_the
 
 
 @pytest.mark.slow
-def test_augmentation_is_of_the_learners_frames_or_a_regulariser():
+def test_loss_with_augmentation_is_of_transformed_frames_or_regularised():
     args = make_args()
     agent, unrolls = impala.make_agent(args), random_unrolls(np.random.default_rng(2), args)
     params = init_state(impala, args, agent).params
@@ -284,21 +266,6 @@ def test_augmentation_is_of_the_learners_frames_or_a_regulariser():
     np.testing.assert_allclose(drac["loss"], plain["loss"] + 0.5 * want, rtol=1e-4, atol=1e-5)
 
 
-def test_hidden_state_is_reset_at_an_episodes_first_frame():
-    args = make_args(core="lstm")
-    agent, rng = impala.make_agent(args), np.random.default_rng(0)
-    params = init_state(impala, args, agent).params
-    hidden_state = jax.tree.map(lambda c: normal(rng, *c.shape), networks.init_hidden_state("lstm", 8, 2))
-    x, first = normal(rng, 2, 6, 8), np.zeros((2, 6), bool)
-    first[0, 3] = True
-    decode = jax.jit(partial(agent.apply, params, method="decode"))
-    logits, _, last = decode(x, first, hidden_state)
-    other, _, other_last = decode(x + np.float32(np.arange(6) < 3)[:, None], first, hidden_state)
-    np.testing.assert_array_equal(logits[0, 3:], other[0, 3:])  # a new episode does not know the one before
-    assert (logits[1, 3:] != other[1, 3:]).any()  # the same episode does
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b[0]), last, other_last)
-
-
 @pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "gru"])
 def tiny(request):
     """A script whose learning rate is 0 from the thousandth step on."""
@@ -310,13 +277,13 @@ def tiny(request):
 
 
 @pytest.mark.parametrize("script", [ppo, impala, rnd, apex], ids=lambda script: script.SCRIPT)
-def test_gradients_are_clipped_before_adam(script):
+def test_gradients_above_the_maximum_norm_are_clipped_before_adam(script):
     optimizer, grad = script.make_optimizer(script.Args(max_grad_norm=0.5, adam_eps=0.1)), np.float32([3, -4])
     direction, _ = optimizer.update(grad, optimizer.init(grad))
     np.testing.assert_allclose(direction, 0.1 * grad / (0.1 * np.abs(grad) + 0.1), rtol=1e-4)
 
 
-def test_rmsprop_is_the_papers_with_bias_correction():
+def test_rmsprop_from_zero_is_the_papers_with_bias_correction():
     args = make_args(optimizer="rmsprop", adam_eps=0.01, max_grad_norm=0.0)
     optimizer, square = impala.make_optimizer(args), 0.0
     state = optimizer.init(np.zeros(3, np.float32))
@@ -331,7 +298,7 @@ def run_update(tiny, unrolls, state=None):
     return jax.device_get(tiny.update(jax.tree.map(jnp.copy, state), unrolls))
 
 
-def test_steps_that_are_no_transition_change_nothing(tiny):
+def test_update_with_other_junk_steps_gives_the_same_parameters(tiny):
     unrolls = random_unrolls(tiny.rng, tiny.args)
     batch = unrolls.batch
     junk = batch.is_reset
@@ -348,7 +315,7 @@ def test_steps_that_are_no_transition_change_nothing(tiny):
     assert before[0].global_step == (~junk).sum()
 
 
-def test_an_update_goes_down(tiny, monkeypatch):
+def test_update_from_a_batch_steps_against_the_gradient_and_draws_new_minibatches(tiny, monkeypatch):
     """Its step is against the gradient of the loss, and the next one's minibatches are other ones."""
     unrolls = random_unrolls(tiny.rng, tiny.args)
     before = init_state(impala, tiny.args, tiny.agent)
@@ -374,12 +341,14 @@ def test_an_update_goes_down(tiny, monkeypatch):
     assert 0.1 in decayed
 
 
-def test_replay_holds_the_newest_and_draws_from_them():
+def test_batches_of_successive_updates_have_normalised_rewards_and_draw_from_the_newest_unrolls():
     args = make_args(
-        num_devices=1, replay_fraction=0.5, replay_size=6, num_actors=2, normalize_rewards=True, core="lstm"
-    )
+        num_devices=1, replay_fraction=0.5, replay_size=6, num_actors=2, core="lstm", normalize_rewards=True,
+        reward_clip=0.5, gamma="0:0.5,1000:0.99",
+    )  # fmt: skip
     assemble_batch = impala.make_assemble_batch(args, devices.make_mesh(args))
-    buffers, seen, drawn, rng = impala.init_buffers(args), {}, [], np.random.default_rng(0)
+    buffers, past, rng = impala.init_buffers(args), init_return_filter(NUM_ENVS), np.random.default_rng(0)
+    seen, drawn, slots = {}, [], set()
     for i in range(9):
         rollouts = []
         for actor in range(2):
@@ -391,50 +360,34 @@ def test_replay_holds_the_newest_and_draws_from_them():
             rollouts.append(impala.begin_rollout(args, env_state, i))
         timesteps = tuple(random_steps(rng, STEPS, NUM_ENVS // 2) for _ in range(2))
         steps = envs.join_envs(timesteps, axis=-1)
-        buffers, unrolls = assemble_batch(buffers, tuple(rollouts), timesteps, 0, i)
+        buffers, unrolls = assemble_batch(buffers, tuple(rollouts), timesteps, 1000, i)
         numbers = np.asarray(unrolls.hidden_state[0][0, :, 0])
         assert numbers[:4].tolist() == [100 * i + k for k in range(4)]
         assert len(numbers) == 8
         np.testing.assert_array_equal(unrolls.batch.is_reset[:, :4], steps.is_reset)
         np.testing.assert_array_equal(unrolls.batch.terminated[:, :4], steps.terminated)
-        np.testing.assert_array_equal(np.sign(unrolls.batch.rewards[:, :4]), np.sign(steps.rewards))  # normalised
+        old, (past, want) = np.asarray(past.var), prepare_rewards(args, past, steps, 0.99)
+        np.testing.assert_allclose(unrolls.batch.rewards[:, :4], want, rtol=1e-5)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), buffers.reward_filter, past)
+        assert old != past.var
         held = list(seen)[-6:] or numbers[:4]  # the first update has no older ones
         assert set(numbers[4:]) <= set(held)
         drawn += numbers[4:].tolist()
+        if i > 1:  # the ring is full: which of its places were drawn?
+            slots.add(tuple((4 * (numbers[4:] // 100) + numbers[4:] % 100) % 6))
         games = [jax.device_get(jax.tree.map(lambda x: x[:, k], unrolls)) for k in range(8)]  # noqa: B023
         seen |= dict(zip(numbers[:4], games[:4], strict=True))
         for number, game in zip(numbers[4:], games[4:], strict=True):  # all that belongs to an unroll comes together
             jax.tree.map(np.testing.assert_array_equal, game, seen[number])
     assert len({number % 100 for number in drawn}) == 4
     assert any(number < 100 * (i - 1) for i, number in zip(np.arange(36) // 4, drawn, strict=True))  # two updates old
+    assert len(slots) > 1
     assert 6 <= buffers.written < 12
 
 
-@pytest.mark.parametrize("more", [{}, {"replay_fraction": 0.5, "replay_size": NUM_ENVS}])
-def test_rewards_are_normalised_over_updates_and_replay_is_drawn_anew(more):
-    given = {"num_actors": 1, "normalize_rewards": True, "reward_clip": 0.5, "gamma": "0:0.5,1000:0.99"}
-    args = make_args(num_devices=1, **given, **more)
-    assemble_batch = impala.make_assemble_batch(args, devices.make_mesh(args))
-    buffers, past, rng = impala.init_buffers(args), init_return_filter(NUM_ENVS), np.random.default_rng(0)
-    drawn, held = set(), None
-    for i in range(4):
-        env_state = impala.init_env_state(args, np.arange(NUM_ENVS))
-        steps = random_steps(rng, STEPS, NUM_ENVS)
-        buffers, unrolls = assemble_batch(buffers, (impala.begin_rollout(args, env_state, i),), (steps,), 1000, i)
-        old, (past, want) = np.asarray(past.var), prepare_rewards(args, past, steps, 0.99)
-        np.testing.assert_allclose(unrolls.batch.rewards[:, :NUM_ENVS], want, rtol=1e-5)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), buffers.reward_filter, past)
-        assert old != past.var
-        if more and i:  # the ring has one update's unrolls, in place: which were drawn?
-            replayed = np.asarray(unrolls.batch.rewards[:, NUM_ENVS:]).T
-            drawn.add(tuple(int(np.abs(held - one[:, None]).sum(axis=0).argmin()) for one in replayed))
-        held = np.asarray(want)
-    assert len(drawn) > 1 or not more
-
-
-def test_same_parameters_give_the_actors_probabilities(tiny):
+def test_update_without_lag_finds_the_actors_probabilities(tiny):
     """What the learner rebuilds (stacks, episode steps, hidden states) is what the actor saw: with no lag, on real
-    games, all ratios are 1 as long as nothing is learnt, across episode ends and where games start anew too."""
+    games, all ratios are 1 as long as nothing is learnt, across episode ends and restarts."""
     args, agent = tiny.args, tiny.agent
     env_ids = np.arange(NUM_ENVS, dtype=np.int32).reshape(2, -1)
     vec_envs = [envs.ReplayableVecEnv(partial(envs.make_procgen, args), ids, 3, 150) for ids in env_ids]
@@ -450,16 +403,9 @@ def test_same_parameters_give_the_actors_probabilities(tiny):
             for vec_env, env_state in zip(vec_envs, env_states, strict=True)
         ]
         unrolls, env_states = zip(*collected, strict=True)
-        for unroll, env_state in zip(unrolls, env_states, strict=True):  # the next one goes on from there
+        for unroll, env_state in zip(unrolls, env_states, strict=True):  # the next one continues from there
             images = unroll.rollout.frames.images
             np.testing.assert_array_equal(env_state.history, images[-1 - len(env_state.history) : -1])
-        for unroll in unrolls:  # what was chosen is kept, and not what sticky actions made of it
-            rollout = unroll.rollout
-            keys = jax.vmap(partial(jax.random.fold_in, rollout.key))(np.arange(args.num_steps))
-            fold_in_ids = partial(devices.fold_in_ids, ids=rollout.env_state.env_ids)
-            policy_keys = jax.vmap(lambda key: fold_in_ids(jax.random.split(key)[0]))(keys)  # noqa: B023
-            chosen = jax.vmap(jax.vmap(jax.random.categorical))(policy_keys, rollout.logits)
-            np.testing.assert_array_equal(rollout.actions, chosen)
         rollouts, timesteps = zip(*unrolls, strict=True)
         steps = envs.join_envs(timesteps, axis=-1)
         assert steps.forced_reset.all() == (i % 2 == 1)

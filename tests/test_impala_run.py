@@ -1,34 +1,23 @@
-"""Whole runs of IMPALA on the real game: lock-step, resume, failures, signals, bad input."""
+"""Whole runs of IMPALA on real games: policy lag, restarts, actors that fail or hang, a starved learner."""
 
-import json
 import os
 import re
-import shutil
 import signal
 import threading
 import time
 import traceback
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import (
-    assert_one_sentence,
-    assert_same_run,
-    cut_back,
-    flags_of,
-    read_metrics,
-    stop_and_go_on,
-)
+from conftest import assert_same_run, cut_back, flags_of, read_metrics
 
-import evaluate
 import impala_procgen as impala
 from common import checkpoints, devices, envs, runs
 from common.actors import ActorError, Fleet
 
 pytestmark = pytest.mark.optimised
 
-# Small enough to compile in seconds; the games are real. They start anew after every second update, and the learning
+# Small enough to compile in seconds; the games are real. They restart after every second update, and the learning
 # rate explodes later than most runs here end.
 TINY = {
     "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "encoder": "nature",
@@ -42,21 +31,10 @@ STATEFUL = {"normalize_rewards": True, "sticky_actions": 0.25, "core": "lstm", "
 FREE = STATEFUL | {"deterministic": False, "checkpoint_every": 1_000_000}
 
 
-def train_in(folder, **flags):
-    """Runs the script with TINY settings."""
-    return impala.main(impala.Args(**TINY | {"run_dir": str(folder / "runs")} | flags))
-
-
 @pytest.fixture
 def train(tmp_path):
-    """train(**flags) trains in this test's folder and returns its run."""
-    return lambda **flags: train_in(tmp_path, **flags)
-
-
-@pytest.fixture
-def resume(train):
-    """resume(path, **flags) goes on with a run."""
-    return lambda path, **flags: train(**flags, resume=str(path)).path
+    """train(**flags) runs the script with TINY settings and returns its run."""
+    return lambda **flags: impala.main(impala.Args(**TINY | {"run_dir": str(tmp_path / "runs")} | flags))
 
 
 def actor_threads():
@@ -64,18 +42,10 @@ def actor_threads():
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run, and its checkpoints in order."""
-    path = train_in(tmp_path_factory.mktemp("whole"), **STATEFUL).path
-    checkpoints = sorted((path / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
-    assert len(checkpoints) == len(read_metrics(path)) == 6
-    return SimpleNamespace(path=path, checkpoints=checkpoints)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """One without all that has a state of its own."""
-    return train_in(tmp_path_factory.mktemp("plain"), total_timesteps=250).path
+def uninterrupted(tmp_path_factory):
+    """An uninterrupted run's directory."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return impala.main(impala.Args(**TINY | STATEFUL | {"run_dir": str(folder)})).path
 
 
 def wrap_update(monkeypatch, before):
@@ -94,55 +64,28 @@ def wrap_update(monkeypatch, before):
     monkeypatch.setattr(impala, "make_update", make)
 
 
-def slow_down(monkeypatch, seconds):
-    """Makes every step of the games take `seconds()` longer."""
-    step = envs.ReplayableVecEnv.step
-
-    def slow(self, actions):
-        time.sleep(seconds())
-        return step(self, actions)
-
-    monkeypatch.setattr(envs.ReplayableVecEnv, "step", slow)
-
-
-def test_same_seed_same_metrics_whatever_the_threads_speed_and_wherever_checkpoints_fall(train, whole, monkeypatch):
-    rng = np.random.default_rng()
-    slow_down(monkeypatch, lambda: rng.random() * 0.02)
-    assert_same_run(whole.path, train(**STATEFUL | {"checkpoint_every": 150}).path)
-    assert not actor_threads()
-
-
-@pytest.mark.parametrize("updates", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_resume_equals_uninterrupted(resume, whole, updates, tmp_path):
-    """From the checkpoint before the update after which the games start anew, at it, and after it; the actors, two
-    updates ahead, had started them anew already or not."""
-    path = cut_back(whole.path, updates, tmp_path)
-    assert checkpoints.load(path)[1]["state"]["updates"] == updates
-    assert_same_run(whole.path, resume(path, **STATEFUL))
-
-
-def test_the_games_start_anew_after_every_second_update(whole, tmp_path):
-    """Whatever checkpoints say of when: what is saved of the games, the episodes, and the normaliser's returns."""
-    for number, folder in enumerate(whole.checkpoints, 1):
-        shutil.copytree(folder, tmp_path / folder.name / "checkpoints" / folder.name)
-        saved = checkpoints.load(tmp_path / folder.name)[1]
-        anew = number % 2 == 0
-        own = saved["hosts"]["0"]
-        assert (own["episodes"]["length"] == 0).all() == anew
-        assert (saved["buffers"]["reward_filter"]["discounted"] == 0).all() or not anew
+def test_games_restart_after_every_second_update(uninterrupted, tmp_path):
+    """In each checkpoint: the environments, the episodes, and the normaliser's returns."""
+    assert [line["charts/policy_lag"] for line in read_metrics(uninterrupted)] == [0, 1, 2, 2, 2, 2]
+    for number, step in enumerate(checkpoints.steps_in(uninterrupted), 1):
+        saved = checkpoints.load(cut_back(uninterrupted, number, tmp_path / str(step)))[1]
+        restarted, own = number % 2 == 0, saved["hosts"]["0"]
+        assert saved["state"]["updates"] == number
+        assert (own["episodes"]["length"] == 0).all() == restarted
+        assert (saved["buffers"]["reward_filter"]["discounted"] == 0).all() or not restarted
         for actor in range(2):
             seed = envs.derive_seed(1, 0)
             for _ in range((number - 1) // 2):
                 seed = envs.derive_seed(seed)
             snapshot = own["fleet"]["snapshots"][str(actor)]
-            assert (int(snapshot["seed"]), snapshot["actions"].shape) == (seed, (32 if anew else 16, 2))
-            if anew:
+            assert (int(snapshot["seed"]), snapshot["actions"].shape) == (seed, (32 if restarted else 16, 2))
+            if restarted:
                 actions = snapshot["actions"]
                 assert (actions[:16] != actions[16:]).mean() > 0.5  # each unroll draws its own
 
 
 @pytest.mark.slow
-def test_on_other_devices_the_replay_buffer_begins_anew(train, resume, monkeypatch):
+def test_replay_on_other_devices_begins_anew(train, monkeypatch):
     """Else a device would draw from a part of it into which nothing had been written yet."""
     path = train(**STATEFUL | {"num_devices": 1, "total_timesteps": 60}).path
     blank = []
@@ -151,58 +94,54 @@ def test_on_other_devices_the_replay_buffer_begins_anew(train, resume, monkeypat
         blank.append((np.asarray(unrolls.frames.images) == 0).all(axis=(0, 2, 3, 4)).any())
 
     wrap_update(monkeypatch, look)
-    resume(path, **STATEFUL)
+    train(**STATEFUL, resume=str(path))
     assert len(blank) > 3
     assert not any(blank)
 
 
-@pytest.mark.slow
-def test_evaluation_does_not_disturb_training(train, whole):
-    evaluated = read_metrics(train(**STATEFUL, eval_every=100, eval_episodes=2).path)
-    assert sum("eval/test_levels/mean_return" in line for line in evaluated) > 1
-    assert [x for x in evaluated if "losses/loss" in x] == read_metrics(whole.path)
-
-
-def test_lag_of_lock_step(whole, plain):
-    """Other lags are tested in test_actors.py."""
-    assert [line["charts/policy_lag"] for line in read_metrics(whole.path)] == [0, 1, 2, 2, 2, 2]
-    assert [line["charts/policy_lag"] for line in read_metrics(plain)] == [0, 1, 1, 1]
-
-
-def fail_after(monkeypatch, steps, wait=lambda: True):
-    """Makes the games of one actor raise, once `wait` has returned."""
+def before_step(monkeypatch, number, call):
+    """Calls call() before this step, counted from 1, of the environments of actor 1."""
     step, played = envs.ReplayableVecEnv.step, []
 
-    def failing(self, actions):
+    def call_and_step(self, actions):
         if threading.current_thread().name == "actor 1":
             played.append(1)
-            if len(played) > steps:
-                assert wait()
-                raise ZeroDivisionError("the game broke")
+            if len(played) == number:
+                call()
         return step(self, actions)
 
-    monkeypatch.setattr(envs.ReplayableVecEnv, "step", failing)
+    monkeypatch.setattr(envs.ReplayableVecEnv, "step", call_and_step)
 
 
-def test_a_failing_actor_stops_the_run_with_a_checkpoint(resume, whole, tmp_path, monkeypatch, capfd):
+def fail():
+    raise ZeroDivisionError("the game broke")
+
+
+def test_an_actor_that_fails_stops_the_run_with_a_checkpoint(train, uninterrupted, tmp_path, monkeypatch, capfd):
     """From the command line, where Python shows the exception's traceback."""
     monkeypatch.chdir(tmp_path)
-    fail_after(monkeypatch, 60)
+    before_step(monkeypatch, 61, fail)
     with pytest.raises(ActorError, match="actor 1") as error:
         runs.cli(impala.Args, impala.main, flags_of(TINY | STATEFUL))
     shown = "".join(traceback.format_exception(error.value))
-    assert "in failing" in shown
+    assert "in fail" in shown
     assert "ZeroDivisionError: the game broke" in shown
     assert "--resume" in capfd.readouterr().err
     assert not actor_threads()
     monkeypatch.undo()
     (run_dir,) = tmp_path.glob("runs/*")
-    assert_same_run(whole.path, resume(run_dir, **STATEFUL))
+    assert_same_run(uninterrupted, train(**STATEFUL, resume=str(run_dir)).path)
 
 
 @pytest.mark.slow
-def test_a_slow_game_starves_the_learner_and_it_shows(train, monkeypatch):
-    slow_down(monkeypatch, lambda: 0.1)
+def test_a_learner_starved_by_slow_games_shows_in_the_metrics(train, monkeypatch):
+    step = envs.ReplayableVecEnv.step
+
+    def step_slowly(self, actions):
+        time.sleep(0.1)
+        return step(self, actions)
+
+    monkeypatch.setattr(envs.ReplayableVecEnv, "step", step_slowly)
     last = read_metrics(train(**FREE).path, clocks=True)[-1]
     assert last["charts/queue_size"] == 0
     assert last["time/waiting"] > 0.5
@@ -228,28 +167,22 @@ def wait_for_full_queues(monkeypatch, then=lambda updates: None):
     wrap_update(monkeypatch, slow)
 
 
-def test_a_slow_learner_holds_the_actors_back(train, monkeypatch):
-    wait_for_full_queues(monkeypatch)
-    lines = read_metrics(train(**FREE).path, clocks=True)
-    assert len(lines) == 6
-    assert all(2 <= line["charts/queue_size"] <= 3 for line in lines[1:])
-    assert lines[-1]["charts/policy_lag"] == 2
-
-
-def test_sigterm_with_full_queues(train, resume, whole, monkeypatch):
+def test_sigterm_with_full_queues_stops_a_run_that_resumes_exactly(train, uninterrupted, monkeypatch):
     wait_for_full_queues(monkeypatch, lambda done: done == 3 and os.kill(os.getpid(), signal.SIGTERM))
     stopped = train(**STATEFUL)
     assert stopped.stop == "SIGTERM"
-    assert len(read_metrics(stopped.path)) == 3
+    lines = read_metrics(stopped.path, clocks=True)
+    assert len(lines) == 3
+    assert all(2 <= line["charts/queue_size"] <= 3 for line in lines[1:])
     assert not actor_threads()
     monkeypatch.undo()
-    assert_same_run(whole.path, resume(stopped.path, **STATEFUL))
+    assert_same_run(uninterrupted, train(**STATEFUL, resume=str(stopped.path)).path)
 
 
-def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch):
+def test_an_actor_that_fails_after_its_last_batch_is_reported(train, monkeypatch):
     """In its seventh unroll, which no update of the six takes, while the sixth goes on."""
     done, last = [], threading.Event()
-    fail_after(monkeypatch, 96, wait=lambda: last.wait(60))
+    before_step(monkeypatch, 97, lambda: last.wait(60) and fail())
 
     def slow(state, unrolls):
         done.append(1)
@@ -264,31 +197,37 @@ def test_an_actor_that_fails_after_the_last_batch_is_reported(train, monkeypatch
 
 
 @pytest.mark.slow
-def test_divergence_stops_and_keeps_the_last_good_checkpoint(train):
+def test_divergence_stops_a_run_and_its_actors(train):
     with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
         train(checkpoint_every=1000, total_timesteps=10_000)
     assert not actor_threads()
 
 
-def test_sigterm_while_the_learner_waits(train, resume, whole, monkeypatch):
-    """A game hangs: the run still ends, within a step of it."""
-    step, played = envs.ReplayableVecEnv.step, []
-
-    def hanging(self, actions):
-        if threading.current_thread().name == "actor 1":
-            played.append(1)
-            if len(played) == 70:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(1)
-        return step(self, actions)
-
-    monkeypatch.setattr(envs.ReplayableVecEnv, "step", hanging)
+def test_sigterm_while_a_game_hangs_stops_a_run_that_resumes_exactly(train, uninterrupted, monkeypatch):
+    """Within a step of it."""
+    before_step(monkeypatch, 70, lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(1))
     run = train(**STATEFUL)
     assert run.stop == "SIGTERM"
     assert not actor_threads()
     assert checkpoints.load(run.path)[0] == read_metrics(run.path)[-1]["global_step"]
     monkeypatch.undo()
-    assert_same_run(whole.path, resume(run.path, **STATEFUL))
+    assert_same_run(uninterrupted, train(**STATEFUL, resume=str(run.path)).path)
+
+
+def test_a_run_with_evaluations_logs_every_metric_and_films(train):
+    flags = {"env_id": "starpilot", "num_levels": 3, "eval_every": 1000, "eval_episodes": 4, "capture_video": True}
+    more = {"total_timesteps": 2_000, "restart_every": 400, "checkpoint_every": 400, "keep_checkpoints": 2}
+    run_dir = train(**STATEFUL | flags | more).path
+    assert re.fullmatch(r"starpilot__impala_procgen__1__\d+", run_dir.name)
+    lines = read_metrics(run_dir, clocks=True)
+    names = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/policy_lag", "time/update"}
+    names |= {"charts/queue_size", "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/approx_kl"}
+    names |= {"losses/explained_variance", "time/waiting", "time/transfer", "time/actor_inference", "time"}
+    names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
+    assert names <= set().union(*lines)
+    assert all(np.isfinite(list(line.values())).all() for line in lines)
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
 
 
 @pytest.mark.slow
@@ -299,75 +238,3 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, core):
     lines = read_metrics(train(core=core, eval_episodes=1, total_timesteps=100).path)
     assert "losses/loss" in lines[-2]
     assert "eval/test_levels/mean_return" in lines[-1]
-
-
-def test_two_thousand_frames(tmp_path):
-    """As a user types it: W&B, evaluation, video, SIGTERM, --resume, then evaluate.py."""
-    more = {
-        "env_id": "starpilot", "num_levels": 3, "total_timesteps": 2_000, "eval_every": 1_200, "eval_episodes": 4,
-        "capture_video": True, "checkpoint_every": 400, "keep_checkpoints": 2, "restart_every": 130,
-        "wandb_mode": "offline", "wandb_project": "test",
-    }  # fmt: skip
-    run_dir = stop_and_go_on(impala, TINY | STATEFUL | more, tmp_path)
-    assert re.fullmatch(r"starpilot__impala_procgen__1__\d+", run_dir.name)
-    lines = read_metrics(run_dir, clocks=True)
-    assert lines[-1]["global_step"] >= 2_000
-    names = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/policy_lag", "time/update"}
-    names |= {"charts/queue_size", "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/approx_kl"}
-    names |= {"losses/explained_variance", "time/waiting", "time/transfer", "time/actor_inference", "time"}
-    names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
-    assert names <= set(lines[-2]) | set(lines[-1])
-    assert all(np.isfinite(list(line.values())).all() for line in lines)
-    assert len(list((run_dir / "checkpoints").iterdir())) == 2
-    # W&B has what came before the stop and after it, both of one run of its own.
-    ids = [path.name.split("-", 3)[3] for path in (run_dir / "wandb").glob("offline-run-*")]
-    assert ids == [json.loads((run_dir / "args.json").read_text())["wandb_id"]] * 2
-    assert ids[0].startswith(f"{run_dir.name}-")
-    assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train"])
-    assert json.loads((run_dir / "eval.json").read_text())["train_levels"]["episodes"] == 4
-
-
-BAD = {
-    "actors": (["--num-actors", 3], "--num-actors 3", "16"),
-    "minibatches": (["--num-minibatches", 3], "--num-minibatches 3", "16"),
-    "replayed minibatches": (["--replay-fraction", 0.2, "--num-minibatches", 3], "--num-minibatches 3", "20"),
-    "replay fraction": (["--replay-fraction", 0.02], "--replay-fraction 0.02", "0.059 for one unroll"),
-    "replay of all": (["--replay-fraction", 1], "--replay-fraction 1", "from 0 to 0.95"),
-    "replay size": (["--replay-fraction", 0.5, "--replay-size", 8], "--replay-size 8", "from 16"),
-    "replay size of nothing": (["--replay-size", 64], "--replay-size 64", "without --replay-fraction"),
-    "lag": (["--max-lag", -1], "--max-lag -1", "from 0 to 64"),
-    "lambda": (["--vtrace-lambda", 1.5], "--vtrace-lambda 1.5", "from 0 to 1"),
-    "rho": (["--rho-bar", "nan"], "--rho-bar nan", "above 0"),
-    "network": (["--encoder", "xresnet:[32,3]"], "--encoder xresnet:[32,3]", "stride 1 or 2"),
-    "augmentation": (["--augment", "rotat"], "--augment rotat", "did you mean rotate?"),
-    "schedule": (["--learning-rate", "0:1e-4,oops"], "--learning-rate '0:1e-4,oops'", "step:value"),
-    "batch too large": (["--num-envs", 65536, "--num-steps", 1024], "--num-envs 65536", "at most 16777216"),
-    "no evaluation to film": (["--capture-video", "--eval-episodes", 0], "--capture-video", "--eval-episodes 1"),
-    "batch with its replay": (
-        ["--num-envs", 512, "--num-steps", 65536, "--replay-fraction", 0.5],
-        "--num-envs 512",
-        "at most",
-    ),
-    "not a run": (["--resume", "/nowhere"], "--resume /nowhere", "run directory"),
-    "other script": (["--resume", "other"], "--resume other", "ppo_procgen.py"),
-    "devices for nobody": (["--actor-devices", 3], "--actor-devices 3", "at most --num-actors, 2"),
-    "other actors": (["--num-actors", 1], "--num-actors 1", "keeps its own, --num-actors 2"),
-    "other frames": (["--frame-stack", 8], "--frame-stack 8", "keeps its own, --frame-stack 4"),
-    "other games": (["--num-envs", 8], "--num-envs 8", "keeps its own, --num-envs 4"),
-    "core": (["--core", "lstm"], "does not fit", "--core lstm here, none there"),
-    "no buffer to go on with": (["--replay-fraction", 0.5], "bigfish__impala_procgen__1", "does not fit"),
-}
-
-
-OF_A_RUN = ("other actors", "other frames", "other games", "core", "no buffer to go on with")
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_sentence(case, tmp_path, plain, monkeypatch, capfd):
-    words, names, valid = BAD[case]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "args.json").write_text('{"script": "ppo_procgen", "args": {}}')
-    words = ["--resume", plain, *words] if case in OF_A_RUN else words
-    assert_one_sentence(impala, words, names, valid, monkeypatch, capfd)

@@ -18,17 +18,17 @@ insert = jax.jit(replay.insert, static_argnames=("n_step", "gamma", "per_alpha")
 draw = jax.jit(replay.sample, static_argnames=("batch_size", "n_step", "gamma"))
 
 
-def start_anew(steps, t, n):
-    """Game n starts anew before its step t."""
+def restart(steps, t, n):
+    """Game n restarts before its step t."""
     steps.is_reset[t, n], steps.episode_step[t, n] = False, 0
     for later in range(t + 1, len(steps.episode_step)):
         steps.episode_step[later, n] = 0 if steps.is_reset[later - 1, n] else steps.episode_step[later - 1, n] + 1
 
 
 def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
-    """Made-up steps, inserted some rows at a time; half of the games start anew after some of these inserts.
+    """Made-up steps, inserted some rows at a time; half of the games restart after some of these inserts.
 
-    A frame's first number is its step, its second its game. `lost` are the steps whose transition nobody has seen.
+    A frame's first number is its step, its second its game. `lost` are the steps whose transition is unknown.
     """
     steps = random_steps(rng, rows * inserts, GAMES)
     lost = np.zeros(steps.is_reset.shape, bool)
@@ -38,7 +38,7 @@ def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
         for n in np.flatnonzero(restarts[i]):
             lost[(i + 1) * rows - 1, n] = not steps.terminated[(i + 1) * rows - 1, n]
             if i + 1 < inserts:
-                start_anew(steps, (i + 1) * rows, n)
+                restart(steps, (i + 1) * rows, n)
     images = np.zeros((*steps.is_reset.shape, 64, 64, 3), np.uint8)
     images[..., 0, 0, 0], images[..., 0, 0, 1] = np.arange(len(images))[:, None], np.arange(GAMES)
     actions = rng.integers(0, 15, steps.is_reset.shape, np.int32)
@@ -66,8 +66,8 @@ def return_of(game, t, n, n_step=3):
     [(1, 4, []), (3, 4, [1]), (5, 4, [4]), (6, 4, [4]), (13, 4, [8, 11]), (13, 4, []), (33, 1, [16, 31, 32])],
 )
 @pytest.mark.parametrize("n_step", [1, 3])
-def test_insert_gives_priorities_to_what_can_be_drawn(inserts, rows, restart_after, n_step):
-    """20 rows: before, when and after the ring is full, and with games that start anew."""
+def test_insert_of_random_steps_gives_priorities_to_what_can_be_sampled(inserts, rows, restart_after, n_step):
+    """20 rows: before, when and after the ring is full, and with games that restart."""
     rng = np.random.default_rng(inserts)
     game = play(rng, inserts, rows=rows, n_step=n_step, restart_after=restart_after)
     past, end = 3, rows * inserts
@@ -91,8 +91,8 @@ def test_insert_gives_priorities_to_what_can_be_drawn(inserts, rows, restart_aft
 
 
 @pytest.mark.parametrize("offsets", [(0,), (3, 2, 1, 0)])
-def test_what_is_drawn_was_played(offsets):
-    """Stacks never reach over an episode's first frame, returns never over its end or over where a game started anew;
+def test_samples_around_episode_ends_and_restarts_are_what_was_played(offsets):
+    """Stacks never reach over an episode's first frame, returns never over its end or over where a game restarted;
     also around the ring's end."""
     game = play(np.random.default_rng(0), 13, offsets=offsets, restart_after=[8, 9, 10, 11])
     end, seen = 13 * T, set()
@@ -120,7 +120,7 @@ def test_what_is_drawn_was_played(offsets):
     assert len(np.unique(batch.keys, axis=0)) == 64
 
 
-def test_drawing_follows_the_priorities():
+def test_samples_of_random_priorities_follow_them():
     buffer = play(np.random.default_rng(3), 13).buffer
     rng = np.random.default_rng(0)
     priorities = np.where(buffer.priorities > 0, rng.random(buffer.priorities.shape) ** 3, 0).astype(np.float32)
@@ -145,16 +145,7 @@ def test_drawing_follows_the_priorities():
     assert scipy.stats.chisquare(observed, np.full(len(observed), observed.mean())).pvalue < 1e-6  # it can fail
 
 
-def test_drawing_has_no_loop_on_a_gpu():
-    """As searchsorted's own method would be: twenty kernels, one after the other."""
-    buffer = jax.eval_shape(lambda: replay.init(LENGTH, GAMES, (3, 0)))
-    how = {"batch_size": 32, "n_step": 3, "gamma": GAMMA}
-    text = draw.trace(buffer, jax.random.PRNGKey(0), 0.6, **how).lower(lowering_platforms=("cuda",)).as_text()
-    assert "stablehlo.gather" in text
-    assert "stablehlo.while" not in text
-
-
-def test_priorities_of_a_batch_are_updated():
+def test_priorities_of_a_batch_are_replaced_by_the_larger_new_one():
     buffer = play(np.random.default_rng(3), 5).buffer
     batch = replay.Batch(*[None] * 9)._replace(
         row=jnp.array([5, 5, 6, 7]), env=jnp.array([1, 1, 2, 3]), weight=jnp.array([1.0, 1, 0.5, 0])
@@ -165,15 +156,4 @@ def test_priorities_of_a_batch_are_updated():
     got = replay.set_priorities(buffer, batch, td, per_alpha=ALPHA)
     np.testing.assert_allclose(got.priorities, want, rtol=1e-3, atol=1e-4)
     assert got.rows is buffer.rows
-
-
-def test_uniform_priorities_need_no_values():
-    np.testing.assert_array_equal(replay.priority(jnp.array([0.0, 1, 1e9]), 0.0), 1)
-
-
-def test_rows_must_divide_the_ring():
-    buffer = replay.init(LENGTH, GAMES, (3, 0))
-    frames = envs.Frames.after(envs.empty_history(GAMES, (3, 0)), 3, (3, 0))
-    new = replay.Rows(frames, *[np.zeros((3, GAMES))] * 7)
-    with pytest.raises(AssertionError, match="20"):
-        replay.insert(buffer, new, np.zeros(GAMES, bool), n_step=3, gamma=GAMMA, per_alpha=ALPHA)
+    np.testing.assert_array_equal(replay.priority(td, 0.0), 1)  # uniform
