@@ -384,6 +384,7 @@ def test_trial_that_is_pruned_ends_early_and_stays_pruned(tmp_path):
         again.set_user_attr("ended", "pruned")
         sweep.end_trial(study, again, content | {"program": "none"}, {}, **where)
     assert [(trial.state.name, trial.value) for trial in study.trials] == [("PRUNED", 3), ("PRUNED", 1)]
+    assert study.trials[0].user_attrs["ended"] == "pruned"  # as the second, before the study is told
     assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
     assert "1.0 of 1 runs" in text.getvalue()
 
