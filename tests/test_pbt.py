@@ -330,7 +330,8 @@ def test_scheduler_gets_goal_and_quantile_if_the_gpus_are_there(no_ray, tmp_path
     assert (no_ray["mode"], no_ray["quantile_fraction"]) == ("min", 0.4)
 
 
-def test_study_locked_by_another_process_is_refused(tmp_path, capfd):
+def test_study_locked_by_another_process_is_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(pbt.ray, "init", None)
     with files.lock_run(tmp_path):
         assert_refused(pbt, ["ppo_procgen.py", "--out", tmp_path], capfd, f"--out {tmp_path}: process ", "is at it")
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
