@@ -22,7 +22,7 @@ from common import agents, continual, devices, doors, envs, runs
 from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
 from common.doors import DECISIONS, Rollout
 from common.rewards import normalize_rewards
-from experiments import matrices
+from experiments.studies.doorgym_six import matrices
 
 TINY = {
     "tasks": "0,1", "hidden": 5, "hyper_width": 7, "task_embedding_dim": 3, "num_envs": 4, "num_minibatches": 4,

@@ -17,7 +17,7 @@ import doorgym
 import evaluate
 import hnppo_doorgym as hn
 from common import checkpoints, devices, doors, runs
-from experiments import remedies
+from experiments.studies.doorgym_six import remedies
 
 # Small enough to compile in seconds; the physics is real. A task has three updates of 256 decisions, and is evaluated
 # after the second and at its end.

@@ -136,15 +136,15 @@ def test_four_thousand_frames_from_the_command_line_to_a_film(tmp_path, monkeypa
 
     before = json.loads((run_dir / "eval.json").read_text())
     assert all(int(level) >= 3 for level in before["test_levels"]["returns_by_level"])  # none that it has trained on
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train", "--video", "--human"])
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "8", "--levels", "train", "--video", "--human"])
     after = json.loads((run_dir / "eval.json").read_text())
     by_level = after["train_levels"]["returns_by_level"]
     assert set(by_level) <= {"0", "1", "2"}
-    assert (after["train_levels"]["seed"], after["train_levels"]["episodes"]) == (0, 4)
-    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "2", "--levels", "train"])
+    assert (after["train_levels"]["seed"], after["train_levels"]["episodes"]) == (0, 8)
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "4", "--levels", "train"])
     assert json.loads((run_dir / "eval.json").read_text()) == after  # of fewer episodes: it stays
     returns = np.concatenate(list(by_level.values()))
-    assert (len(returns), returns.mean()) == (4, pytest.approx(after["train_levels"]["mean_return"]))
+    assert (len(returns), returns.mean()) == (8, pytest.approx(after["train_levels"]["mean_return"]))
     assert after["test_levels"] == before["test_levels"]
     video = run_dir / "videos" / f"train_levels_{after['global_step']}.mp4"
     with av.open(str(video)) as container:
