@@ -4,7 +4,6 @@ import csv
 import json
 import re
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 
 import jax
@@ -17,7 +16,6 @@ import doorgym
 import evaluate
 import hnppo_doorgym as hn
 from common import checkpoints, devices, doors, runs
-from experiments.studies.doorgym_six import remedies
 
 # Small enough to compile in seconds; the physics is real. A task has three updates of 256 decisions, and is evaluated
 # after the second and at its end.
@@ -232,41 +230,3 @@ def test_doors_have_the_flags_hardness_and_threads():
             assert len(env._datas) == 3
     assert min(stiffness["hard"]) >= 1
     assert max(stiffness["easy"]) <= 0.14
-
-
-def test_remedies_row_says_what_a_run_of_one_task_took(tmp_path, two_tasks, capfd):
-    """The run is written by hand; one of which it cannot be told is refused."""
-    run = tmp_path / "run"
-    run.mkdir()
-    args = asdict(hn.Args(tasks="2", method="ppo", noise_color=0.0, seed=3))
-    lines = [{"global_step": 10 * (i + 1), "time": i, "losses/action_std": 1 / (i + 1)} for i in range(20)]
-    for i, line in enumerate(lines):
-        line |= {"charts/success_rate": i / 20, "charts/freed_rate": i / 40, "charts/max_knob_angle": i / 10}
-        line |= {"eval/success_rate": i / 20} if i % 5 == 4 else {}
-
-    def summarize(lines, args=args):
-        (run / "args.json").write_text(json.dumps({"script": "hnppo_doorgym", "args": args}))
-        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        return remedies.main(remedies.Args((str(run),), out=str(tmp_path / "rows")))
-
-    (row,) = summarize(lines)
-    assert row == {
-        "task": "Lever-Right-Pull", "method": "ppo", "flags": "--noise-color 0.0", "seed": 3, "decisions": 200,
-        "best_evaluation": 0.95, "decisions_to_0.5": 150, "training_success_rate": 0.725,
-        "training_freed_rate": 0.362, "training_max_knob_angle": 1.45, "action_std": 0.05,
-    }  # fmt: skip
-    assert "best evaluation 0.95" in capfd.readouterr().out
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()}]
-    (row,) = summarize([*lines[:-1], lines[-1] | {"eval/success_rate": 0.6}])  # the best one need not be the last
-    assert (row["best_evaluation"], row["decisions_to_0.5"]) == (0.7, 150)
-    with pytest.raises(runs.UsageError, match="without --noise-color"):
-        summarize(lines, {name: value for name, value in args.items() if name != "noise_color"})
-    with pytest.raises(runs.UsageError, match="no evaluation yet"):
-        summarize(lines[:3])
-    with pytest.raises(runs.UsageError, match="what became of the latch"):
-        summarize([{"global_step": 1, "time": 0, "eval/success_rate": 0.5}])
-    with pytest.raises(runs.UsageError, match="of 2 tasks"):
-        remedies.main(remedies.Args((str(two_tasks),)))
-    with pytest.raises(runs.UsageError, match="at least one"):
-        remedies.main(remedies.Args(()))
