@@ -130,7 +130,7 @@ def test_a_forks_optimiser_may_use_the_parameters(name, tmp_path, monkeypatch):
     def with_weight_decay():
         return optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))
 
-    def make_optimizer(args):
+    def make_optimizer(*args):
         if name != "hnppo_doorgym":
             return with_weight_decay()
         parts = {part: with_weight_decay() for part in ("hyper", "embedding", "log_std")}
