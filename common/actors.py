@@ -1,13 +1,11 @@
 """A fleet of actor threads: each plays its own environments and hands the learner one unroll after the other.
 
-The learner's iteration i takes the i-th unroll of every actor, so what it learns from does not depend on which thread
-was faster. Parameters have a version, the number of iterations that made them. Unroll i is played with the newest
-parameters, and waits for version i - max_lag if that is not published yet: this bounds both the policy's lag and the
-queue, since at most max_lag + 1 unrolls of an actor can wait. With `deterministic` it is played with exactly version
-i - max_lag.
+The learner's iteration i takes the i-th unroll of every actor, whichever thread was faster. The version of parameters
+is the number of iterations that made them. Unroll i is played with the newest parameters, once version i - max_lag is
+published (with `deterministic`: with exactly that version). This bounds the policy lag, and the queue to max_lag + 1
+unrolls per actor.
 
-A checkpoint does not disturb the actors: it is of the moment after the unrolls that the learner got last, each of which
-brought what its actor needs to continue from there.
+A checkpoint does not disturb the actors: each unroll brings what its actor needs to continue after it.
 """
 
 import threading
@@ -52,7 +50,6 @@ class FleetArgs(ActorArgs):
     for bit on a CPU); without it the threads' timing decides how old (not at --max-lag 0)"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
         check(self.num_envs % self.num_actors == 0, what)
         each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
@@ -93,10 +90,9 @@ class Fleet:
     """Actors with their threads and environments. Leaving its `with` block ends them.
 
     Args:
-      collect: collect(vec_env, params, env_state, i=, watch=, check_stop=) -> (unroll, env_state), called in an actor's
-        thread for its i-th unroll. It calls check_stop() at every step, and times its parts with `watch`.
-      vec_envs: each actor's environments.
-      env_states: each actor's first environment state.
+      collect: collect(vec_env, params, env_state, i=, watch=, check_stop=) -> (unroll, env_state) plays an actor's i-th
+        unroll in its thread. It calls check_stop() at every step, and times its parts with `watch`.
+      vec_envs, env_states: each actor's environments and their first state.
       param_shardings: the device or sharding of each actor's parameters.
       env_state_shardings: of its environment state; by default those of the parameters.
       max_lag, deterministic: see above.
@@ -136,16 +132,14 @@ class Fleet:
             vec_env.close()
 
     def start(self, version: int, params: Any) -> None:
-        """Starts a thread for each actor, from unroll number `version` on, with these parameters, or after `restore`
-        with those restored."""
+        """Starts the actors at unroll number `version`, with these parameters or, after `restore`, those restored."""
         if not self._published:
             self.publish(version, params)
         self._stopping = False
         for actor, sharding in enumerate(self._env_state_shardings):
             env_state = jax.device_put(self._env_states[actor], sharding)
-            thread = threading.Thread(
-                target=self._run, args=(actor, version, env_state), name=f"actor {actor}", daemon=True
-            )
+            given = actor, version, env_state
+            thread = threading.Thread(target=self._run, args=given, name=f"actor {actor}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -189,21 +183,18 @@ class Fleet:
         return batches
 
     def metrics(self, version: int, batches: Sequence[ActorBatch]) -> dict[str, float]:
-        """Means over the actors: unrolls that waited when the learner came (0: it is starved), by how many of the
-        learner's iterations their parameters lagged behind its `version`, and how the actors' time was spent."""
-
-        def mean(numbers):
-            return sum(numbers) / len(batches)
-
+        """Means over the actors: unrolls waiting when the learner came (0: it is starved), the lag of their parameters
+        behind the learner's `version` in iterations, and fractions of the actors' time."""
         charts = {"charts/queue_size": self._waiting}
-        charts["charts/policy_lag"] = version - mean(batch.version for batch in batches)
+        charts["charts/policy_lag"] = version - sum(batch.version for batch in batches) / len(batches)
         for part in ("inference", "game", "blocked"):
-            charts[f"time/actor_{part}"] = mean(batch.time_fractions[f"time/{part}"] for batch in batches)
+            fractions = [batch.time_fractions[f"time/{part}"] for batch in batches]
+            charts[f"time/actor_{part}"] = sum(fractions) / len(batches)
         return charts
 
     def save(self) -> dict[str, Any]:
         """For a checkpoint: environment states and snapshots after the unrolls that the learner got last, and the
-        published parameters: the newest, and if deterministic the last max_lag + 1."""
+        published parameters (if deterministic, the last max_lag + 1 versions)."""
         with self._changed:
             published = {str(version): copies[self._param_shardings[0]] for version, copies in self._published.items()}
         return {
@@ -214,17 +205,16 @@ class Fleet:
 
     def restore(self, saved: dict[str, Any], params: Any, run: runs.Run) -> None:
         """Restores what `save` returned, before `start`; `params` have the shapes of those published."""
-        template = {
-            "env_states": {str(actor): env_state for actor, env_state in enumerate(self._env_states)},
-            "published": dict.fromkeys(saved["published"], params),
-        }
-        parts = {name: checkpoints.restore_tree(some, saved[name], str(run.path)) for name, some in template.items()}
+        env_states = {str(actor): env_state for actor, env_state in enumerate(self._env_states)}
+        env_states = checkpoints.restore_tree(env_states, saved["env_states"], str(run.path))
+        published = dict.fromkeys(saved["published"], params)
+        published = checkpoints.restore_tree(published, saved["published"], str(run.path))
         for actor, vec_env in enumerate(self._vec_envs):
             vec_env.restore(saved["snapshots"][str(actor)], run)
-            self._env_states[actor] = parts["env_states"][str(actor)]
+            self._env_states[actor] = env_states[str(actor)]
             self._snapshots[actor] = vec_env.snapshot()
-        for version, published in parts["published"].items():
-            self.publish(int(version), published)
+        for version, params in published.items():
+            self.publish(int(version), params)
 
     def check(self) -> None:
         """Raises ActorError if an actor's thread has raised."""

@@ -1,7 +1,4 @@
-"""Trained agents as small files: what evaluation needs of a run, in safetensors, which hold numbers and no code.
-
-They can be uploaded to Hugging Face's hub (`pip install huggingface_hub`), with a card.
-"""
+"""Trained agents as small safetensors files, which hold no code; their upload to Hugging Face's hub, with a card."""
 
 import re
 from collections.abc import Callable
@@ -20,14 +17,13 @@ FILE = "agent.safetensors"
 
 
 def load(run_dir: str, init_state: Callable[[], Any], select: Callable[[Any], dict]) -> dict:
-    """What evaluation needs of a run's newest checkpoint, or of a folder that `evaluate.py --export` wrote.
+    """Loads an agent from a run's newest checkpoint, or from a folder that `evaluate.py --export` wrote.
 
     Args:
-      run_dir: either of them.
-      init_state: returns a training state, whose shapes must be those of what is loaded.
-      select: select(state) -> a dict of pytrees; the state's `global_step` is added to it.
+      init_state: returns a training state of the shapes that are to be loaded.
+      select: select(state) -> a dict of pytrees, those that evaluation needs.
 
-    Raises UsageError if there is neither, or it does not fit.
+    Returns that dict with the state's `global_step`. Raises UsageError if there is no agent, or it does not fit.
     """
 
     def params_and_step(state):
@@ -42,7 +38,7 @@ def load(run_dir: str, init_state: Callable[[], Any], select: Callable[[Any], di
 
 
 def read(path: Path) -> dict:
-    """A file's arrays, in dicts by the parts of their names. Raises UsageError if it is damaged."""
+    """A file's arrays, in nested dicts. Raises UsageError if it is damaged."""
     from safetensors.numpy import load_file
 
     tree = {}
@@ -53,14 +49,14 @@ def read(path: Path) -> dict:
             for folder in folders:
                 place = place.setdefault(folder, {})
             place[last] = array
-    except Exception as error:  # of its own, and of types and names that NumPy and dicts do not have
+    except Exception as error:  # safetensors' own, and those of impossible names
         raise UsageError(f"RUN_DIR {path.parent}: {path.name} cannot be read ({error})") from None
     return tree
 
 
 def write(folder: Path, content: dict, tree: dict) -> None:
-    """Writes an agent and its args.json (`content`) to a folder. Over 1 MB, its larger arrays become float16,
-    if that holds their numbers. Raises UsageError if the folder cannot be made, FullError if the disk is full."""
+    """Writes an agent and its args.json (`content`) to a folder. In an agent of more than 1 MB, large arrays become
+    float16 if that holds their numbers. Raises UsageError if it cannot write there, FullError if the disk is full."""
     from flax import serialization
     from safetensors.numpy import save
 
@@ -82,7 +78,7 @@ def write(folder: Path, content: dict, tree: dict) -> None:
 
 
 def check_hub(name: str) -> None:
-    """Raises UsageError if this is no repository's name, or huggingface_hub or a login is not there."""
+    """Raises UsageError unless `name` is OWNER/NAME, huggingface_hub is installed and the user is logged in."""
     try:
         import huggingface_hub
         from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -97,20 +93,19 @@ def check_hub(name: str) -> None:
     check(huggingface_hub.get_token() is not None, f"--push-to-hub {name}: not logged in; run hf auth login")
 
 
-def results(evaluation: dict) -> list[dict]:
-    """An eval.json's evaluations as rows: of what, metric, value, its deviation over episodes, how many these are."""
+def results(evaluation: dict) -> list[tuple]:
+    """An eval.json as rows of a table: levels or task, metric, value, deviation over episodes, number of episodes."""
     rows = []
     for name, entry in evaluation.items():
         if not isinstance(entry, dict) or name.startswith("random_"):
             continue
-        what = name.replace("_", " ")
+        episodes = entry["episodes"]
         if "mean_return" in entry:
-            rows.append({"of": what, "metric": "mean return", "value": entry["mean_return"], "std": entry["std"]})
-            rows[-1]["episodes"] = entry["episodes"]
+            value, deviation = entry["mean_return"], f"{entry['std']:.2f}"
+            rows.append((name.replace("_", " "), "mean return", value, deviation, episodes))
         else:
-            rates = {key: value for key, value in entry.items() if isinstance(value, float)}
-            same = {"metric": "success rate", "episodes": entry["episodes"]}
-            rows += [{"of": task, "value": rate} | same for task, rate in rates.items()]
+            rates = {task: rate for task, rate in entry.items() if isinstance(rate, float)}
+            rows += [(task, "success rate", rate, "", episodes) for task, rate in rates.items()]
     return rows
 
 
@@ -121,25 +116,23 @@ def card(folder: Path, name: str) -> str:
     script, args = content["script"], content["args"]
     game = content.get("env_id") or args.get("env_id", "DoorGym")
     rows = results(evaluation)
-    metrics = [{"type": row["metric"].replace(" ", "_"), "name": f"{row['metric']}, {row['of']}",
-                "value": round(row["value"], 3), "verified": False} for row in rows]  # fmt: skip
+    metrics = [
+        {"type": metric.replace(" ", "_"), "name": f"{metric}, {of}", "value": round(value, 3), "verified": False}
+        for of, metric, value, _, _ in rows
+    ]
     task = {"type": "reinforcement-learning", "name": "reinforcement-learning"}
+    result = {"task": task, "dataset": {"name": game, "type": game}, "metrics": metrics}
     head = {
         "library_name": "jax",
         "pipeline_tag": "reinforcement-learning",
         "tags": ["reinforcement-learning", "deep-reinforcement-learning", script.replace("_", "-"), game],
-        "model-index": [
-            {"name": script, "results": [{"task": task, "dataset": {"name": game, "type": game}, "metrics": metrics}]}
-        ],
+        "model-index": [{"name": script, "results": [result]}],
     }
     title = re.sub("_(procgen|doorgym|montezuma)$", "", script).replace("_", " ").upper()
-    lines = []
-    for row in rows:
-        deviation = f"{row['std']:.2f}" if "std" in row else ""
-        lines.append(
-            f"| {row['of']} | {row['metric']} | {row['value']:.2f} | {deviation} | {row.get('episodes', '')} |"
-        )
-    table = "\n".join(lines)
+    table = "\n".join(
+        f"| {of} | {metric} | {value:.2f} | {deviation} | {episodes} |"
+        for of, metric, value, deviation, episodes in rows
+    )
     levels, steps = "", "environment steps"
     if "robot" in args:
         levels, steps = f", on {args['hardness']} doors with a {args['robot']}", "decisions"
@@ -165,7 +158,7 @@ Play it, in a copy of the repository that has {script}.py:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads an agent and a card of it by the user's login; returns where to. The folder stays as it is. Raises
+    """Uploads an agent and its card with the user's login; returns the card's URL. Does not change the folder. Raises
     UsageError if its args.json or eval.json cannot be read, FailedError if the upload fails."""
     from huggingface_hub import HfApi
 
@@ -175,6 +168,6 @@ def push(folder: Path, name: str) -> str:
         api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=[FILE, "args.json", "eval.json"])
         return str(api.upload_file(repo_id=name, path_in_repo="README.md", path_or_fileobj=text.encode()))
-    except Exception as error:  # its own, those of what it speaks HTTP with, the system's
+    except Exception as error:  # huggingface_hub's, httpx's, the system's
         reason = files.first_line(error)
         raise files.FailedError(f"--push-to-hub {name}: {reason} (hf auth login says who you are)") from None

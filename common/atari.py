@@ -1,4 +1,4 @@
-"""Montezuma's Revenge on EnvPool: the game, statistics of the rooms of its pyramid, evaluation."""
+"""Montezuma's Revenge on EnvPool: the game, room statistics, evaluation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,20 +43,14 @@ class GameArgs:
 
 
 def make_montezuma(args, num_envs: int, seed: int | list[int], **frames):
-    """Makes `num_envs` copies of the game as one EnvPool (Gymnasium API, C++ threads): frames uint8 [N, 1, 84, 84],
-    rewards float32 [N], 18 actions; info["ram"] is uint8 [N, 128].
+    """Makes `num_envs` copies of the game as one EnvPool: frames uint8 [N, 1, 84, 84], rewards float32 [N], 18 actions;
+    info["ram"] is uint8 [N, 128]. Takes GameArgs and seeds as `envs.make_procgen`.
 
     A step is four of the emulator's frames, the observation the maximum of the last two. Actions are sticky at each of
-    the emulator's frames (Machado et al. 2018, section 5). Losing a life does not end an episode.
-
-    Args:
-      args: GameArgs.
-      seed: 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
-      frames: EnvPool's gray_scale, img_height and img_width, if not grey 84 x 84; the game stays the same.
+    the emulator's frames (Machado et al. 2018, section 5). Losing a life does not end an episode. `frames` are
+    EnvPool's gray_scale, img_height and img_width, which change the observation but not the game.
     """
-    envpool = envs.import_envpool()
-
-    return envpool.make(
+    return envs.import_envpool().make(
         ENV_ID,
         env_type="gymnasium",
         num_envs=num_envs,
@@ -74,7 +68,7 @@ def make_montezuma(args, num_envs: int, seed: int | list[int], **frames):
 
 
 def rooms_of(info: dict) -> np.ndarray:
-    """The room int64 [N] that each game is in: byte 3 of the console's RAM, which may hold anything for a moment."""
+    """The room int64 [N] of each game: byte 3 of the console's RAM, clipped as it may hold anything for a moment."""
     return np.minimum(info["ram"][:, 3], NUM_ROOMS - 1).astype(np.int64)
 
 
@@ -92,7 +86,7 @@ class RoomStatistics:
         self._recent = np.full(100, np.nan)  # rooms in each of the last episodes, oldest first
 
     def add(self, rooms: np.ndarray, timesteps: envs.Timesteps, pictures: dict[int, np.ndarray]) -> None:
-        """Adds T timesteps, the rooms int [T, N] of their frames, and a frame uint8 [84, 84] of each room."""
+        """Adds T timesteps, the rooms int [T, N] of their frames, and a frame uint8 [84, 84] of each of these rooms."""
         self.visits += np.bincount(rooms.reshape(-1), minlength=NUM_ROOMS)
         for room, picture in pictures.items():
             self.pictures[room] = picture
@@ -184,13 +178,13 @@ class Episode(NamedTuple):
 
     score: float  # its return, of raw rewards
     rooms: list[int]
-    env: int  # the environment that it was played in
-    first: int  # the environment's steps of its first and its last frame
-    last: int
+    env: int
+    first: int  # step of its first frame in that environment
+    last: int  # step of its last frame
 
 
 class _Recorder:
-    """Wraps an EnvPool; records the actions, and each frame's room and whether it is its episode's last."""
+    """An EnvPool that records its actions, each frame's room, and whether a frame is its episode's last."""
 
     def __init__(self, env):
         self._env, self.actions = env, []
@@ -211,11 +205,11 @@ class _Recorder:
 random_policy = partial(envs.random_policy, actions=NUM_ACTIONS)
 
 
-def play(args, mesh: Mesh, policy: Callable, *, episodes: int, seed: int, record: bool = False):
-    """`envs.play_episodes` on Montezuma's Revenge (`args`: GameArgs), in up to 32 environments side by side.
+def evaluate(args, mesh: Mesh, policy: Callable, *, episodes: int, seed: int, record: bool = False):
+    """`envs.play_episodes` on Montezuma's Revenge (`args`: GameArgs), in up to 32 environments.
 
-    Returns a list of Episodes (rounded up to a multiple of the environments) and, with `record`, the frames in colour
-    of the best one, uint8 [T, 210, 160, 3].
+    Returns a row (score, steps, rooms) for each episode, of which there is a multiple of the environments; a summary
+    with the rooms of all; and, with `record`, the best episode's frames in colour, uint8 [T, 210, 160, 3].
     """
     num_envs = devices.round_to_devices(mesh, min(episodes, 32))
     env = make_montezuma(args, num_envs, seed)
@@ -229,24 +223,19 @@ def play(args, mesh: Mesh, policy: Callable, *, episodes: int, seed: int, record
         starts = [0, *(ends[:-1] + 1)]
         for score, start, end in zip(scores, starts, ends, strict=True):
             played.append(Episode(float(score), np.unique(rooms[start : end + 1, n]).tolist(), n, start, int(end)))
-    best = max(played, key=lambda episode: (episode.score, len(episode.rooms)))
-    return played, replay(args, num_envs, seed, actions=recorder.actions, episode=best) if record else None
-
-
-def evaluate(args, mesh: Mesh, policy: Callable, *, episodes: int, seed: int, record: bool = False):
-    """Plays episodes; returns a row for each (score, steps, rooms), a summary with the rooms of all, and the best one's
-    frames."""
-    played, film = play(args, mesh, policy, episodes=episodes, seed=seed, record=record)
     rows = [
         {"episode": i, "score": episode.score, "steps": episode.last - episode.first, "rooms": episode.rooms}
         for i, episode in enumerate(played)
     ]
     summary = envs.summarize(np.array([episode.score for episode in played]))
-    return rows, summary | {"rooms": sorted({room for episode in played for room in episode.rooms})}, film
+    summary["rooms"] = sorted({room for episode in played for room in episode.rooms})
+    best = max(played, key=lambda episode: (episode.score, len(episode.rooms)))
+    film = replay(args, num_envs, seed, actions=recorder.actions, episode=best) if record else None
+    return rows, summary, film
 
 
 def replay(args, num_envs: int, seed: int, *, actions: Sequence[np.ndarray], episode: Episode) -> np.ndarray:
-    """Replays recorded actions with the same seed; returns an episode's frames in colour, uint8 [T, 210, 160, 3]."""
+    """Replays recorded actions; returns an episode's frames in colour, uint8 [T, 210, 160, 3]."""
     env = make_montezuma(args, num_envs, seed, gray_scale=False, img_height=210, img_width=160)
     obs, film = env.reset()[0], []
     for t in range(episode.last + 1):

@@ -1,6 +1,6 @@
-"""A bonus for frames that a network cannot predict yet, as another algorithm's option: Random Network Distillation
-(Burda et al. 2018, arXiv 1810.12894, section 2.2), clipped as the 2020 competition's entry did. Its return ends with
-the episode, and it has no value head of its own; rnd_montezuma.py is the paper's algorithm.
+"""Random Network Distillation's exploration bonus as another algorithm's option (Burda et al. 2018, arXiv 1810.12894,
+section 2.2), clipped as in the 2020 competition entry: its return ends with the episode, and it has no value head of
+its own. rnd_montezuma.py is the paper's algorithm.
 """
 
 from dataclasses import dataclass, replace
@@ -28,14 +28,13 @@ class BonusArgs:
     """divide the bonus by the running standard deviation of its return, clip to +-10; if off, clip to [0, 2]"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         check_needs(self, self.rnd_coef, "--rnd-coef", ("rnd_normalize",))
 
 
 class Bonus(NamedTuple):
-    """What a resume needs of it, besides the predictor, which learns with the agent."""
+    """The bonus's state besides the predictor, which is trained with the agent."""
 
-    target: dict  # a network that never learns; of no arrays without a bonus
+    target: dict  # parameters of the random network; {} without a bonus
     filter: ReturnFilter
 
 
@@ -43,8 +42,8 @@ BONUS_SPECS = devices.partition_specs(Bonus, filter=RETURN_FILTER_SPECS)
 
 
 def _network(hidden: int) -> nn.Module:
-    """Small, as the entry's: the target has no dense layer before its last, the predictor one. In float32, since
-    bfloat16's rounding would be a bonus that never falls."""
+    """The predictor, with a dense layer of `hidden` units before its last, or with `hidden` = 0 the target. In float32,
+    since bfloat16's rounding error would be a bonus that never falls."""
     encoder = networks.make_encoder(replace(ENCODER, hidden=hidden, dtype="float32"))
     return nn.Sequential([encoder, nn.Dense(256)])
 
@@ -58,15 +57,14 @@ def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
 
 
 def novelty(target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
-    """How badly the predictor knows the target's features of stacked frames uint8 [B, 64, 64, C]: mean squares [B],
-    which are what the predictor minimises."""
+    """The predictor's mean squared error [B] on the target's features of stacked frames uint8 [B, 64, 64, C]."""
     with jax.default_matmul_precision("highest"):  # on a GPU too
         truth = jax.lax.stop_gradient(_network(0).apply(target, frames))
         return ((_network(256).apply(predictor, frames) - truth) ** 2).mean(axis=-1)
 
 
 def error(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
-    """The predictor's loss for the stacked frames uint8 [B, S, 64, 64, C] after B sequences of S steps: [B, S]."""
+    """The predictor's loss [B, S] on the next stacked frames uint8 [B, S, 64, 64, C] of B sequences of S steps."""
     flat = next_frames.reshape(-1, *next_frames.shape[2:])
     return devices.map_in_chunks(lambda x: novelty(target, predictor, x), flat).reshape(next_frames.shape[:2])
 
@@ -74,8 +72,8 @@ def error(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
 def of_transitions(
     args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, timesteps: envs.Timesteps, gamma: jax.Array
 ):
-    """The bonus of each transition, for the frame it leads to: the Bonus with its filter moved on, and float32 [T, N],
-    0 for what is no transition."""
+    """The bonus float32 [T, N] of each transition, for the frame it leads to; 0 for junk steps. Returns the Bonus with
+    its filter updated, and that."""
 
     def after(t):
         return devices.map_in_chunks(partial(novelty, bonus.target, predictor), frames.stack(t + 1))

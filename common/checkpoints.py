@@ -1,4 +1,4 @@
-"""Checkpoints of a run: trees of arrays, written by Orbax under a temporary name, and read only if they are whole."""
+"""Checkpoints of a run: pytrees of arrays, written by Orbax under a temporary name, and read only if they are whole."""
 
 import errno
 import hashlib
@@ -17,9 +17,11 @@ import numpy as np
 from common import files
 from common.files import UsageError, check
 
-NOT_ITS_FAULT = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 VERSION = 2  # of a checkpoint's names
-TEMPORARY = "*.orbax-checkpoint-tmp*"  # what Orbax calls a checkpoint that is not finished
+TEMPORARY = "*.orbax-checkpoint-tmp*"  # Orbax's name of an unfinished checkpoint
+# Errors of the machine, after which a checkpoint may still be whole.
+MACHINE_ERRORS = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EISDIR, errno.EACCES}  # of file systems that sync only files
 
 
 def steps_in(run_dir: str | Path) -> list[int]:
@@ -31,27 +33,26 @@ def steps_in(run_dir: str | Path) -> list[int]:
 def _orbax():
     import orbax.checkpoint as ocp  # late: it takes a second
 
-    for late in ("absl", "asyncio"):  # its threads and its tasks log what is raised here too
-        logging.getLogger(late).setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):  # they log what is raised here too
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.unraisablehook = _ignore_late_threads
     options = ocp.options.MultiprocessingOptions()
-    if jax.process_count() > 1:  # each host for itself
-        one = jax.process_index()
-        options = ocp.options.MultiprocessingOptions(one, {one}, f"host{one}")
-    # In OCDBT's form: some twenty files, not two or three an array. For it tensorstore 0.1.86 leaks
-    # 300 bytes an array each time (KvStore.Spec.to_json), little beside a million steps.
+    if jax.process_count() > 1:  # each host on its own
+        host = jax.process_index()
+        options = ocp.options.MultiprocessingOptions(host, {host}, f"host{host}")
+    # OCDBT: some twenty files in all, not two or three per array.
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
 def _ignore_late_threads(unraisable) -> None:
-    """Where a file cannot be read or written, tensorstore's other threads come back when nobody waits any more."""
+    """Ignores tensorstore's threads that end after a failed read or write was given up."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 
 def checksum(tree: dict[str, Any]) -> np.ndarray:
-    """uint8 [32]: SHA-256 of a tree of dicts of arrays: their names, types, shapes and bytes."""
+    """SHA-256, uint8 [32], of the names, dtypes, shapes and bytes of a tree of dicts of arrays."""
     sha = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(tree):
         array = np.asarray(leaf)
@@ -61,10 +62,8 @@ def checksum(tree: dict[str, Any]) -> np.ndarray:
 
 
 def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
-    """Writes a tree of dicts of arrays, with its checksum, and removes all checkpoints but the newest ones.
-
-    Where that fails, as on a full disk, removes what there is of it.
-    """
+    """Writes a tree of dicts of arrays, with its checksum, then removes all but the `keep` newest checkpoints. If
+    writing fails, as on a full disk, removes the unfinished one."""
     import orbax.checkpoint as ocp
 
     tree = jax.device_get(tree)
@@ -80,14 +79,11 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
         _write_through(path)
     for old in steps_in(run_dir)[:-keep]:
         away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}")
-        shutil.rmtree(away, ignore_errors=True)  # on NFS what somebody reads can stay; the next resume removes it
-
-
-NO_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EISDIR, errno.EACCES}  # of file systems that sync files alone
+        shutil.rmtree(away, ignore_errors=True)  # on NFS an open file stays; the next resume removes it
 
 
 def _write_through(path: Path) -> None:
-    """Has a file, or the names that are in a folder, lie on the disk itself: for before an older one is removed."""
+    """Syncs a file, or the names in a folder, to disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -95,13 +91,13 @@ def _write_through(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in NO_FOLDERS:
+        if error.errno not in NO_FOLDER_SYNC:
             raise
 
 
 def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
-    """Removes unfinished checkpoints until Orbax's threads have added nothing for this many seconds, or ten times as
-    many have passed (on NFS something may stay). Only for the process that holds the run."""
+    """Removes unfinished checkpoints until Orbax's threads have added none for `seconds`, or ten times as long has
+    passed (on NFS some may stay). Only for the process that has locked the run."""
     begun = gone = time.monotonic()
     while True:
         for unfinished in Path(run_dir, "checkpoints").glob(TEMPORARY):
@@ -114,9 +110,9 @@ def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
 
 
 def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
-    """The newest checkpoint that is whole: its step and its tree of NumPy arrays (tuples come back as dicts).
+    """Loads the newest whole checkpoint: its step and its tree of NumPy arrays (tuples become dicts).
 
-    Says which ones are damaged. Raises UsageError if none is left. The run may continue meanwhile.
+    Prints which ones are damaged. Raises UsageError if none is left. The run may be training meanwhile.
     """
     damaged = {}
     while steps := [step for step in steps_in(run_dir) if step not in damaged]:
@@ -127,9 +123,11 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
         except UsageError:
             raise
         except Exception as error:  # Orbax and tensorstore raise many kinds
-            if newest not in steps_in(run_dir):  # the run has gone on meanwhile, and removed it
+            if newest not in steps_in(run_dir):  # the run has removed it meanwhile
                 continue
-            if isinstance(error, MemoryError) or _number_of(error) in NOT_ITS_FAULT:
+            told = re.search(r"os_error_code='(\d+)'", str(error))  # tensorstore's
+            number = int(told[1]) if told else getattr(error, "errno", None)
+            if isinstance(error, MemoryError) or number in MACHINE_ERRORS:
                 raise UsageError(f"checkpoint {path}: cannot be read here and now ({error})") from None
             why = str(error).split(":")[0].strip().replace("\n", " ")[:80]
             damaged[newest] = f"checkpoint {path} is damaged ({why})"
@@ -142,37 +140,29 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
     raise UsageError("; ".join([none, *damaged.values()]))
 
 
-def _number_of(error: Exception) -> int | None:
-    """The system's number of an error, which tensorstore has in its text."""
-    told = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(told[1]) if told else getattr(error, "errno", None)
-
-
 def _read(path: Path) -> dict[str, Any]:
-    """One checkpoint; raises many kinds of error, ValueError if its checksum is wrong, UsageError if it has none."""
+    """Reads a checkpoint. Raises UsageError for another format, any other error for a damaged one."""
     with _orbax() as orbax:
         tree = orbax.restore(path)
     if not tree:
         raise ValueError("it is empty")
     version = int(tree.pop("version", 1))
-    older = (
-        f"checkpoint {path}: is of format {version}, these scripts read {VERSION}; resume it with those that wrote it"
-    )
-    check(version == VERSION, older)
+    older = f"is of format {version}, these scripts read {VERSION}; resume it with those that wrote it"
+    check(version == VERSION, f"checkpoint {path}: {older}")
     if not np.array_equal(tree.pop("checksum"), checksum(tree)):
         raise ValueError("its checksum differs")
     return tree
 
 
 def quarantine(run_dir: Path, after: int) -> None:
-    """Moves checkpoints of later steps, which are damaged, to the folder `damaged`: no run may resume from them."""
+    """Moves checkpoints of later steps, which are damaged, to the folder `damaged`."""
     for step in steps_in(run_dir):
         if step > after:
             files.quarantine(run_dir / "checkpoints" / str(step), run_dir / "damaged")
 
 
 class MisfitError(UsageError):
-    """A checkpoint does not fit the arguments: its names or shapes are not those that they make."""
+    """A checkpoint's names or shapes are not those that the arguments make."""
 
 
 def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
@@ -184,12 +174,12 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
         tree = serialization.from_state_dict(template, saved)
     except (ValueError, KeyError, TypeError) as error:
         raise MisfitError(f"{differ} ({files.first_line(error)})") from None
-    except AttributeError:  # Flax found None where there should be a tuple
+    except AttributeError:  # Flax found None in place of a tuple
         raise MisfitError(f"{differ}: something that they need is not in it") from None
     if not len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)) == len(jax.tree.leaves(saved)):
         raise MisfitError(f"{differ}: there is something in it that they do not need")
     for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):
-        name = jax.tree_util.keystr(path)
         if want.shape != got.shape:
+            name = jax.tree_util.keystr(path)
             raise MisfitError(f"{differ} ({name} is {got.shape} there, {want.shape} here)")
     return tree

@@ -26,8 +26,8 @@ def report(run: Run, step: int, matrix: np.ndarray, names: tuple[str, ...], *, t
 def metrics(matrix: np.ndarray) -> dict[str, float]:
     """Metrics of success rates [N, N] on task j after task i (Diaz-Rodriguez et al. 2018, section 3).
 
-    ACC: mean accuracy on the tasks learnt so far, over all rows; FWT: forward transfer, the same on the tasks to come;
-    BWT: backward transfer, the change by later tasks; BWT+: its positive part; REM: remembering, 1 minus its negative
+    ACC: mean accuracy on the tasks learnt so far, over all rows; FWT: forward transfer, the same on later tasks; BWT:
+    backward transfer, the change by later tasks; BWT+: its positive part; REM: remembering, 1 minus its negative
     part. With one task all transfer is 0 and REM is 1. Entries of tasks that were not in --tasks yet are NaN; FWT
     ignores them, and is left out if no other is left.
     """
@@ -45,7 +45,7 @@ def metrics(matrix: np.ndarray) -> dict[str, float]:
 
 
 def cell(value: float, digits: int) -> str:
-    return "" if np.isnan(value) else f"{value:.{digits}f}"
+    return "" if np.isnan(value) else f"{value:.{digits}f}"  # NaN: of a task that was not in --tasks yet
 
 
 def table_of(matrix: np.ndarray, names: tuple[str, ...]) -> Table:

@@ -1,9 +1,8 @@
 """Convolutions and pools in forms that XLA compiles well on a CPU; gpu.py has those of a GPU.
 
-`devices.on_cpu()` chooses between forms of the same maths. XLA rewrites convolutions to its fast CPU form only
-where their dimensions are in plain NHWC / HWIO order, and, inside a scan, only then (jax issue 12868): autodiff's
-gradients are not, and fall to a naive loop. So both gradients are written here as plain convolutions, and max-pooling
-as maxima of slices.
+XLA's CPU backend is fast only for convolutions in plain NHWC / HWIO order (jax issue 12868). Autodiff's gradients are
+in other orders, and fall back to a naive loop: here they are written as plain convolutions, and max-pooling as maxima
+of slices.
 """
 
 from functools import partial
@@ -17,11 +16,9 @@ from common.derivatives import custom_vjp
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
-    """`lax.conv_general_dilated` of x [B, H, W, C] and a kernel w [size, size, C / groups, features], as `nn.Conv`
-    calls it -> [B, H', W', features], in x's dtype: on a CPU, a fast form where there is one.
-
-    There is for square kernels without dilation, with one group or one a channel.
-    """
+    """`lax.conv_general_dilated` as `nn.Conv` calls it: x [B, H, W, C] and w [h, w, C / groups, features] ->
+    [B, H', W', features] in x's dtype. On a CPU square kernels without dilation, of one group or one per channel, take
+    a fast form."""
     size, stride, groups = len(w), strides[0], options.get("feature_group_count", 1)
     known = w.shape[0] == w.shape[1] and len(set(strides)) == 1 and padding in ("SAME", "VALID")
     known &= groups in (1, x.shape[3])
@@ -32,7 +29,7 @@ def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options
         return (x.reshape(-1, x.shape[3]) @ w[0, 0]).reshape(*x.shape[:3], -1)
     if groups == 1 and stride == 1 and padding == "SAME" and size % 2:
         return _conv(x, w, size // 2)
-    # Exactly the pixels that are seen: zeros around them, and what lies behind the last place is cut off.
+    # Pad or cut x to the pixels that the kernel sees.
     places = [-(-n // stride) if padding == "SAME" else (n - size) // stride + 1 for n in x.shape[1:3]]
     reach = [(places - 1) * stride + size for places in places]
     before = [max(reach - n, 0) // 2 if padding == "SAME" else 0 for reach, n in zip(reach, x.shape[1:3], strict=True)]
@@ -45,7 +42,7 @@ def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options
 
 
 def _pad(x, before, sizes, inner=0):
-    """Zeros before, between and after the rows and columns, or fewer of them, so that there are `sizes`."""
+    """Pads rows and columns with `before` zeros in front, `inner` between, and behind up to `sizes` (or cuts them)."""
     config = [
         (low, size - low - n - (n - 1) * inner, inner) for low, size, n in zip(before, sizes, x.shape[1:3], strict=True)
     ]
@@ -53,9 +50,8 @@ def _pad(x, before, sizes, inner=0):
 
 
 def _blocks(x, w, stride):
-    """A convolution with a stride, VALID, as one of blocks of pixels without."""
-    whole = -(-len(w) // stride) * stride  # the kernel, filled up with zeros
-    more = whole - len(w)
+    """A strided VALID convolution as one of stride 1 over blocks of pixels; zeros pad the kernel to whole blocks."""
+    more = -len(w) % stride
     x = _pad(x, (0, 0), [n + more for n in x.shape[1:3]])
     w = jnp.pad(w, ((0, more), (0, more), (0, 0), (0, 0)))
     return _conv(_space_to_depth(x, stride), _space_to_depth(w[None], stride)[0], 0)
@@ -63,23 +59,19 @@ def _blocks(x, w, stride):
 
 @partial(custom_vjp, nondiff_argnums=(2,))
 def _strided(x, w, stride):
-    """The same where stride and kernel do not fit: forward it is fast as it is, only its gradients take the blocks."""
+    """The same where the stride does not divide the kernel's size: only its gradients take the blocks."""
     return _plain_conv(x, w, 0, (stride, stride))
-
-
-def _strided_forward(x, w, stride):
-    return _strided(x, w, stride), (x, w)
 
 
 def _strided_backward(stride, saved, g):
     return jax.vjp(partial(_blocks, stride=stride), *saved)[1](g)
 
 
-_strided.defvjp(_strided_forward, _strided_backward)
+_strided.defvjp(lambda x, w, stride: (_strided(x, w, stride), (x, w)), _strided_backward)
 
 
 def _seen(x, i, j, places, stride):
-    """What pixel (i, j) of a kernel sees at each of its places [rows, columns]."""
+    """The pixels under element (i, j) of a kernel at each of its places [rows, columns]."""
     rows, columns = ((n - 1) * stride + 1 for n in places)
     return x[:, i : i + rows : stride, j : j + columns : stride]
 
@@ -91,12 +83,8 @@ def _filter(x, w, stride):
 
 @partial(custom_vjp, nondiff_argnums=(2,))
 def _depthwise(x, w, stride):
-    """One filter a channel, VALID, as a sum over the kernel's pixels: XLA makes one loop of it."""
+    """A VALID depthwise convolution as a sum over the kernel's elements, which XLA fuses to one loop."""
     return _filter(x, w, stride)
-
-
-def _depthwise_forward(x, w, stride):
-    return _filter(x, w, stride), (x, w)
 
 
 def _depthwise_backward(stride, saved, g):
@@ -113,11 +101,11 @@ def _depthwise_backward(stride, saved, g):
     return dx, jnp.array(pixels)[:, :, None]
 
 
-_depthwise.defvjp(_depthwise_forward, _depthwise_backward)
+_depthwise.defvjp(lambda x, w, stride: (_filter(x, w, stride), (x, w)), _depthwise_backward)
 
 
 def _space_to_depth(x, block):
-    """[B, H, W, C, ...] to [B, H / block, W / block, block * block * C, ...]: a stride becomes channels."""
+    """[B, H, W, C, ...] to [B, H / block, W / block, block * block * C, ...]."""
     if block == 1:
         return x
     batch, height, width, channels, *rest = x.shape
@@ -132,10 +120,8 @@ def _plain_conv(x, w, pad, strides=(1, 1)):
 
 
 def _grouped_conv(x, w, pad):
-    """XLA is slow with few channels: here `group` neighbouring pixels of a row are computed as channels of one.
-
-    The kernel is repeated, one column further each time, and strides by `group`: same numbers, same memory order.
-    """
+    """Computes `group` neighbouring pixels of a row as channels of one, since XLA is slow with few channels: the kernel
+    is repeated, shifted by a column each time, and strides by `group`."""
     size, _, inputs, outputs = w.shape
     height, width = (n + 2 * pad - size + 1 for n in x.shape[1:3])
     group = 1 if inputs * outputs > 256 else 4 if inputs <= 4 else 2
@@ -151,19 +137,15 @@ def _conv(x, w, pad):
     return _grouped_conv(x, w, pad)
 
 
-def _conv_forward(x, w, pad):
-    return _grouped_conv(x, w, pad), (x, w)
-
-
 def _conv_backward(pad, saved, g):
     x, w = saved
     dx = _grouped_conv(g, w[::-1, ::-1].swapaxes(2, 3), len(w) - 1 - pad)
-    # Samples and channels change places: the gradient is the kernel-sized convolution of x with g.
+    # The kernel's gradient is the convolution of x with g, samples and channels swapped.
     dw = _plain_conv(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3), pad)
     return dx, dw.transpose(1, 2, 0, 3)
 
 
-_conv.defvjp(_conv_forward, _conv_backward)
+_conv.defvjp(lambda x, w, pad: (_grouped_conv(x, w, pad), (x, w)), _conv_backward)
 
 
 def avg_pool(x: jax.Array) -> jax.Array:
@@ -173,7 +155,7 @@ def avg_pool(x: jax.Array) -> jax.Array:
 
 
 def _windows(x, axis):
-    """The three members of each window along `axis`: x[0::2], x[1::2], x[2::2] (padded with -inf)."""
+    """The three elements of each window along `axis`: x[0::2], x[1::2], x[2::2] (padded with -inf)."""
     pairs = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
     first, second = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     pad = jnp.full_like(lax.slice_in_dim(first, 0, 1, axis=axis), -jnp.inf)
@@ -181,7 +163,7 @@ def _windows(x, axis):
 
 
 def _max(x, axis):
-    """The maximum of each window, and which of its members that is (0, 1 or 2; the first of equals, as XLA's own)."""
+    """The maximum of each window and its index, uint8 (0, 1 or 2; the first of equals, as XLA's own)."""
     first, second, third = _windows(x, axis)
     y = jnp.maximum(jnp.maximum(first, second), third)
     return y, jnp.where(first == y, jnp.uint8(0), jnp.where(second == y, jnp.uint8(1), jnp.uint8(2)))
@@ -204,7 +186,7 @@ def max_pool(x: jax.Array) -> jax.Array:
 def _max_pool_forward(x):
     rows, row_winner = _max(x, 2)
     y, winner = _max(rows, 1)
-    return y, (row_winner, winner)  # bytes: a ninth of the memory that x, rows and y would take
+    return y, (row_winner, winner)  # bytes: a ninth of the memory of x, rows and y
 
 
 def _max_pool_backward(saved, g):

@@ -1,7 +1,6 @@
-"""Functions with gradients of their own that can be differentiated forward, too: JAX has either for a function.
+"""`jax.custom_vjp` that `jax.jvp` can differentiate too, within `forward_mode`; JAX's own allows only one of them.
 
-cpu.py and gpu.py write gradients, which `jax.grad` takes. `jax.jvp` needs none of them: within `forward_mode` it sees
-the functions as they are.
+cpu.py, gpu.py and networks.py write gradients of their own, which `jax.jvp` does not need.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from functools import wraps
 
 import jax
 
-_forward = jax.make_user_context(False)  # of a thread, and part of what JAX finds its compiled programs by
+_forward = jax.make_user_context(False)  # of a thread, and part of the key of JAX's cache of compiled programs
 
 
 def forward_mode():
@@ -18,7 +17,7 @@ def forward_mode():
 
 
 def custom_vjp(function: Callable, nondiff_argnums: Sequence[int] = ()) -> Callable:
-    """`jax.custom_vjp`, but for what is traced in `forward_mode`."""
+    """`jax.custom_vjp`, without effect in `forward_mode`."""
     with_gradient = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
 
     @wraps(function)

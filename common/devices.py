@@ -1,10 +1,10 @@
 """The devices of a run: one mesh axis over them, PartitionSpecs, collectives, gradients of per-sample losses.
 
 The mesh has one axis, "device": the cores of a CPU, the GPUs of a host, the hosts of a job. Each device keeps the
-frames of its own environments and learns from them; only sums cross (`psum`), of gradients, moments and counts.
-Parameters are replicated. How a game is played does not depend on the device that it is on.
+frames of its own environments and learns from them; only sums of gradients, moments and counts cross (`psum`).
+Parameters are replicated. How an environment is played does not depend on its device.
 
-XLA runs most convolutions on one core of a CPU. So each core is a device, and takes a few samples at a time, whose
+XLA runs most convolutions on one core of a CPU. So each core is a device, and processes a few samples at a time, whose
 activations stay in its cache.
 """
 
@@ -26,11 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 CHUNK_SIZE = 8  # frames
 
-# PartitionSpecs: the same on every device; each device has its own environments, [N, ...] or [T, N, ...].
-REPLICATED, ENV_SHARDED, TIME_ENV_SHARDED = P(), P("device"), P(None, "device")
-
-# Compiler options for programs that run once: optimising them takes longer than running them as they are.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
+REPLICATED, ENV_SHARDED, TIME_ENV_SHARDED = P(), P("device"), P(None, "device")  # the latter of [N, ...], [T, N, ...]
+UNOPTIMISED = {"xla_backend_optimization_level": 0}  # compiler options for programs that run once
 
 
 def on_cpu() -> bool:
@@ -39,10 +36,10 @@ def on_cpu() -> bool:
 
 
 def use_every_core() -> None:
-    """Makes each core (up to 8, a power of two) a JAX device; without effect once JAX has started."""
+    """Makes each core (up to 8, a power of two) a JAX device; no effect once JAX has started."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_cpu_collective_call" not in flags:  # a core may wait long for one that another program slows down
+    if "xla_cpu_collective_call" not in flags:  # a core may wait long for one that other programs use
         os.environ["XLA_FLAGS"] = (
             f"{flags} --xla_cpu_collective_call_terminate_timeout_seconds=3600"
             " --xla_cpu_collective_call_warn_stuck_timeout_seconds=600"
@@ -56,14 +53,14 @@ def use_every_core() -> None:
 
 
 def learner_devices(args: Any, host: int | None = None) -> list[jax.Device]:
-    """The devices of a host, by default this one, that may learn: all but the last `args.actor_devices`."""
+    """The devices of a host (default: this one) that may learn: all but the last `args.actor_devices`."""
     host = jax.process_index() if host is None else host
     every = [device for device in jax.devices() if device.process_index == host]
     return every[: max(0, len(every) - getattr(args, "actor_devices", 0))]
 
 
 def actor_devices(args: Any, num_actors: int) -> list[jax.Device]:
-    """A device of this host for each actor, in turns: the last `args.actor_devices`, or those that learn."""
+    """A device of this host for each actor, round robin: the last `args.actor_devices`, or else those that learn."""
     if args.actor_devices:
         every = jax.local_devices()[-args.actor_devices :]
     else:
@@ -72,37 +69,37 @@ def actor_devices(args: Any, num_actors: int) -> list[jax.Device]:
 
 
 def num_learner_devices(args: Any) -> int:
-    """How many devices of each host learn: `args.num_devices`, or as many as divide all of `args.sharded_sizes()`."""
+    """The number of learner devices per host: `args.num_devices`, or as many as divide all `args.sharded_sizes()`."""
     return args.num_devices or max(valid_device_counts(args, math.gcd(*args.sharded_sizes().values())), default=1)
 
 
 def valid_device_counts(args: Any, size: int) -> list[int]:
-    """The numbers of devices per host among which `size` environments or samples can be divided evenly."""
+    """The numbers of devices per host that divide `size` environments or samples evenly."""
     most = len(learner_devices(args))
     return [n for n in range(1, most + 1) if size % (n * jax.process_count()) == 0]
 
 
 def make_mesh(args: Any) -> Mesh:
-    """The mesh of the devices that learn, host by host; `mesh.local_mesh` has those of this host."""
+    """The mesh of all learner devices, host by host; `mesh.local_mesh` has this host's."""
     count = num_learner_devices(args)
     every = [device for host in range(jax.process_count()) for device in learner_devices(args, host)[:count]]
     return Mesh(np.array(every), "device")
 
 
 def local_env_ids(args: Any) -> np.ndarray:
-    """The ids int32 [n] of the environments that this host plays, of `args.num_envs` in all."""
+    """The ids int32 [n] of this host's environments, of `args.num_envs` in all."""
     count = args.num_envs // jax.process_count()
     return np.arange(count, dtype=np.int32) + jax.process_index() * count
 
 
 def round_to_devices(mesh: Mesh, num_envs: int) -> int:
-    """`num_envs` rounded down to a multiple of this host's devices, and at least one for each."""
+    """`num_envs` rounded down to a multiple of this host's devices, at least one for each."""
     each = mesh.local_mesh.size
     return each * max(num_envs // each, 1)
 
 
 def partition_specs(kind: Callable, **specs: Any) -> Any:
-    """A NamedTuple of PartitionSpecs: those given, and REPLICATED for all other fields."""
+    """A NamedTuple `kind` of PartitionSpecs: those given, and REPLICATED for all other fields."""
     return kind(**dict.fromkeys(kind._fields, REPLICATED) | specs)
 
 
@@ -112,16 +109,16 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
 
 
 def to_device(mesh: Mesh, tree: Any) -> Any:
-    """Puts a pytree of arrays [N, ...] on the mesh for the jitted function that is called next. With one device they
-    stay on the host: the call itself transfers them, which saves .4 ms of a step's 1.7 (H100, 64 environments)."""
+    """Shards a pytree of arrays [N, ...] over the mesh. With one device they stay on the host: the jitted function that
+    takes them transfers them, which saves 0.4 ms of a step's 1.7 (H100, 64 environments)."""
     return jax.device_put(tree, NamedSharding(mesh, ENV_SHARDED)) if mesh.size > 1 else tree
 
 
-# WITHIN shard_map. All of these also work outside of it, on one device.
+# WITHIN shard_map, and outside of it on one device
 
 
 def axis_size() -> int:
-    """The number of devices that run what is traced: 1 outside of `jax.shard_map`."""
+    """The size of the mesh axis, 1 outside of `jax.shard_map`."""
     try:
         return lax.axis_size("device")
     except NameError:
@@ -144,7 +141,7 @@ def fold_in_axis_index(key: jax.Array) -> jax.Array:
 
 
 def fold_in_ids(key: jax.Array, ids: jax.Array) -> jax.Array:
-    """A key for each id int32 [N], such as an environment's: uint32 [N, 2], the same on whichever device."""
+    """A key uint32 [N, 2] for each id int32 [N], such as an environment's, on any device the same."""
     return jax.vmap(partial(jax.random.fold_in, key))(ids)
 
 
@@ -152,10 +149,8 @@ def fold_in_ids(key: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def map_in_chunks(function: Callable, x):
-    """`function(x)` of arrays [B, ...] -> arrays [B, ...]; on a CPU a few samples at a time, as its gradient too.
-
-    For use inside a loss, or where one thread has one core.
-    """
+    """`function(x)` of arrays [B, ...] -> arrays [B, ...]; on a CPU a few samples at a time, its gradient too. For use
+    inside a loss, or where one thread has one core."""
     size = len(jax.tree.leaves(x)[0])
     if not on_cpu() or size <= CHUNK_SIZE:
         return function(x)
@@ -165,30 +160,28 @@ def map_in_chunks(function: Callable, x):
 
 
 def _saveable(primitive, *_, **__) -> bool:
-    """Which of a chunk's intermediate results the gradient keeps: not those that are only scaled or rearranged, such as
-    a frame's pixels. By then they have left the cache, and are computed sooner than fetched from memory."""
-    moves = "convert_element_type", "sub", "div", "broadcast_in_dim", "pad", "reshape", "transpose"
-    return primitive.name not in moves
+    """Whether the gradient keeps a chunk's intermediate result: not if it is only scaled or rearranged, such as a
+    frame's pixels, which are computed sooner than fetched from memory."""
+    cheap = "convert_element_type", "sub", "div", "broadcast_in_dim", "pad", "reshape", "transpose"
+    return primitive.name not in cheap
 
 
 def gradient(loss: Callable, params, batch, weight: jax.Array, *, in_chunks: bool = True) -> tuple[Any, dict, dict]:
     """The gradient of the weighted mean of a loss that returns its terms *per sample*, as every loss here does.
 
-    `loss` is called on the whole batch on an accelerator, but on a few samples at a time on each core of a CPU. So it
-    must not look across samples: the terms of one sample depend on that sample alone. Weighting, summing, and averaging
-    over devices happen here.
+    A sample's terms must depend on that sample alone: `loss` is called on the whole batch on an accelerator, but on a
+    few samples at a time on each core of a CPU. Weighting, summing and averaging over devices happen here.
 
     Args:
       loss: loss(params, batch) -> dict of float32 [B, S]; the term "loss" is minimised, the others are logged.
       params: a pytree of arrays.
       batch: a pytree of arrays [B, ...]: B sequences of S steps (S = 1: single transitions).
-      weight: float32 or bool [B, S] (or [B], and so the terms): each sample's weight, 0 to leave it out. It is divided
-        by its sum over all devices, where that is 1 or more.
-      in_chunks: False for all samples at once on a CPU too, where they are a few numbers and no frames.
+      weight: float32 or bool [B, S] (or [B], then the terms too), 0 to leave a sample out; divided by its sum over all
+        devices, if that is 1 or more.
+      in_chunks: False for all samples at once on a CPU too, if they are small, without frames.
 
     Returns the gradient of the weighted mean of "loss", the weighted means float32 [] of all terms, and the terms.
-
-    Raises ValueError if `loss` returns anything but terms per sample. Shapes do not show a mean within an expression.
+    Raises ValueError if `loss` does not return terms per sample; a mean within an expression goes unnoticed.
     """
     weight = weight / jnp.maximum(psum(weight.sum()), 1)
 
@@ -217,7 +210,7 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, in_chunks: boo
 
 
 def _per_sample(terms, shape: tuple[int, ...]) -> dict:
-    """The terms that a loss returned; raises ValueError if they are not per sample."""
+    """Checks the terms that a loss returned; raises ValueError if they are not per sample."""
     must = f"a loss returns a dict of terms per sample, here float32 {list(shape)}, one of them 'loss'"
     if not isinstance(terms, dict) or "loss" not in terms:
         got = f"a dict of {', '.join(terms)}" if isinstance(terms, dict) else f"{type(terms).__name__}"
@@ -236,8 +229,7 @@ def _split(tree, size: int):
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
 
 
-# SMALL PARTS OF AN UPDATE
-# On a GPU what counts is the number of kernels launched, each of which takes longer than working through an array.
+# SMALL PARTS OF AN UPDATE, where a GPU's time is that of launching kernels
 
 
 def global_norm(tree) -> jax.Array:
@@ -246,7 +238,7 @@ def global_norm(tree) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` (0: none), with `global_norm`, so that a norm that is logged too is computed once."""
+    """`optax.clip_by_global_norm` (0: none), with `global_norm`, so that one computation serves logging too."""
     if not max_norm:
         return optax.identity()
     if on_cpu():
@@ -260,17 +252,17 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def cond(condition: jax.Array, true_function: Callable, false_function: Callable, *arrays):
-    """`lax.cond`. On a GPU both branches are computed: a branch would wait for the host and copy what it keeps."""
+    """`lax.cond`, but a GPU computes both branches: branching would wait for the host and copy what is kept."""
     if on_cpu():
         return lax.cond(condition, true_function, false_function, *arrays)
     return jax.tree.map(partial(jnp.where, condition), true_function(*arrays), false_function(*arrays))
 
 
 def optimization_barrier(tree):
-    """`lax.optimization_barrier` on a CPU, where XLA may compute an array of millions again in each of its uses."""
+    """`lax.optimization_barrier` on a CPU, where XLA may compute a large array anew for each use."""
     return lax.optimization_barrier(tree) if on_cpu() else tree
 
 
 def scan_unroll() -> int:
-    """`unroll` of a scan over the steps of a rollout, each a few numbers per environment. A CPU is faster with 1."""
+    """`unroll` for a cheap scan over the steps of a rollout. A CPU is faster with 1."""
     return 1 if on_cpu() else 32

@@ -51,7 +51,6 @@ class DoorArgs:
     """episodes per evaluation, always of the same doors, with mean actions; the best parameters are kept"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         turns = any(doorgym.TASKS[task].turns for task in task_names(self))
         check_needs(self, turns, "a lever or a round knob in --tasks", ("hardness",))
         for task in task_names(self):

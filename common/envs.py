@@ -124,7 +124,6 @@ class GameArgs:
         return frame_stack_offsets(self.frame_stack, self.gap_stack)
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         check(
             self.start_level + self.num_levels < MAX_SEED,
             f"--num-levels {self.num_levels} --start-level {self.start_level}: no level is left above the training "

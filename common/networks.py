@@ -66,7 +66,6 @@ class EncoderArgs:
     """dtype of the encoder's computation; auto is bfloat16 on an accelerator and float32 on a CPU"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         name = self.encoder.partition(":")[0]
         check(
             self.encoder in CHANNELS or self.encoder.startswith("xresnet:"),

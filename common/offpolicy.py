@@ -58,7 +58,6 @@ class OffPolicyArgs(actors.FleetArgs):
     """discount factor"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         games, unroll = self.num_envs, self.n_step + self.num_steps
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
         least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks

@@ -21,7 +21,6 @@ class NormalizeArgs:
     """discount of that return; 0 for gamma (Baselines always uses 0.99)"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         check_needs(self, self.normalize_rewards, "--normalize-rewards", ("normalize_gamma",))
 
 

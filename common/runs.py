@@ -94,7 +94,6 @@ class RunArgs:
     """W&B entity (team or user); empty for your default"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
         check(self.run_dir != "", "--run-dir '': give a folder")
 
     def sharded_sizes(self) -> dict[str, int]:
