@@ -1,4 +1,4 @@
-"""DoorGym tasks: flags for a series of them, and episodes of many parallel doors."""
+"""DoorGym: flags for a series of tasks, and episodes of many parallel doors."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -15,13 +15,8 @@ from common.flags import NonNegativeInt, check_needs
 
 # The tasks of Schoepf et al. 2022, by number.
 TASKS = (
-    "Pull-Right-Pull",
-    "Pull-Left-Pull",
-    "Lever-Right-Pull",
-    "Lever-Left-Pull",
-    "Lever-Right-Push",
-    "Lever-Left-Push",
-)
+    "Pull-Right-Pull", "Pull-Left-Pull", "Lever-Right-Pull", "Lever-Left-Pull", "Lever-Right-Push", "Lever-Left-Push",
+)  # fmt: skip
 MAX_TASKS = len(TASKS)  # in a series
 ACTION_REPEAT, DECISIONS = 4, 128  # an episode has 128 decisions of 80 ms: 10.24 seconds
 MAX_DOORS = 20_000  # of a task; each is compiled
@@ -76,7 +71,7 @@ def task_names(args: DoorArgs) -> tuple[str, ...]:
 def make_doors(
     args: DoorArgs, task: str, num_envs: int, *, seed: int, num_worlds: int, in_turn: bool = False
 ) -> doorgym.DoorVectorEnv:
-    """Makes `num_envs` doors of a task, with episodes of DECISIONS steps, without autoreset."""
+    """Makes `num_envs` doors of a task, with episodes of DECISIONS steps and no autoreset."""
     return doorgym.make_vec(
         task, num_envs, seed, args.num_threads,
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,

@@ -1,4 +1,4 @@
-"""Files: read with one sentence about what is wrong, written whole or not at all, held by one process."""
+"""Files: read with one sentence on what is wrong, written atomically, locked by one process."""
 
 import contextlib
 import csv
@@ -28,13 +28,13 @@ class FailedError(RuntimeError):
     """What was asked for could not be done: one sentence."""
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its kind, where it says nothing."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
-
 class FullError(FailedError):
-    """A disk is full: one sentence about what could not be written, and where."""
+    """A disk is full: one sentence on what could not be written, and where."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; without one, its repr."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def check(condition: bool, sentence: str) -> None:
@@ -47,11 +47,10 @@ def check(condition: bool, sentence: str) -> None:
 
 
 def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
-    """A file's content, of the type `kind` as pydantic reads it, strictly: "1" is no number, 1 no text.
+    """Reads a JSON (.json), CSV (.csv: a list of dicts of text) or YAML file of the type `kind`, as pydantic validates
+    it strictly: "1" is no number, 1 no text. Executes nothing in it.
 
-    JSON and CSV are known by their ending, all else is YAML; CSV is a list of rows, each a dict of text. Nothing
-    in the file is executed. Raises UsageError, naming `flag` and what would be `valid`, if the file cannot be read, is
-    of another form, or is of another type.
+    Raises UsageError, naming `flag` and what would be `valid`, if the file cannot be read or is of another type.
     """
     from pydantic import TypeAdapter, ValidationError  # late: not every run reads one
 
@@ -74,7 +73,7 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg'].removeprefix('Value error, ')}"
         why += f", it is {reprlib.repr(first['input'])}" if first["type"] != "missing" else ""
-    except Exception as error:  # YAML raises more kinds than its own: its dates and numbers are Python's
+    except Exception as error:  # YAML raises Python's errors too, for dates and numbers
         why = str(error)
     raise UsageError(f"{flag} {path}: {' '.join(why.split())[:300]}; {valid}") from None
 
@@ -83,7 +82,7 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
 
 
 def make_folder(path: Path, flag: str, advice: str = "give another folder") -> None:
-    """Makes a folder, unless it is there; raises UsageError, naming `flag`, if nothing can be written in it."""
+    """Makes a folder if it is missing; raises UsageError, naming `flag`, if it cannot be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -94,31 +93,28 @@ def make_folder(path: Path, flag: str, advice: str = "give another folder") -> N
 
 
 def make_room(path: Path, flag: str) -> None:
-    """Makes the folder that a file is to be in; raises UsageError, naming `flag`, if the file cannot be written."""
+    """Makes the parent folder of a file; raises UsageError, naming `flag`, if the file cannot be written."""
     if os.path.isdir(path) or not path.name:
         raise UsageError(f"{flag} {path}: is a folder; give the name of a file")
     make_folder(path.parent, flag)
 
 
-_homeless = functools.cache(tempfile.mkdtemp)  # one for this process alone
+_make_home = functools.cache(tempfile.mkdtemp)
 
 
 def own_folder() -> Path:
-    """This user's folder on this machine, for what is of use to all runs."""
+    """This user's cache folder, for what all runs share."""
     try:
         home = Path.home()
-    except RuntimeError:  # a user without one, as in some containers
-        home = Path(_homeless())
+    except RuntimeError:  # a user without one, as in some containers: one for this process
+        home = Path(_make_home())
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "jax-rl-scripts")
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Gives a temporary name to write a file under, which then gets its own: it is there whole or not at all, also
-    after a power cut.
-
-    Raises FullError where the disk is full.
-    """
+    """Yields a temporary path to write, then renames it to `path`, which is whole or missing even after a power cut.
+    Raises FullError if the disk is full."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,30 +131,27 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file whole or not at all."""
+    """Writes a JSON file atomically."""
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-SQLITE_FULL = "database or disk is full"
-
-
 def full_disk(error: BaseException | None, path: Path | None = None) -> FullError | None:
-    """The one sentence for an error of a full disk, from Python or from a library that has it in words; None for any
-    other error. `path` is what was being written, where the error does not have it."""
+    """The FullError for an error of a full disk, from Python or in a library's words; None for any other error. `path`
+    is what was being written, if the error does not name it."""
     if error is None or isinstance(error, FullError):
         return error
-    chain = [error]
-    while cause := chain[-1].__cause__:
-        chain.append(cause)
-    words = " ".join(map(str, chain))
-    known = [SQLITE_FULL, *map(os.strerror, FULL), *(errno.errorcode[number] for number in FULL)]
-    number = getattr(error, "errno", None)
-    if number not in FULL and not any(word in words for word in known):
+    told = errno.errorcode.get(getattr(error, "errno", None), "")
+    cause = error
+    while cause:
+        told, cause = f"{told} {cause}", cause.__cause__
+    reasons = {"database or disk is full": "the disk is full"}  # SQLite's words
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
+        reasons |= {os.strerror(number): reason, errno.errorcode[number]: reason}
+    why = next((reason for words, reason in reasons.items() if words in told), None)
+    if why is None:
         return None
-    why = next((word for word in known if word in words), os.strerror(number or errno.ENOSPC))
-    why = "the disk is full" if why in ("ENOSPC", os.strerror(errno.ENOSPC), SQLITE_FULL) else why
     path = path or Path(getattr(error, "filename", None) or ".").absolute()
     there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(there).free / 2**20
@@ -166,8 +159,7 @@ def full_disk(error: BaseException | None, path: Path | None = None) -> FullErro
 
 
 def quarantine(path: Path, folder: Path, *, copy: bool = False) -> Path:
-    """Moves something that cannot be read into a folder, or copies a file, under a name that is free there; returns
-    where it is now."""
+    """Moves what cannot be read (or copies a file) into a folder, under a free name; returns its new path."""
     folder.mkdir(exist_ok=True)
     names = (folder / (f"{path.name}.{i}" if i else path.name) for i in itertools.count())
     free = next(name for name in names if not os.path.lexists(name))
@@ -178,15 +170,15 @@ def quarantine(path: Path, folder: Path, *, copy: bool = False) -> Path:
     return free
 
 
-# HOLDING
+# LOCKING
 
 
 def lock_run(folder: Path, wait: bool = False) -> TextIO | None:
-    """Locks a folder, by the file `lock` in it; None if somebody else has it, unless we `wait`.
+    """Locks a folder by the file `lock` in it, which names the process; None if another has it, unless we `wait`.
 
-    The kernel lets the lock go when what is returned is closed in every process that inherited it, or when they are
-    dead: however they died. Who has it is written in the file, for `holder`. On NFS it holds between machines, unless
-    it is mounted with `nolock` or `local_lock`; where a file system has no locks at all, it is said and nothing held.
+    The kernel releases the lock when the returned file is closed in all processes that inherited it, or they are dead.
+    On NFS it holds between machines, unless mounted with `nolock` or `local_lock`; a file system without locks is
+    reported, and nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / "lock").open("a+")
@@ -200,7 +192,7 @@ def lock_run(folder: Path, wait: bool = False) -> TextIO | None:
         print(sentence, file=sys.stderr, flush=True)
     try:
         lock.truncate(0)
-        # Not buffered, so that close() has nothing left to write.
+        # Unbuffered, so that close() has nothing left to write.
         os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
     except BaseException:
         lock.close()
@@ -209,5 +201,5 @@ def lock_run(folder: Path, wait: bool = False) -> TextIO | None:
 
 
 def holder(folder: Path) -> str:
-    """Who holds a folder that could not be taken, in words."""
+    """The process that has locked a folder, in words."""
     return (folder / "lock").read_text() or "another process"

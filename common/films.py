@@ -1,4 +1,4 @@
-"""Films and pictures of what an agent does."""
+"""Videos and pictures of an agent's episodes."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -13,8 +13,8 @@ MOMENTS = 8  # in each row of a film strip
 
 
 def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.ndarray:
-    """Moments of a film uint8 [T, H, W, 3], evenly spaced from the first to the last of each scene: a picture uint8
-    [scenes * H, moments * W, 3], a row each."""
+    """A picture uint8 [scenes * H, moments * W, 3] of a film uint8 [T, H, W, 3]: a row of evenly spaced frames, the
+    first and the last included, for each of its scenes, which are of equal length."""
     rows = []
     for scene in np.array_split(frames, scenes):
         chosen = scene[np.linspace(0, len(scene) - 1, moments).round().astype(int)]
@@ -23,8 +23,8 @@ def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.nd
 
 
 def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> Iterator[np.ndarray]:
-    """Films uint8 [T, H, W, 3] beside each other, of `size` pixels and under their names, frame after frame, uint8; a
-    film that ends early stays on its last frame."""
+    """Yields frames uint8 of films [T, H, W, 3] side by side, scaled to `size` pixels, under their names; a film that
+    ends early stays on its last frame."""
     from PIL import Image, ImageDraw, ImageFont
 
     band = 32
@@ -39,7 +39,7 @@ def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> Iterator[np.n
 
 
 def write_picture(path: Path, picture: np.ndarray) -> None:
-    """Writes uint8 [H, W, 3] as png, under a temporary name first."""
+    """Writes a picture uint8 [H, W, 3] as png, atomically."""
     from PIL import Image
 
     with files.atomic_write(path) as temporary:
@@ -47,13 +47,12 @@ def write_picture(path: Path, picture: np.ndarray) -> None:
 
 
 def write_video(path: Path, frames: Iterable[np.ndarray], fps: float = 15) -> None:
-    """Writes uint8 frames [H, W, 3] as mp4, enlarged to some 400 pixels, under a temporary name first."""
+    """Writes frames uint8 [H, W, 3] as mp4, enlarged to some 400 pixels, atomically."""
     import av
 
     frames = iter(frames)
     first = next(frames)
     scale = round(400 / len(first))
-
     with files.atomic_write(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "18"})
         stream.height, stream.width = (scale * size for size in first.shape[:2])

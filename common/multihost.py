@@ -1,6 +1,5 @@
-"""What only a run of several hosts needs: joining them, and moving pytrees between one host and all.
-
-Everything here also works on a single host, where it moves nothing between processes.
+"""Runs of several hosts: joining them, and moving pytrees between one host and all. On a single host nothing here
+moves data between processes.
 """
 
 import os
@@ -16,12 +15,12 @@ from common.devices import REPLICATED
 
 
 def initialize() -> None:
-    """Joins the hosts of a job, before JAX starts: those of SLURM or another cluster that JAX knows, or those that
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name. Raises RuntimeError or ValueError."""
+    """Joins the hosts of a job, before JAX starts, as SLURM (or another cluster that JAX knows) or the variables
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name them. Raises RuntimeError or ValueError."""
     numbers = (os.environ.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
     processes, process = (int(number) if number else None for number in numbers)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run answers
-    # Under SLURM and Open MPI JAX would give each process one GPU; here a host is one process with all of its GPUs.
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run handles
+    # Under SLURM and Open MPI JAX would give each process one GPU; here a host is one process with all its GPUs.
     local_device_ids = None if os.environ.get("JAX_LOCAL_DEVICE_IDS") else []
     jax.distributed.initialize(
         num_processes=processes, process_id=process, local_device_ids=local_device_ids, heartbeat_timeout_seconds=30
@@ -29,7 +28,7 @@ def initialize() -> None:
 
 
 def host_to_global(mesh: Mesh, tree: Any, specs: Any) -> Any:
-    """Global arrays from each host's arrays of its own environments, which stay on this host's devices."""
+    """Global arrays from each host's arrays of its own environments, which stay on its devices."""
     tree = jax.device_put(tree, devices.shardings(mesh.local_mesh, specs))
     if jax.process_count() == 1:
         return tree
@@ -44,7 +43,7 @@ def local_replica(mesh: Mesh, tree: Any) -> Any:
 
 
 def distribute(mesh: Mesh, tree: Any, specs: Any) -> Any:
-    """Shards a pytree that every host has whole, with the arrays of all environments, over the devices of all hosts."""
+    """Shards a pytree that every host has whole over the devices of all hosts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, devices.shardings(mesh, specs))
 
@@ -55,7 +54,7 @@ def distribute(mesh: Mesh, tree: Any, specs: Any) -> Any:
 
 
 def gather(tree: Any) -> Any:
-    """A pytree of global arrays as whole NumPy arrays on every host."""
+    """Gathers a pytree of global arrays as whole NumPy arrays on every host."""
 
     def whole(x):
         local = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
@@ -70,7 +69,7 @@ def gather_per_host(tree: Any) -> dict[str, Any]:
     if jax.process_count() == 1:
         return {"0": tree}
 
-    def gather_bytes(x):  # as bytes, since JAX would round 64 bits to 32
+    def gather_bytes(x):  # bytes, since JAX would round 64 bits to 32
         x = np.asarray(x)
         rows = multihost_utils.process_allgather(np.frombuffer(x.tobytes(), np.uint8))
         return [np.frombuffer(row.tobytes(), x.dtype).reshape(x.shape) for row in rows]
