@@ -1,8 +1,7 @@
-"""What Ape-X and SAC share: actors that fill a replay buffer, and when and how it is learnt from.
+"""Shared by Ape-X and SAC: actors that fill a replay buffer, and the loop over updates from it.
 
-A script has the network, `act` and `train_step`. Between them are an actor's rollout, its insertion into the buffer,
-and the loop over updates. The buffer is on the mesh, each device with the part of its own environments, or in the
-host's memory.
+A script has the network, `act` and `train_step`. The buffer is sharded over the mesh by environment, or in the host's
+memory.
 """
 
 import os
@@ -30,7 +29,7 @@ from common.rewards import shape_and_clip
 class OffPolicyArgs(actors.FleetArgs):
     """Actors, the replay buffer, and how often to learn from it."""
 
-    # What is in the replay buffer came of these, and when learning starts.
+    # The replay buffer's content depends on these.
     FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
 
     num_steps: PositiveInt = 16
@@ -76,7 +75,7 @@ class OffPolicyArgs(actors.FleetArgs):
         runs.check_needs(self, self.per_alpha, "--per-alpha", ("per_beta",))
 
     def sharded_sizes(self) -> dict[str, int]:
-        """What the devices divide between them."""
+        """As `runs.RunArgs.sharded_sizes`."""
         games = self.num_envs // self.num_actors
         return {"an actor's games, --num-envs / --num-actors": games, "--batch-size": self.batch_size}
 
@@ -90,7 +89,7 @@ class Rollout(NamedTuple):
     frames: envs.Frames  # of T steps
     actions: jax.Array  # int32 [T, n]
     action_value: jax.Array  # float32 [T, n]: of that action
-    state_value: jax.Array  # float32 [T, n]: of that state, as the learner would bootstrap from it
+    state_value: jax.Array  # float32 [T, n]: of the state, as the learner would bootstrap from it
     env_state: envs.EnvState  # of the newest step; its history is set at the end
     key: jax.Array
     t: jax.Array  # int32 []
@@ -123,8 +122,8 @@ def begin_rollout(args: Any, env_state: envs.EnvState, i: int) -> Rollout:
 def record_step(
     args: Any, rollout: Rollout, episode_step: jax.Array, actions: jax.Array, *, values, state_value, sticky_keys
 ) -> tuple[Rollout, jax.Array]:
-    """Records a step: the actions int32 [n] chosen by values float32 [n, 15], and state_value float32 [n]. Returns the
-    rollout and the actions that are played, with sticky ones in place of some."""
+    """Records actions int32 [n] chosen by values float32 [n, 15], and state_value float32 [n]; returns the rollout and
+    the actions to play, which sticky actions may replace."""
     t, env_state = rollout.t, rollout.env_state
     played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
@@ -138,12 +137,8 @@ def record_step(
 
 
 def make_collect(args: Any, agent: nn.Module, act: Callable) -> Callable:
-    """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState, which `actors.Fleet`
-    calls in an actor's thread: it plays the i-th rollout on the device of the parameters.
-
-    Args:
-      act: the script's act(args, agent, params, rollout, obs, episode_step) -> rollout, actions.
-    """
+    """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState for `actors.Fleet`, with
+    the script's act(args, agent, params, rollout, obs, episode_step) -> rollout, actions."""
     begin = jax.jit(partial(begin_rollout, args))
     step = jax.jit(partial(act, args, networks.acting_agent(agent)), donate_argnums=1)
 
@@ -164,7 +159,7 @@ def make_collect(args: Any, agent: nn.Module, act: Callable) -> Callable:
 
 
 def make_fleet(args: Any, agent: nn.Module, act: Callable) -> actors.Fleet:
-    """The actors of a script; for `act` see `make_collect`."""
+    """The actors of a script, with its `act` as for `make_collect`."""
     init_env_state = partial(envs.init_env_state, stack_offsets=args.stack_offsets)
     return actors.make_fleet(args, make_collect(args, agent, act), init_env_state)
 
@@ -184,8 +179,7 @@ def host_memory() -> jax.Device:
 
 
 def check_memory(args: Any, mesh: Mesh) -> None:
-    """Raises UsageError if the replay buffer is larger than the free memory of the devices that learn, or than the
-    host's memory."""
+    """Raises UsageError if the replay buffer exceeds the learner devices' free memory, or the host's memory."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(partial(init_replay, args))))
     stats = [device.memory_stats() for device in mesh.devices.flat]
     if args.replay_device == "device" and all(stats):  # a CPU has none
@@ -196,7 +190,7 @@ def check_memory(args: Any, mesh: Mesh) -> None:
 
 
 def load(args: Any, init_checkpoint: Callable[[], dict], run_dir: str) -> dict:
-    """Loads the newest checkpoint of a run as `runs.load`, with the replay buffer if it was saved."""
+    """`runs.load` with the replay buffer, if it was saved."""
     checkpoint = runs.load(init_checkpoint, run_dir)
     if "replay" in checkpoint:
         template = jax.eval_shape(partial(init_replay, args))
@@ -205,7 +199,7 @@ def load(args: Any, init_checkpoint: Callable[[], dict], run_dir: str) -> dict:
 
 
 def make_buffer(args: Any, mesh: Mesh, checkpoint: dict) -> replay.Replay:
-    """Moves the replay buffer from a checkpoint to the mesh or to the host's memory, or makes an empty one there."""
+    """Moves the replay buffer out of a checkpoint, or makes an empty one, on the mesh or in the host's memory."""
     sharding = devices.shardings(mesh, replay.REPLAY_SPECS)
     if args.replay_device == "host":
         sharding = jax.sharding.SingleDeviceSharding(host_memory())
@@ -215,7 +209,7 @@ def make_buffer(args: Any, mesh: Mesh, checkpoint: dict) -> replay.Replay:
 
 
 def delay_learning(args: Any, run: runs.Run, state: Any, buffer: replay.Replay) -> Any:
-    """Returns the state of a resumed run. If its buffer was not saved, it learns again once that has been refilled."""
+    """Returns the state of a resumed run, which starts learning later if its buffer was not saved."""
     if buffer.written or not state.global_step or state.global_step >= args.total_timesteps:
         return state
     run.print(f"the replay buffer was not saved: learning resumes after {args.learning_starts:,} more steps")
@@ -223,7 +217,7 @@ def delay_learning(args: Any, run: runs.Run, state: Any, buffer: replay.Replay) 
 
 
 def describe(args: Any, buffer: replay.Replay, learn_from: int) -> str:
-    """A sentence on the buffer's size and place, and on whether the run will learn from it."""
+    """A sentence on the buffer's size and device, and on whether the run will learn from it."""
     size, count = sum(x.nbytes for x in jax.tree.leaves(buffer)), buffer.priorities.size
     place = ", ".join(map(str, buffer.written.devices()))
     idle = updates_due(args, learn_from, 0, args.total_timesteps) == 0
@@ -232,7 +226,7 @@ def describe(args: Any, buffer: replay.Replay, learn_from: int) -> str:
 
 
 def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], timesteps: Sequence[envs.Timesteps]):
-    """Adds the actors' rollouts and timesteps [T, n] to the buffer, whose N environments are those of all actors."""
+    """Inserts the rollouts and timesteps [T, n] of all actors into the buffer of their N environments."""
     arrays = [(r.frames, r.actions, r.action_value, r.state_value) for r in rollouts]
     frames, actions, action_value, state_value = envs.join_envs(arrays, axis=1)
     timesteps = envs.join_envs(timesteps, axis=-1)
@@ -252,7 +246,7 @@ def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], timest
 
 
 def make_insert(args: Any, mesh: Mesh) -> Callable:
-    """Returns insert(buffer, rollouts, timesteps) -> Replay, which donates the buffer, and moves the rest to it."""
+    """Returns insert(buffer, rollouts, timesteps) -> Replay, which donates the buffer and moves the others to it."""
     specs = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
     if args.replay_device == "host":
         sharding, function = host_memory(), partial(insert, args)
@@ -277,33 +271,25 @@ def make_insert(args: Any, mesh: Mesh) -> Callable:
 
 
 def sample(args: Any, buffer: replay.Replay, i: jax.Array, beta: jax.Array) -> replay.Batch:
-    """Samples this device's part of the i-th update's batch, from its part of the buffer."""
+    """Samples this device's part of the i-th update's batch from its part of the buffer."""
     key = devices.fold_in_axis_index(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
     size = args.batch_size // devices.axis_size()
     return replay.sample(buffer, key, beta, batch_size=size, n_step=args.n_step, gamma=args.gamma)
 
 
 def updates_due(args: Any, learn_from: int, before: int, after: int) -> int:
-    """The number of updates that are due between two environment steps."""
-
-    def due(step):
-        return int(args.replay_ratio * max(step - learn_from, 0) / args.batch_size)
-
-    return due(after) - due(before)
+    """The number of updates due between two environment steps."""
+    due = [int(args.replay_ratio * max(step - learn_from, 0) / args.batch_size) for step in (before, after)]
+    return due[1] - due[0]
 
 
 def train_steps(
     args: Any, train_step: Callable, state: Any, buffer: replay.Replay, num_updates: jax.Array, beta: jax.Array
 ):
-    """Updates on batches from the buffer, in one program, so that none waits for Python.
+    """Several updates on batches from the buffer in one program, by train_step(state, batch) -> state, absolute TD
+    errors [B], metrics. Returns the state, the buffer with new priorities, and mean metrics."""
 
-    Args:
-      train_step: train_step(state, batch) -> state, absolute TD errors [B], metrics.
-
-    Returns the state, the buffer with new priorities, and mean metrics.
-    """
-
-    @jax.jit  # so that it is traced once, not for its shapes too
+    @jax.jit  # traced once for its shapes and the loop
     def step(state, buffer):
         batch = sample(args, buffer, state.updates, beta)
         state, td_errors, metrics = train_step(state, batch)
@@ -324,9 +310,9 @@ def make_run_updates(args: Any, mesh: Mesh, update: Callable, update_on_batch: C
     metrics, {} if there is no update.
 
     Args:
-      update: the script's update(state, buffer, num_updates, beta), which is `train_steps`, jitted.
-      update_on_batch: its update_on_batch(state, batch) -> state, absolute TD errors [B], metrics, jitted; for a buffer
-        in the host's memory.
+      update: the script's `train_steps`, jitted: update(state, buffer, num_updates, beta).
+      update_on_batch: for a buffer in host memory, its jitted update_on_batch(state, batch) -> state, absolute TD
+        errors [B], metrics.
     """
     sample_on_host = jax.jit(partial(sample, args))
     set_priorities = jax.jit(partial(replay.set_priorities, per_alpha=args.per_alpha), donate_argnums=0)

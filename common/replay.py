@@ -1,11 +1,11 @@
-"""Prioritised replay: a ring buffer of the last steps of N environments.
+"""Prioritised replay: a ring buffer of the last steps of N environments, as pure functions.
 
-Every frame is stored once, as bytes. Stacks and n-step returns are assembled when they are sampled, and never reach
-over an episode's end. All functions are pure. Within `jax.shard_map` each device has a buffer of its own environments,
-and only the importance weights depend on the others'.
+Every frame is stored once, as bytes; stacks and n-step returns are assembled when sampled, and never cross an
+episode's end. Within `jax.shard_map` each device has a buffer of its own environments, and only the importance weights
+depend on the others'.
 
-Sources: n-step returns as in Horgan et al. 2018 (Ape-X, arXiv 1803.00933, section 3), priorities and sampling as in
-Schaul et al. 2016 (arXiv 1511.05952, section 3.3 and appendix B.2.1).
+Sources: Horgan et al. 2018 (Ape-X, arXiv 1803.00933, section 3) for n-step returns, Schaul et al. 2016 (arXiv
+1511.05952, section 3.3 and appendix B.2.1) for priorities and sampling.
 """
 
 from collections.abc import Sequence
@@ -22,29 +22,29 @@ from common.devices import TIME_ENV_SHARDED
 class Rows(NamedTuple):
     """Steps of N environments: T new ones, or the L rows of the ring."""
 
-    frames: envs.Frames  # those of the ring have no history before them
+    frames: envs.Frames  # without history in the ring
     actions: jax.Array  # int32 [T, N]
     rewards: jax.Array  # float32 [T, N]: of the transition from a row to the next
     terminated: jax.Array  # bool [T, N]: it ended the episode
     episode_end: jax.Array  # bool [T, N]: it was its episode's last, or cut off by a forced reset
     is_reset: jax.Array  # bool [T, N]: a junk step, no transition
     action_value: jax.Array  # float32 [T, N]: the actor's estimate for its action
-    state_value: jax.Array  # float32 [T, N]: and for the state; both give a transition its first priority
+    state_value: jax.Array  # float32 [T, N]: and for the state; both for a transition's first priority
 
 
 class Replay(NamedTuple):
     """The last L steps of N environments, a ring: row 0 follows row L - 1."""
 
     rows: Rows
-    priorities: jax.Array  # float32 [L, N]: to the power of alpha; 0 for what cannot be sampled (yet)
-    written: jax.Array  # int32 []: rows ever written
+    priorities: jax.Array  # float32 [L, N]: to the power of alpha; 0 for steps that cannot be sampled (yet)
+    written: jax.Array  # int32 []: rows written since the start
 
 
 REPLAY_SPECS = devices.partition_specs(Replay, rows=TIME_ENV_SHARDED, priorities=TIME_ENV_SHARDED)
 
 
 class Batch(NamedTuple):
-    """B sampled transitions, of n steps each."""
+    """B sampled n-step transitions."""
 
     frames: jax.Array  # uint8 [B, 64, 64, C]
     next_frames: jax.Array  # uint8 [B, 64, 64, C]: n steps later, or fewer at an episode's end
@@ -75,10 +75,10 @@ def init(length: int, num_envs: int, offsets: Sequence[int]) -> Replay:
 
 
 def n_step_return(rows: Rows, row: jax.Array, env: jax.Array, *, n_step: int, gamma: float):
-    """The n-step returns from steps `row` of environments `env`, both int32 [...], cut at the episode's end.
+    """n-step returns from steps `row` of environments `env`, both int32 [...], cut at the episode's end.
 
-    Returns the discounted sum of rewards float32 [...]; the discount float32 [...] of the bootstrap value, 0 after a
-    termination; and the row int32 [...] of the frame to bootstrap from, the last one of a truncated episode.
+    Returns the discounted sum of rewards float32 [...], the bootstrap value's discount float32 [...] (0 after a
+    termination), and the row int32 [...] of the frame to bootstrap from (a truncated episode's last).
     """
     length = len(rows.episode_end)
     window = (row[..., None] + jnp.arange(n_step)) % length
@@ -101,12 +101,12 @@ def insert(
     """Writes T new rows; T must divide the ring's length.
 
     A transition can be sampled once the n-th step after it is written. Its first priority is the TD error by the
-    actor's own values: no network is evaluated for it.
+    actor's own values, without evaluating a network.
 
     Args:
-      new: its frames come after the history that their stacks reach back to, as in `envs.Frames.after`.
-      forced_reset: bool [N], whether an environment is reset after these rows. Then its last row is no transition,
-        unless its episode terminated there, and an unfinished episode is truncated at the row before it.
+      new: with frames as of `envs.Frames.after`.
+      forced_reset: bool [N], whether an environment is reset after these rows. Then its last row is no transition
+        unless its episode terminated there, and an unfinished episode is truncated at the row before.
     """
     steps, num_envs = new.actions.shape
     length, past, now = len(replay.priorities), new.frames.past, replay.written
@@ -123,7 +123,7 @@ def insert(
         is_reset=rows.is_reset.at[last].set(rows.is_reset[last] | dropped),
         episode_end=rows.episode_end.at[before].set(rows.episode_end[before] | (dropped & ~rows.is_reset[before])),
     )
-    # The rows after the new ones are the oldest: frames of their stacks have been overwritten.
+    # The oldest rows follow the new ones; frames of their stacks have been overwritten.
     priorities = write(replay.priorities, jnp.zeros((steps, num_envs)))
     priorities = priorities.at[(now + steps + jnp.arange(past)) % length].set(0)
 
@@ -131,27 +131,27 @@ def insert(
     row = complete % length
     returns, discounts, next_row = n_step_return(rows, row, env, n_step=n_step, gamma=gamma)
     td_errors = returns + discounts * rows.state_value[next_row, env] - rows.action_value[row, env]
-    has_stack = complete >= jnp.minimum(rows.frames.episode_steps[row, env], past)  # not in the run's first rows
+    has_stack = complete >= jnp.minimum(rows.frames.episode_steps[row, env], past)  # not the run's first rows
     valid = has_stack & ~rows.is_reset[row, env]
     priorities = priorities.at[row, env].set(jnp.where(valid, priority(td_errors, per_alpha), 0))
     return Replay(rows, priorities, now + steps)
 
 
 def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, n_step: int, gamma: float) -> Batch:
-    """Samples B transitions with probabilities proportional to their priorities (Schaul et al. 2016, appendix B.2.1):
-    a row from each of B equal parts of the priorities' sum, then an environment within the row.
+    """Samples B transitions in proportion to their priorities (Schaul et al. 2016, appendix B.2.1): a row from each of
+    B equal parts of the priorities' sum, then an environment within the row.
 
-    Both steps have their own cumulative sums and random numbers, since float32 has too few digits for one sum over a
-    million priorities. The sums are computed anew each time, which costs less than the network on a single frame.
+    The two steps have sums and random numbers of their own, since float32 has too few digits for one cumulative sum of
+    a million priorities. Computing the sums anew each time costs less than the network on a single frame.
 
-    `beta` is the exponent of the importance weights (section 3.4). Each device samples B transitions of its own
-    environments, whatever their priorities' sum; the weights correct for that too.
+    `beta` is the exponent of the importance weights (section 3.4), which also correct for that each device samples B
+    transitions of its own environments, whatever their priorities' sum.
     """
     rows, priorities = replay.rows, replay.priorities
     row_key, env_key, sample_key = jax.random.split(key, 3)
     row_sums = jnp.cumsum(priorities.sum(axis=1))
     strata = jnp.arange(batch_size) + jax.random.uniform(row_key, (batch_size,))
-    # By comparing all: searchsorted's own method is a loop of some twenty tiny kernels on a GPU.
+    # "compare_all", since the default method is a loop of some twenty tiny kernels on a GPU.
     row = jnp.searchsorted(row_sums, strata / batch_size * row_sums[-1], side="right", method="compare_all")
     row = jnp.minimum(row, len(row_sums) - 1)
     env_sums = jnp.cumsum(priorities[row], axis=1)

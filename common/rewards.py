@@ -25,10 +25,8 @@ class NormalizeArgs:
 
 
 def shape_reward(reward: jax.Array) -> jax.Array:
-    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r, float32 [...]: small rewards are halved, large ones become roots.
-
-    Pohlen et al. 2018, section 3.2, of values; .001 is R2D2's (Kapturowski et al. 2019, section 2.3).
-    """
+    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r, float32 [...]: halves small rewards, takes the root of large ones (Pohlen
+    et al. 2018, section 3.2, of values; 0.001 is R2D2's, Kapturowski et al. 2019, section 2.3)."""
     return jnp.sign(reward) * (jnp.sqrt(jnp.abs(reward) + 1) - 1) + 0.001 * reward
 
 
@@ -45,7 +43,7 @@ RETURN_FILTER_SPECS = devices.partition_specs(ReturnFilter, discounted=devices.E
 
 
 def init_return_filter(num_envs: int) -> ReturnFilter:
-    """The filter of `num_envs` environments before the first reward."""
+    """The filter before the first reward."""
     return ReturnFilter(jnp.zeros(num_envs), jnp.float32(0), jnp.float32(0), jnp.float32(1))
 
 
@@ -60,17 +58,16 @@ def merge_moments(count, mean, var, new_count, new_mean, new_var):
 def normalize_rewards(
     state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array, clip=10.0
 ):
-    """Divides rewards by the standard deviation of the discounted return, which runs forward in time.
-
-    The rollout's own returns count too. As OpenAI Baselines' VecNormalize, which does so step by step.
+    """Divides rewards by the running standard deviation of the forward discounted return, as OpenAI Baselines'
+    VecNormalize does step by step; here the whole rollout's returns are added first.
 
     Args:
       rewards: float32 [T, N].
       ended: bool [T, N], whether nothing follows the transition: `envs.Timesteps.sequence_end`.
-      mask: bool [T, N], False for steps that are no transition.
+      mask: bool [T, N], False for junk steps.
       clip: the result is clipped to +- this.
 
-    Returns the filter with this rollout's transitions added, and rewards float32 [T, N].
+    Returns the updated filter and rewards float32 [T, N].
     """
     chex.assert_rank(rewards, 2)
     chex.assert_equal_shape([rewards, ended, mask])
@@ -95,8 +92,8 @@ def shape_and_clip(args, rewards) -> jax.Array:
 
 
 def prepare_rewards(args, state: ReturnFilter, timesteps, gamma: jax.Array) -> tuple[ReturnFilter, jax.Array]:
-    """Shapes, clips and normalises the rewards of `envs.Timesteps` (`args`: reward_shaping, reward_clip,
-    normalize_rewards, normalize_gamma). Returns the updated filter and rewards float32 [T, N]."""
+    """Shapes, clips and normalises the rewards of `envs.Timesteps` (`args`: GameArgs, NormalizeArgs). Returns the
+    updated filter and rewards float32 [T, N]."""
     rewards = shape_and_clip(args, timesteps.rewards)
     if args.normalize_rewards:
         gamma = args.normalize_gamma or gamma
