@@ -1,8 +1,8 @@
-"""EnvPool's games: Procgen and its published score ranges, frame and gap stacks, episode statistics.
+"""EnvPool's games: Procgen and its published score ranges, frame stacks, episode statistics, evaluation.
 
-EnvPool's automatic reset is NEXT_STEP: the step that ends an episode returns its last frame; the step after
-that ignores its action, resets the game and returns the first frame of the next episode with reward 0. That
-following step is no transition: a "junk step". `Timesteps.is_reset` marks it; learners leave these steps out.
+EnvPool's automatic reset is NEXT_STEP: the step that ends an episode returns its last frame; the next one ignores its
+action, resets the game and returns the new episode's first frame with reward 0. That step is no transition but a "junk
+step", which `Timesteps.is_reset` marks and learners leave out.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from common import devices
+from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
 from common.files import UsageError, check, write_json
 from common.flags import MAX_SEED, NonNegativeFloat, NonNegativeInt, check_needs
 from common.runs import Evaluation, Run, Stopwatch
@@ -30,47 +31,28 @@ from common.runs import Evaluation, Run, Stopwatch
 NUM_ACTIONS = 15  # of every Procgen game
 FRAME_SHAPE = (64, 64, 3)  # as the networks see it; EnvPool's own frames are (3, 64, 64)
 
-# Score of a policy that sees nothing, and the best possible (or best known) score, for each game and mode:
+# (low, high) in easy and in hard mode: the score of a policy that sees nothing, and the best possible or known one, of
 # openai/train-procgen, train_procgen/constants.py. Normalised score = (R - low) / (high - low).
-RETURN_RANGES = {
-    "easy": {
-        "bigfish": (1, 40),
-        "bossfight": (0.5, 13),
-        "caveflyer": (3.5, 12),
-        "chaser": (0.5, 13),
-        "climber": (2, 12.6),
-        "coinrun": (5, 10),
-        "dodgeball": (1.5, 19),
-        "fruitbot": (-1.5, 32.4),
-        "heist": (3.5, 10),
-        "jumper": (1, 10),
-        "leaper": (1.5, 10),
-        "maze": (5, 10),
-        "miner": (1.5, 13),
-        "ninja": (3.5, 10),
-        "plunder": (4.5, 30),
-        "starpilot": (2.5, 64),
-    },
-    "hard": {
-        "bigfish": (0, 40),
-        "bossfight": (0.5, 13),
-        "caveflyer": (2, 13.4),
-        "chaser": (0.5, 14.2),
-        "climber": (1, 12.6),
-        "coinrun": (5, 10),
-        "dodgeball": (1.5, 19),
-        "fruitbot": (-0.5, 27.2),
-        "heist": (2, 10),
-        "jumper": (1, 10),
-        "leaper": (1.5, 10),
-        "maze": (4, 10),
-        "miner": (1.5, 20),
-        "ninja": (2, 10),
-        "plunder": (3, 30),
-        "starpilot": (1.5, 35),
-    },
+_RANGES = {
+    "bigfish": ((1, 40), (0, 40)),
+    "bossfight": ((0.5, 13), (0.5, 13)),
+    "caveflyer": ((3.5, 12), (2, 13.4)),
+    "chaser": ((0.5, 13), (0.5, 14.2)),
+    "climber": ((2, 12.6), (1, 12.6)),
+    "coinrun": ((5, 10), (5, 10)),
+    "dodgeball": ((1.5, 19), (1.5, 19)),
+    "fruitbot": ((-1.5, 32.4), (-0.5, 27.2)),
+    "heist": ((3.5, 10), (2, 10)),
+    "jumper": ((1, 10), (1, 10)),
+    "leaper": ((1.5, 10), (1.5, 10)),
+    "maze": ((5, 10), (4, 10)),
+    "miner": ((1.5, 13), (1.5, 20)),
+    "ninja": ((3.5, 10), (2, 10)),
+    "plunder": ((4.5, 30), (3, 30)),
+    "starpilot": ((2.5, 64), (1.5, 35)),
 }
-GAMES = tuple(RETURN_RANGES["easy"])
+RETURN_RANGES = {mode: {game: ranges[i] for game, ranges in _RANGES.items()} for i, mode in enumerate(("easy", "hard"))}
+GAMES = tuple(_RANGES)
 Game = Literal[GAMES]
 
 
@@ -78,8 +60,7 @@ Game = Literal[GAMES]
 class GameArgs:
     """The Procgen game, its observations and rewards, and evaluation."""
 
-    # With another restart_every, games would restart although the saved `Timesteps.forced_reset` had not announced it;
-    # another stack of as many frames has the saved one's shapes, so that nothing else would notice.
+    # A resume with another restart_every would miss an announced reset; another stack may have the same shapes.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
         "frame_stack", "gap_stack", "restart_every",
@@ -135,17 +116,15 @@ class GameArgs:
 
 
 def load_qt() -> None:
-    """Loads Qt 5 from the wheel PyQt5-Qt5, which EnvPool 1.2.5 (Python 3.11) draws Procgen with.
-
-    EnvPool 1.2.7 (Python 3.12 and newer) bundles Qt 6: nothing to do. Raises UsageError where Qt cannot load.
-    """
+    """Loads Qt 5 from the wheel PyQt5-Qt5, which EnvPool 1.2.5 (Python 3.11) draws Procgen with; 1.2.7 (Python 3.12 and
+    newer) bundles Qt 6. Raises UsageError if it does not load."""
     if sys.version_info >= (3, 12):
         return
     package = importlib.util.find_spec("PyQt5")
     folders = list(package.submodule_search_locations) if package else []
-    library = next((p for folder in folders if (p := Path(folder, "Qt5", "lib")).is_dir()), None)
+    library = next((path for folder in folders if (path := Path(folder, "Qt5", "lib")).is_dir()), None)
     if library is None:
-        return  # the system's Qt 5 may be there; if not, EnvPool's import says so
+        return  # the system may have Qt 5; if not, EnvPool's import says so
     try:
         for pattern in ("libicudata.so.*", "libicuuc.so.*", "libicui18n.so.*", "libQt5Core.so.5", "libQt5Gui.so.5"):
             for path in sorted(library.glob(pattern)):
@@ -155,10 +134,8 @@ def load_qt() -> None:
 
 
 def range_of_levels(args, levels: str) -> tuple[int, int]:
-    """The first of a script's "train" or "test" levels and how many there are, 0 for all (`args`: GameArgs).
-
-    Test levels are all levels above the training ones; where those are unlimited, test and train are the same.
-    """
+    """The first "train" or "test" level and their number, 0 for all (`args`: GameArgs). Test levels are all above the
+    training levels, or the same if those are unlimited."""
     first, count = args.start_level, args.num_levels
     if levels == "test" and count:
         return first + count, MAX_SEED - first - count
@@ -166,8 +143,8 @@ def range_of_levels(args, levels: str) -> tuple[int, int]:
 
 
 def import_envpool() -> ModuleType:
-    """Imports EnvPool when games are made, not earlier: it takes seconds, and bad arguments should be answered before.
-    Raises UsageError where a system library that EnvPool loads is missing, as in a bare container."""
+    """Imports EnvPool, which takes seconds, only when games are made. Raises UsageError if a system library that it
+    loads is missing, as in a bare container."""
     load_qt()
     try:
         import envpool
@@ -180,15 +157,13 @@ def import_envpool() -> ModuleType:
 
 
 def make_procgen(args, num_envs: int, seed: int | Sequence[int], levels: str = "train"):
-    """Makes `num_envs` copies of a script's game (`args`: GameArgs) on "train" or "test" levels, as one EnvPool
-    (Gymnasium API, C++ threads): frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
+    """Makes `num_envs` copies of a game (`args`: GameArgs) on "train" or "test" levels as one EnvPool (Gymnasium API,
+    C++ threads): frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
 
-    A seed is 0 to MAX_SEED, or one for each game; with the same actions it gives the same frames and rewards.
+    `seed` is 0 to MAX_SEED, or one for each copy; the same seed and actions give the same frames and rewards.
     """
-    envpool = import_envpool()
-
     first, count = range_of_levels(args, levels)
-    return envpool.make(
+    return import_envpool().make(
         f"{args.env_id.capitalize()}{args.distribution_mode.capitalize()}-v0",
         env_type="gymnasium",
         num_envs=num_envs,
@@ -201,8 +176,7 @@ def make_procgen(args, num_envs: int, seed: int | Sequence[int], levels: str = "
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed for one purpose, from the run's seed and the numbers that tell this purpose from a script's others. 0s
-    at the end do not count."""
+    """A seed from a run's seed and numbers that identify its purpose; trailing 0s make no difference."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] % MAX_SEED)
 
 
@@ -227,7 +201,7 @@ class Timesteps(NamedTuple):
         return jnp.asarray(self.episode_end).at[-1].set(self.episode_end[-1] | self.forced_reset)
 
 
-TIMESTEP_SPECS = Timesteps(*[devices.TIME_ENV_SHARDED] * 5, forced_reset=devices.ENV_SHARDED)
+TIMESTEP_SPECS = Timesteps(*[TIME_ENV_SHARDED] * 5, forced_reset=ENV_SHARDED)
 
 
 class EnvState(NamedTuple):
@@ -239,7 +213,7 @@ class EnvState(NamedTuple):
     hidden_state: tuple  # networks.HiddenState, () without a recurrent core
 
 
-ENV_STATE_SPECS = EnvState(devices.TIME_ENV_SHARDED, *[devices.ENV_SHARDED] * 3)
+ENV_STATE_SPECS = EnvState(TIME_ENV_SHARDED, *[ENV_SHARDED] * 3)
 
 
 def init_env_state(env_ids: jax.Array, stack_offsets: Sequence[int], hidden_state: tuple = ()) -> EnvState:
@@ -251,7 +225,7 @@ def init_env_state(env_ids: jax.Array, stack_offsets: Sequence[int], hidden_stat
 def join_envs(parts: Sequence, axis: int):
     """Joins pytrees of several actors along `axis`, the environments: every actor's first, then every actor's second...
 
-    This order is the same on any number of devices, since each device has its part of every actor's environments.
+    This order is the same on any number of devices, each of which has a part of every actor's environments.
     """
 
     def join(*x):
@@ -270,27 +244,27 @@ class EnvSnapshot(NamedTuple):
     steps: int  # how many of these actions come before this point
 
     def save(self) -> dict[str, np.ndarray]:
-        """Seed and actions uint8 [steps, N] (left out while there are none)."""
+        """Seed and actions uint8 [steps, N] (missing while there are none)."""
         actions = self.actions[: self.steps]
         return {"seed": np.int64(self.seed)} | ({"actions": np.stack(actions)} if actions else {})
 
 
 class ReplayableVecEnv:
-    """An EnvPool that can be restored, by its seed and the actions played since.
+    """An EnvPool that can be restored by its seed and the actions played since.
 
-    EnvPool cannot save its state, but it is deterministic: a copy with the same seed that plays the same actions
-    arrives at the same frames. To bound the list of actions, all environments are reset, with a seed derived from the
-    last, after the first `play` that completes `restart_every` steps. This depends neither on their number nor on when
-    checkpoints are written. An environment's own seed comes of this one and its id, so it plays the same beside others.
+    EnvPool cannot save its state, but a copy with the same seed that plays the same actions arrives at the same frames.
+    To bound the list of actions, all environments are reset, with a seed derived from the last, after the first `play`
+    that completes `restart_every` steps. An environment's own seed is derived from this one and its id, so it does not
+    depend on the environments beside it.
 
     Attributes:
-      obs: uint8 [N, C, H, W], the newest frames, and info, EnvPool's.
-      episode_step: int32 [N], steps since each episode's first frame (0 on it).
-      is_last: bool [N], whether `obs` is the last frame of an episode: the next step is no transition.
+      obs: uint8 [N, C, H, W], the newest frames; info: EnvPool's.
+      episode_step: int32 [N], steps since each episode's first frame.
+      is_last: bool [N], whether `obs` is an episode's last frame, so that the next step is a junk step.
     """
 
     def __init__(self, make: Callable[[int, list[int]], object], env_ids: Sequence[int], seed: int, restart_every: int):
-        """`make(N, seeds)` returns an EnvPool with Gymnasium's API; `env_ids` are the ids of its environments."""
+        """`make(N, seeds)` returns an EnvPool of N environments, those of `env_ids`, with Gymnasium's API."""
         self._make, self._env_ids, self._restart_every = make, env_ids, restart_every
         self.num_envs = len(env_ids)
         self._env = None
@@ -336,7 +310,7 @@ class ReplayableVecEnv:
         return EnvSnapshot(self._seed, self._actions, len(self._actions))
 
     def restore(self, saved: dict[str, np.ndarray], run: Run) -> None:
-        """Replays the environments to where `EnvSnapshot.save` was called; prints progress if that takes long."""
+        """Replays the environments up to a saved EnvSnapshot; prints progress if that takes long."""
         self._start(int(saved["seed"]))
         actions = saved.get("actions", np.zeros((0, self.num_envs), np.uint8))
         progress = run.replay_progress("the games since they were last started", actions.size)
@@ -349,14 +323,14 @@ class ReplayableVecEnv:
 
 
 def make_train_envs(args) -> ReplayableVecEnv:
-    """This host's environments of a Procgen script (`args`: GameArgs, num_envs, seed)."""
+    """This host's training environments of a Procgen script (`args`: GameArgs, num_envs, seed)."""
     env_ids, seed = devices.local_env_ids(args), derive_seed(args.seed, 0)
     return ReplayableVecEnv(partial(make_procgen, args), env_ids, seed, args.restart_every)
 
 
 def step_keys(key: jax.Array, t: jax.Array, env_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys uint32 [N, 2] for the policy's draws and for the sticky actions of step t of a rollout: by environment, so
-    that it plays the same on whichever device."""
+    """Keys uint32 [N, 2] of step t of a rollout for the policy's draws and for sticky actions. They depend on the
+    environment, not on its device."""
     key = jax.random.fold_in(key, t)
     return tuple(devices.fold_in_ids(key, env_ids) for key in jax.random.split(key))
 
@@ -364,8 +338,8 @@ def step_keys(key: jax.Array, t: jax.Array, env_ids: jax.Array) -> tuple[jax.Arr
 def apply_sticky_actions(
     keys: jax.Array, probability: float, actions: jax.Array, last_action: jax.Array, episode_step: jax.Array
 ) -> jax.Array:
-    """The actions int32 [N] that are played: with this probability an environment repeats its last action, except on an
-    episode's first frame (Machado et al. 2018, section 5). Keys are uint32 [N, 2], all other arrays int32 [N]."""
+    """The actions int32 [N] to play: with `probability` an environment repeats its last action, except on an episode's
+    first frame (Machado et al. 2018, section 5). Keys are uint32 [N, 2], all other arrays int32 [N]."""
     repeat = jax.vmap(jax.random.bernoulli, (0, None))(keys, probability) & (episode_step > 0)
     return jnp.where(repeat, last_action, actions)
 
@@ -381,25 +355,23 @@ def frame_stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
 
 @struct.dataclass
 class Frames:
-    """Frames of T steps of N games, each stored once; older ones, for the stacks of the first steps, come before them.
+    """Frames of T steps of N games, each stored once, after older ones for the stacks of the first steps. In a stack
+    the episode's first frame stands for those before it."""
 
-    A stack has no frame from before its episode's first: that one stands for them, as if a reset had filled the stack.
-    """
-
-    images: jax.Array  # uint8 [past + T, N, H, W, C]: row past + t is what step t sees
+    images: jax.Array  # uint8 [past + T, N, H, W, C]: row past + t is the frame of step t
     episode_steps: jax.Array  # int32 [T, N]: steps since the episode's first frame
     offsets: tuple[int, ...] = struct.field(pytree_node=False)  # of `stack_offsets`
 
     @classmethod
     def after(cls, history: jax.Array, steps: int, offsets: Sequence[int]) -> "Frames":
-        """Room for so many steps after a history uint8 [past, N, H, W, C]."""
+        """Frames to be written, of so many steps after a history uint8 [past, N, H, W, C]."""
         images = jnp.zeros((len(history) + steps, *history.shape[1:]), jnp.uint8)
         episode_steps = jnp.zeros((steps, history.shape[1]), jnp.int32)
         return cls(images.at[: len(history)].set(history), episode_steps, tuple(offsets))
 
     @property
     def past(self) -> int:
-        """How many rows come before step 0's."""
+        """The number of rows before step 0's."""
         return len(self.images) - len(self.episode_steps)
 
     @property
@@ -413,8 +385,8 @@ class Frames:
         return self.replace(images=images, episode_steps=self.episode_steps.at[t].set(episode_step))
 
     def stack(self, time: jax.Array, env: jax.Array | None = None) -> jax.Array:
-        """What is seen at steps `time` of games `env`, both int32 [...]: uint8 [..., H, W, C * len(offsets)], the
-        oldest frame first. Without `env`, all games [N] at one step."""
+        """The stacked frames of steps `time` of games `env`, both int32 [...]: uint8 [..., H, W, C * len(offsets)], the
+        oldest first. Without `env`, of all games [N] at one step."""
         env = jnp.arange(self.episode_steps.shape[1]) if env is None else env
         row, episode_step = self.past + time, self.episode_steps[time, env]
         return jnp.concatenate(
@@ -427,7 +399,7 @@ class Frames:
 
 
 def empty_history(num_envs: int, offsets: Sequence[int], shape: tuple[int, ...] = FRAME_SHAPE) -> jax.Array:
-    """The history before a first step: uint8 [past, N, H, W, C] of zeros, which no stack reaches back to."""
+    """The history before a first step, zeros uint8 [past, N, H, W, C] that no stack contains."""
     return jnp.zeros((max(*offsets, 1), num_envs, *shape), jnp.uint8)
 
 
@@ -435,14 +407,14 @@ def empty_history(num_envs: int, offsets: Sequence[int], shape: tuple[int, ...] 
 
 
 class EpisodeStatistics:
-    """Returns and lengths of finished episodes, in the games' own rewards; the last 100 are remembered."""
+    """Returns (of raw rewards) and lengths of the last 100 finished episodes."""
 
     def __init__(self, num_envs: int):
         self._return, self._length = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._recent = np.full((100, 2), np.nan)  # return, length; oldest first
 
     def add(self, timesteps: Timesteps) -> None:
-        """Adds the steps of a rollout, without its junk steps."""
+        """Adds a rollout's steps, junk steps excepted."""
         for reward, end, valid in zip(timesteps.rewards, timesteps.episode_end, ~timesteps.is_reset, strict=True):
             self._return += reward * valid
             self._length += valid
@@ -453,7 +425,7 @@ class EpisodeStatistics:
         self._return[timesteps.forced_reset], self._length[timesteps.forced_reset] = 0, 0
 
     def metrics(self) -> dict[str, float]:
-        """Means over the last 100 finished episodes; nothing before the first."""
+        """Means over the last 100 finished episodes; {} before the first."""
         recent = self._recent[~np.isnan(self._recent[:, 0])]
         if not len(recent):
             return {}
@@ -472,8 +444,8 @@ class EpisodeStatistics:
 
 @partial(jax.jit, donate_argnums=0)
 def push_frame(window: Frames, obs: jax.Array, episode_step: jax.Array) -> tuple[Frames, jax.Array]:
-    """Pushes EnvPool's frames uint8 [N, C, H, W], of episode_step int32 [N], into a window of one step's stack; returns
-    the window and the stacked frames uint8 [N, H, W, C * len(offsets)]."""
+    """Pushes EnvPool's frames uint8 [N, C, H, W] of episode_step int32 [N] into a window of one step; returns it and
+    the stacked frames uint8 [N, H, W, C * len(offsets)]."""
     window = window.replace(images=jnp.roll(window.images, -1, axis=0)).write(0, obs, episode_step)
     return window, window.stack(0)
 
@@ -495,11 +467,11 @@ def play_episodes(
     Args:
       env: an EnvPool, not yet reset.
       policy: policy(frames uint8 [N, H, W, C], episode_step int32 [N], key, hidden_state) -> int [N] actions,
-        hidden_state. It is given its own hidden state of the step before, None at first.
+        hidden_state. Its hidden state is None at first.
       offsets: from `frame_stack_offsets`.
-      episodes: at least this many in all, rounded up to a multiple of N.
+      episodes: in all, rounded up to a multiple of N.
       record: keep the frames of the first environment's first episode (else its first frame only).
-      stop: asked at each step; once it returns True, the result is None.
+      stop: called at each step; once it returns True, the result is None.
     """
     obs, info = env.reset()
     num_envs = len(obs)
@@ -538,17 +510,9 @@ def play_episodes(
 
 def jit_policy(mesh: Mesh, choose: Callable, init_hidden_state: Callable = lambda num_envs: ()) -> Callable:
     """Jits choose(params, frames, episode_step, keys uint32 [N, 2], hidden_state) -> actions, hidden_state, with the
-    environments sharded over the mesh. Returns policy(params, ...), with the other arguments as in `play_episodes`."""
-    env_sharded = devices.ENV_SHARDED
-    choose = jax.jit(
-        jax.shard_map(
-            choose,
-            mesh=mesh,
-            in_specs=(devices.REPLICATED, env_sharded, env_sharded, env_sharded, env_sharded),
-            out_specs=(env_sharded, env_sharded),
-            check_vma=False,
-        )
-    )
+    environments sharded over the mesh. Returns policy(params, ...), with the other arguments as for `play_episodes`."""
+    in_specs, out_specs = (REPLICATED, *[ENV_SHARDED] * 4), (ENV_SHARDED, ENV_SHARDED)
+    choose = jax.jit(jax.shard_map(choose, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
     def policy(params, frames, episode_step, key, hidden_state):
         hidden_state = init_hidden_state(len(frames)) if hidden_state is None else hidden_state
@@ -560,10 +524,10 @@ def jit_policy(mesh: Mesh, choose: Callable, init_hidden_state: Callable = lambd
 def evaluate(
     args, mesh: Mesh, policy: Callable, levels: str, *, episodes: int, seed: int, record=False, stop=lambda: False
 ):
-    """`play_episodes` on "train" or "test" levels, in up to 64 environments side by side.
+    """`play_episodes` on "train" or "test" levels, in up to 64 environments.
 
-    Returns a summary (see `summarize`) with the mean return normalised by RETURN_RANGES and the share of the commonest
-    action; the returns by level; and the frames. Returns None if `stop` did.
+    Returns a summary (see `summarize`) with the mean return normalised by RETURN_RANGES and the fraction of the
+    commonest action; the returns by level; and the film. Returns None if `stop` ended it.
     """
     env = make_procgen(args, devices.round_to_devices(mesh, min(episodes, 64)), seed, levels)
     played = play_episodes(env, policy, args.stack_offsets, episodes=episodes, seed=seed, record=record, stop=stop)
@@ -590,8 +554,8 @@ def summarize(returns: np.ndarray) -> dict[str, float]:
 
 
 def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> None:
-    """Evaluates within training where `args.eval_every` says so: `args.eval_episodes` episodes on test levels and, if
-    training levels are limited, on these. Writes eval.json and, with `args.capture_video`, a video.
+    """Every `args.eval_every` steps of training evaluates `args.eval_episodes` episodes on test levels and, if training
+    levels are limited, on these. Writes eval.json and, with `args.capture_video`, a video.
 
     Logs eval/{train,test}_levels/{mean_return,standard_error,std,min,max,normalized,episodes,commonest_action}; nothing
     if a signal came.
@@ -613,11 +577,9 @@ def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> 
     if args.capture_video:
         run.save_video(step, films["test"])
     write_json(run.path / "eval.json", content)
-    run.print(
-        f"{step:,} steps: "
-        + ", ".join(f"{k} levels {s['mean_return']:.2f} +- {s['standard_error']:.2f}" for k, s in summaries.items())
-        + ("" if args.num_levels else " (training levels are unlimited: test levels come from the same distribution)")
-    )
+    told = ", ".join(f"{k} levels {s['mean_return']:.2f} +- {s['standard_error']:.2f}" for k, s in summaries.items())
+    note = "" if args.num_levels else " (training levels are unlimited: test levels come from the same distribution)"
+    run.print(f"{step:,} steps: {told}{note}")
     metrics = {f"eval/{levels}_levels/{k}": v for levels, summary in summaries.items() for k, v in summary.items()}
     run.log_evaluation(step, metrics)
 
@@ -630,7 +592,7 @@ def random_policy(frames, episode_step, key, hidden_state, actions: int = NUM_AC
 def evaluate_checkpoint(
     args, mesh: Mesh, step: int, policy: Callable, *, episodes: int, seed: int, levels: str, random: bool, video: bool
 ) -> Evaluation:
-    """For evaluate.py: a policy of environment step `step`, or random actions, on "train" or "test" levels."""
+    """For evaluate.py: evaluates the policy of step `step`, or random actions, on "train" or "test" levels."""
     policy = random_policy if random else policy
     summary, returns_by_level, film = evaluate(args, mesh, policy, levels, episodes=episodes, seed=seed, record=video)
     name = f"{'random_' if random else ''}{levels}_levels"
