@@ -1,8 +1,7 @@
-"""Image encoders, uint8 frames [B, H, W, C] in, float32 features [B, hidden] out, and recurrent cores.
+"""Image encoders (uint8 frames [B, H, W, C] -> float32 features [B, hidden]) and recurrent cores.
 
-The IMPALA CNN, XResNet, the Nature CNN and a small MobileNetV2, all trained from scratch (loading pretrained weights is
-out of scope), are chosen by the same flags in every script; what a flag leaves at "auto" is the encoder's own. What
-each costs, in parameters, arithmetic, memory and time on this machine, benchmarks/encoders.py measures.
+The IMPALA CNN, XResNet, the Nature CNN and a small MobileNetV2, with the same flags in every script; a flag left at
+"auto" takes the encoder's own. benchmarks/encoders.py measures their parameters, arithmetic, memory and time.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from common.flags import Size
 class EncoderArgs:
     """The image encoder."""
 
-    # Parameters of one network make no sense in another, even where their shapes fit.
+    # One network's parameters make no sense in another, even if their shapes fit.
     FIXED: ClassVar = (
         "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
         "init", "activation", "spectral_norm", "pool",
@@ -67,32 +66,22 @@ class EncoderArgs:
 
     def check(self) -> None:
         name = self.encoder.partition(":")[0]
-        check(
-            self.encoder in CHANNELS or self.encoder.startswith("xresnet:"),
-            f"--encoder {self.encoder}: give impala, nature, mobilenet or a text such as "
-            '"xresnet:[32,2],[32,1],[64,2]"',
-        )
-        of = {"channels": CHANNELS, "width": CHANNELS, "blocks": ("impala", "mobilenet")}
-        of |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
-        for flag, encoders in of.items():
-            value, own = getattr(self, flag), getattr(type(self), flag)
-            leave = "''" if own == "" else own
-            check(
-                value == own or name in encoders,
-                f"--{flag} {value}: only {' and '.join(encoders)} have it, not {name}; leave it at {leave}",
-            )
-        check(
-            not self.channels or self.width == type(self).width,
-            f"--width {self.width}: has no effect where --channels gives the channels; leave it at {type(self).width}",
-        )
-        check(
-            not self.spectral_norm or (name == "impala" and self.blocks and not self.separable),
-            "--spectral-norm: needs --encoder impala with --blocks 1 or more and --separable 0",
-        )
-        check(
-            self.pool != "act_avg" or name == "impala",
-            f"--pool act_avg: only impala pools before its nonlinearity, not {name}; leave it at avg",
-        )
+        valid = 'give impala, nature, mobilenet or a text such as "xresnet:[32,2],[32,1],[64,2]"'
+        check(self.encoder in CHANNELS or self.encoder.startswith("xresnet:"), f"--encoder {self.encoder}: {valid}")
+        encoders_with = {"channels": CHANNELS, "width": CHANNELS, "blocks": ("impala", "mobilenet")}
+        encoders_with |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
+        for flag, encoders in encoders_with.items():
+            value, default = getattr(self, flag), getattr(type(self), flag)
+            valid = "''" if default == "" else default
+            leave = f"only {' and '.join(encoders)} have it, not {name}; leave it at {valid}"
+            check(value == default or name in encoders, f"--{flag} {value}: {leave}")
+        width = f"has no effect where --channels gives the channels; leave it at {type(self).width}"
+        check(not self.channels or self.width == type(self).width, f"--width {self.width}: {width}")
+        valid = name == "impala" and self.blocks and not self.separable
+        needs = "--spectral-norm: needs --encoder impala with --blocks 1 or more and --separable 0"
+        check(not self.spectral_norm or valid, needs)
+        leave = f"--pool act_avg: only impala pools before its nonlinearity, not {name}; leave it at avg"
+        check(self.pool != "act_avg" or name == "impala", leave)
         make_encoder(self)
 
 
@@ -110,13 +99,13 @@ INITS = {
 
 @custom_vjp
 def relu(x: jax.Array) -> jax.Array:
-    """max(x, 0), whose gradient looks at its output, which the next layer keeps anyway."""
-    return jax.nn.relu(x)  # in forward mode; its derivative is 0 at 0, as in the gradient below
+    """max(x, 0), whose gradient reads its output, which the next layer keeps anyway."""
+    return jax.nn.relu(x)  # in forward mode, where its derivative at 0 is 0 too
 
 
 def _relu_forward(x):
     y = jnp.maximum(x, 0)
-    # On a GPU this saves memory only with the barrier: without it XLA would see through to x, and keep x instead.
+    # On a GPU XLA would otherwise keep x instead of y.
     y = y if devices.on_cpu() else jax.lax.optimization_barrier(y)
     return y, y
 
@@ -138,8 +127,7 @@ def max_pool(x: jax.Array) -> jax.Array:
 
 
 def adaptive_max_pool(x: jax.Array, size: int) -> jax.Array:
-    """Maxima of size x size parts, which overlap where they do not fit: [B, H, W, C] -> [B, size, size, C], as
-    PyTorch's AdaptiveMaxPool2d."""
+    """PyTorch's AdaptiveMaxPool2d, maxima of size x size parts that may overlap: [B, H, W, C] -> [B, size, size, C]."""
     for axis in (1, 2):
         n = x.shape[axis]
         parts = [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
@@ -148,16 +136,14 @@ def adaptive_max_pool(x: jax.Array, size: int) -> jax.Array:
 
 
 def largest_singular_value(kernel: jax.Array) -> jax.Array:
-    """Of a kernel [H, W, I, O] as a matrix [H W I, O], as PyTorch's spectral_norm takes it: float32 [].
-
-    Its vectors are constants to the gradient, as there (Miyato et al. 2018, section 2.3). There is no state: power
-    iteration starts anew from the matrix itself, squared eight times, which is 256 steps of it.
-    """
+    """The largest singular value, float32 [], of a kernel [H, W, I, O] as a matrix [H W I, O], as PyTorch's
+    spectral_norm takes it, with constant singular vectors (Miyato et al. 2018, section 2.3). In place of a state, power
+    iteration starts anew from the matrix and squares it eight times: 256 steps."""
     matrix = kernel.reshape(-1, kernel.shape[-1]).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         power = jax.lax.stop_gradient(matrix)
         power = power.T @ power
-        for _ in range(4):  # a trace of 1 leaves the largest of 64 eigenvalues above 1e-8 when it is squared twice
+        for _ in range(4):  # with a trace of 1 the largest of 64 eigenvalues squared twice stays above 1e-8
             power = power / jnp.maximum(jnp.trace(power), 1e-30)
             power = power @ power
             power = power @ power
@@ -182,10 +168,8 @@ def spectral_conv(x: jax.Array, kernel: jax.Array, *given, **options) -> jax.Arr
 
 
 def conv(features: int, size: int, stride: int, padding: str, norm: str = "none", **options) -> nn.Conv:
-    """A convolution with a square kernel, in the form that is fast on this device.
-
-    `norm` is "none", "spectral", or "spectral, done" where the kernel that it is given is divided already.
-    """
+    """A convolution with a square kernel, in the form that is fast on this device. `norm` is "none", "spectral", or
+    "spectral, done" if its kernel is divided already."""
     kind = nn.Conv if norm == "none" else SpectralConv
     convolve = spectral_conv if norm == "spectral" else cpu.conv_general_dilated
     return kind(features, (size, size), stride, padding, conv_general_dilated=convolve, **options)
@@ -193,7 +177,7 @@ def conv(features: int, size: int, stride: int, padding: str, norm: str = "none"
 
 @dataclass(frozen=True)
 class Layers:
-    """What the layers of one encoder have in common. Its methods add layers to the module that calls them."""
+    """The settings of an encoder's layers. Its methods add layers to the module that calls them."""
 
     separable: int
     norm: bool
@@ -207,7 +191,7 @@ class Layers:
     dtype: jnp.dtype
 
     def pixels(self, frames: jax.Array, scale: float = 255) -> jax.Array:
-        """uint8 frames as numbers of `dtype`: divided by `scale`, and grey is zero if `center`."""
+        """uint8 frames as `dtype`, minus 128 if `center`, divided by `scale`."""
         x = frames.astype(self.dtype)
         return (x - 128) / scale if self.center else x / scale
 
@@ -219,8 +203,8 @@ class Layers:
         self, x: jax.Array, features: int, size: int = 3, stride: int = 1, padding="SAME", depthwise=False,
         kernel_norm="none",
     ) -> jax.Array:  # fmt: skip
-        """A convolution [B, H, W, C] -> [B, H', W', features], then GroupNorm if `norm`; `features` is a multiple of C
-        if `depthwise`."""
+        """A convolution [B, H, W, C] -> [B, H', W', features], then GroupNorm if `norm`. If `depthwise`, `features` is
+        a multiple of C."""
         if self.separable and size > 1 and not depthwise:
             x = self._conv(x, self.separable * x.shape[3], size, stride, padding, groups=x.shape[3], bias=False)
             x = self._conv(x, features, 1, 1, padding)
@@ -231,24 +215,17 @@ class Layers:
 
     def _conv(self, x, features, size, stride, padding, groups=1, bias=True, norm="none"):
         return conv(
-            features,
-            size,
-            stride,
-            padding,
-            norm,
-            feature_group_count=groups,
-            use_bias=bias and self.bias,
-            dtype=self.dtype,
-            kernel_init=INITS[self.init],
-            bias_init=self.bias_init(size * size * x.shape[3] // groups),
-        )(x)
+            features, size, stride, padding, norm,
+            feature_group_count=groups, use_bias=bias and self.bias, dtype=self.dtype,
+            kernel_init=INITS[self.init], bias_init=self.bias_init(size * size * x.shape[3] // groups),
+        )(x)  # fmt: skip
 
     def dense(self, x: jax.Array, features: int) -> jax.Array:
         bias_init = self.bias_init(x.shape[1])
         return nn.Dense(features, dtype=self.dtype, kernel_init=INITS[self.init], bias_init=bias_init)(x)
 
     def bias_init(self, fan_in: int) -> nn.initializers.Initializer:
-        """Zeros, but PyTorch's are within 1 / sqrt(fan_in), as its kernels."""
+        """Zeros, or uniform within 1 / sqrt(fan_in) as in PyTorch."""
         if self.init != "pytorch":
             return nn.initializers.zeros
         bound = 1 / math.sqrt(fan_in)
@@ -258,7 +235,7 @@ class Layers:
         return ACTIVATIONS[self.activation](x)
 
     def reduce(self, x: jax.Array) -> jax.Array:
-        """[B, H, W, C] to [B, C], [B, H * W * C] flattened, or [B, 36 * C] by max6, a UsageError below 6 x 6."""
+        """[B, H, W, C] to [B, C], flattened [B, H * W * C], or [B, 36 * C] by max6 (a UsageError below 6 x 6)."""
         if self.pool == "act_avg":
             x = self.act(x)
         if self.pool in ("avg", "act_avg"):
@@ -267,11 +244,8 @@ class Layers:
             return x.max(axis=(1, 2))
         if self.pool == "max6":
             height, width = x.shape[1:3]
-            check(
-                min(height, width) >= 6,
-                f"--pool max6: this encoder leaves {height} x {width} positions; give one that leaves 6 x 6 or more, "
-                "or another pool",
-            )
+            valid = f"{height} x {width} positions; give one that leaves 6 x 6 or more, or another pool"
+            check(min(height, width) >= 6, f"--pool max6: this encoder leaves {valid}")
             x = adaptive_max_pool(x, 6)
         return x.reshape(len(x), -1)
 
@@ -284,11 +258,8 @@ class Layers:
 
 
 class ImpalaCNN(nn.Module):
-    """The residual network of Espeholt et al. 2018 (IMPALA, figure 3, right).
-
-    `pool` = "avg" averages over all positions before the dense layer: the competition entry's best network, with
-    `channels` (32, 64, 64). "flatten" keeps them, as the paper and train-procgen do with (16, 32, 32).
-    """
+    """The residual network of Espeholt et al. 2018 (IMPALA, figure 3, right): with channels (16, 32, 32) and "flatten",
+    as train-procgen's. With (32, 64, 64) and "avg" it is the competition entry's best."""
 
     layers: Layers
     channels: tuple[int, ...]
@@ -304,14 +275,14 @@ class ImpalaCNN(nn.Module):
             for _ in range(self.blocks):
                 x = x + residual_conv(act(residual_conv(act(x), features)), features)
         x = self.layers.reduce(x)
-        return self.layers.head(x if self.layers.pool == "act_avg" else act(x))  # act_avg has had its nonlinearity
+        return self.layers.head(x if self.layers.pool == "act_avg" else act(x))  # act_avg applied it before
 
 
 class XResNet(nn.Module):
     """A ResNet with average-pooled shortcuts (He et al. 2019, arXiv 1812.01187, ResNet-D), as the competition entry's.
 
-    `blocks` are (channels, stride). Options: a stem before them, squeeze-and-excitation in all, self-attention in the
-    last `attention` of them.
+    `blocks` are (channels, stride), with a stem before them if `stem`, squeeze-and-excitation in all if `squeeze`, and
+    self-attention in the last `attention` of them.
     """
 
     layers: Layers
@@ -348,8 +319,8 @@ class XResNet(nn.Module):
         return nn.sigmoid(self.layers.dense(weight, x.shape[3]))[:, None, None]
 
     def self_attention(self, x: jax.Array, i: int) -> jax.Array:
-        """Attention between the positions of x [B, H, W, C], in its shape (Zhang et al. 2019, SAGAN, section 3), with a
-        weight that starts at 0."""
+        """x [B, H, W, C] plus attention between its positions, times a weight that starts at 0 (Zhang et al. 2019,
+        SAGAN, section 3)."""
 
         def project(features):
             return nn.Dense(features, use_bias=False, dtype=x.dtype, kernel_init=INITS[self.layers.init])(flat)
@@ -379,11 +350,9 @@ class NatureCNN(nn.Module):
 
 
 class MobileNet(nn.Module):
-    """Inverted residual blocks (Sandler et al. 2018, MobileNetV2, section 3.3), four stages, made for small frames.
-
-    Expansion 4; all stages but the first halve the frame; GroupNorm in place of BatchNorm, which a policy that acts and
-    learns in different batches does not agree with.
-    """
+    """Four stages of inverted residual blocks (Sandler et al. 2018, MobileNetV2, section 3.3) for small frames:
+    expansion 4; all stages but the first halve the frame; GroupNorm, since BatchNorm does not suit a policy that acts
+    and learns in different batches."""
 
     layers: Layers
     channels: tuple[int, ...]
@@ -404,7 +373,7 @@ class MobileNet(nn.Module):
 
 
 def make_encoder(args) -> nn.Module:
-    """Makes the encoder that `args` (EncoderArgs) describes; raises UsageError."""
+    """Makes the encoder of `args` (EncoderArgs); raises UsageError."""
     bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not devices.on_cpu())
     name = args.encoder.partition(":")[0]
 
@@ -438,18 +407,15 @@ def _parse_channels(args) -> tuple[int, ...]:
         return tuple(args.width * features for features in own)
     words = args.channels.split(",")
     known = all(re.fullmatch(r"\s*\d{1,4}\s*", word, re.ASCII) and 1 <= int(word) <= 4096 for word in words)
-    count = (3, 3) if args.encoder == "nature" else (1, 5)
-    check(
-        known and count[0] <= len(words) <= count[1],
-        f"--channels {args.channels}: give {'3' if count == (3, 3) else '1 to 5'} numbers from 1 to 4096, such as "
-        + ",".join(map(str, own)),
-    )
+    least, most, count = (3, 3, "3") if args.encoder == "nature" else (1, 5, "1 to 5")
+    valid = f"give {count} numbers from 1 to 4096, such as {','.join(map(str, own))}"
+    check(known and least <= len(words) <= most, f"--channels {args.channels}: {valid}")
     return tuple(map(int, words))
 
 
 def _parse_xresnet(text: str) -> dict:
-    """Reads "xresnet:[channels,stride]xREPEATS,...,stem,se,saK"; raises UsageError."""
-    example = '"xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"'
+    """Parses "xresnet:[channels,stride]xREPEATS,...,stem,se,saK"; raises UsageError."""
+    example = 'an example is "xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"'
     blocks, options, attention = [], [], 0
     words = re.split(r",(?![^\[]*\])", text.removeprefix("xresnet:"))  # at the commas outside of brackets
     for word in (word.strip() for word in words):
@@ -463,11 +429,11 @@ def _parse_xresnet(text: str) -> dict:
         else:
             raise UsageError(
                 f"--encoder {text}: {word!r} is neither [channels,stride] of 1 to 4096 channels and stride 1 or 2 (and "
-                f"x4 for four of them, at most x99) nor stem, se or sa2; an example is {example}"
+                f"x4 for four of them, at most x99) nor stem, se or sa2; {example}"
             )
-    check(blocks, f"--encoder {text}: has no blocks; an example is {example}")
-    twice = [option for option in options if options.count(option) > 1]
-    check(not twice, f"--encoder {text}: has {twice[0] if twice else ''!r} twice; an example is {example}")
+    check(blocks, f"--encoder {text}: has no blocks; {example}")
+    for option in options:
+        check(options.count(option) == 1, f"--encoder {text}: has {option!r} twice; {example}")
     stem, squeeze = "stem" in options, "se" in options
     check(len(blocks) <= 256, f"--encoder {text}: has {len(blocks)} blocks; at most 256 make sense")
     check(attention <= len(blocks), f"--encoder {text}: sa{attention} is more than its {len(blocks)} blocks")
@@ -477,12 +443,12 @@ def _parse_xresnet(text: str) -> dict:
 
 
 # PARAMETERS TO ACT WITH
-# Done once for a rollout instead of in each step: parameters are cast to the encoder's dtype, where the learner keeps
-# float32, and kernels are divided by their spectral norm.
+# Once a rollout, not in each step, the learner's float32 parameters are cast to the encoder's dtype, and kernels are
+# divided by their spectral norm.
 
 
 def _encoder_layers(agent: nn.Module) -> Layers | None:
-    """The Layers of an agent whose parameters need to be prepared for acting; a fork's own encoder may have none."""
+    """The Layers of an agent, None if its parameters need no conversion or its encoder is a fork's own."""
     layers = getattr(getattr(agent, "encoder", None), "layers", None)
     if not isinstance(layers, Layers) or (layers.dtype == jnp.float32 and layers.residual_norm == "none"):
         return None
@@ -490,7 +456,7 @@ def _encoder_layers(agent: nn.Module) -> Layers | None:
 
 
 def acting_agent(agent: nn.Module) -> nn.Module:
-    """The agent that takes what `acting_params` returns."""
+    """The agent for parameters of `acting_params`."""
     layers = _encoder_layers(agent)
     if layers is None or layers.residual_norm == "none":
         return agent
@@ -498,7 +464,7 @@ def acting_agent(agent: nn.Module) -> nn.Module:
 
 
 def acting_params(agent: nn.Module, params: dict) -> dict:
-    """The learner's parameters in the form that a rollout is played with."""
+    """The learner's parameters, converted for a rollout."""
     layers = _encoder_layers(agent)
     if layers is None:
         return params
@@ -508,8 +474,8 @@ def acting_params(agent: nn.Module, params: dict) -> dict:
 
 @partial(jax.jit, static_argnums=0)
 def cast_encoder(layers: Layers, params: dict) -> dict:
-    """An agent's parameters with the encoder's convolutions and dense layers in the encoder's dtype, as Flax would
-    convert them, and kernels of a SpectralConv divided by their norm; GroupNorm's and all others as they are."""
+    """Casts the encoder's convolutions and dense layers to its dtype, as Flax would, and divides the kernels of a
+    SpectralConv by their norm; all other parameters (GroupNorm's too) stay."""
 
     def cast(path, x):
         names = [key.key for key in path]
@@ -525,17 +491,15 @@ def cast_encoder(layers: Layers, params: dict) -> dict:
 
 
 def dropout(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
-    """Dropout of features [B, hidden] by keys uint32 [B, 2], one a sample, so that it does not depend on how a batch is
-    cut; without keys (acting, evaluation) there is none."""
+    """Dropout of features [B, hidden] with keys uint32 [B, 2], one per sample, so that chunks of a batch do not matter;
+    none without keys (acting, evaluation)."""
     if keys is None or not rate:
         return x
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
     return jnp.where(keep, x / (1 - rate), 0)
 
 
-HiddenState = tuple[
-    jax.Array, ...
-]  # float32 [B, hidden] each: an LSTM's cell and hidden state, a GRU's state, or nothing
+HiddenState = tuple[jax.Array, ...]  # float32 [B, hidden]: an LSTM's cell and hidden state, a GRU's state, or nothing
 
 
 class Recurrent(nn.Module):
@@ -546,8 +510,8 @@ class Recurrent(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, is_first: jax.Array, hidden_state: HiddenState) -> tuple[jax.Array, HiddenState]:
-        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the hidden
-        state before them -> features [B, S, hidden] and the hidden state after them."""
+        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the hidden state before
+        them -> features [B, S, hidden] and the hidden state after them."""
         if self.kind == "none":
             return x, hidden_state
 
@@ -565,12 +529,12 @@ class Recurrent(nn.Module):
 
 
 def init_hidden_state(kind: str, hidden: int, size: int) -> HiddenState:
-    """The hidden state before a first step: zeros float32 [size, hidden], two arrays of an LSTM, one of a GRU."""
+    """The hidden state before a first step: zeros float32 [size, hidden], two of an LSTM, one of a GRU."""
     return (jnp.zeros((size, hidden)),) * {"none": 0, "gru": 1, "lstm": 2}[kind]
 
 
 def add_l2(grads, params, coef: float):
-    """`grads` with the gradient of coef x the squared norm of each convolution's kernel added."""
+    """Adds the gradient of coef x the squared norm of the convolution kernels."""
     if not coef:
         return grads
     return jax.tree.map(lambda g, w: g + 2 * coef * w if w.ndim == 4 else g, grads, params)
