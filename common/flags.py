@@ -1,5 +1,6 @@
-"""The command line: flags of groups, what they may be, schedules, a run's own arguments, answers to bad input."""
+"""The command line: ranges and checks of flags, schedules, a run's saved arguments, answers to bad input."""
 
+import argparse
 import contextlib
 import dataclasses
 import inspect
@@ -27,8 +28,7 @@ from common.files import FailedError, UsageError, check
 MAX_SEED = 2**31 - 1  # EnvPool's seeds are non-negative int32
 MAX_FLOAT = float(np.finfo(np.float32).max)
 
-# RANGES
-# The types of flags with a range, which `cli` and `check_flags` check. A schedule is text: "0:1e-4,500000:8e-4".
+# RANGES, which `cli` and `check_flags` check. A schedule is text such as "0:1e-4,500000:8e-4".
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
@@ -47,10 +47,10 @@ Iterations = Annotated[int, Interval(ge=1, le=1000)]
 
 
 def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
-    """Runs `main(args)` with the command line's flags.
+    """Runs `main(args)` with the command line's flags, which with `--resume RUN_DIR` default to that run's own.
 
-    Exit codes: 2 for a UsageError or what tyro cannot parse, 1 for a FailedError or a full disk, each with one sentence
-    on stderr; 130 or 143 for a signal that no run answers. With `--resume RUN_DIR`, flags default to that run's own.
+    Exit codes: 2 for a UsageError or a parse error, 1 for a FailedError or a full disk, 137 for full device memory,
+    each with one sentence on stderr; 130 or 143 for a signal that no run handles.
     """
     module = sys.modules[main.__module__]
     argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
@@ -59,7 +59,9 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         with _sigterm_raises():
             flags = [word.partition("=")[0].replace("_", "-") for word in argv]
             _check_once(args_class, flags)
-            run_dir = _flag_value(argv, "--resume")
+            parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            parser.add_argument("--resume", nargs="?")
+            run_dir = parser.parse_known_args(argv)[0].resume
             check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
             _check_types(args_class)
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
@@ -86,11 +88,11 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         if full := files.full_disk(error):
             print(f"error: {full}", file=sys.stderr, flush=True)
             _exit(1)
-        if "RESOURCE_EXHAUSTED" in (why := f"{error} {error.__cause__}"):  # of an actor it is the cause
+        if "RESOURCE_EXHAUSTED" in (why := f"{error} {error.__cause__}"):  # the cause of an ActorError
             full = files.first_line(why[why.index("RESOURCE_EXHAUSTED") :])
             less = "the last checkpoint is whole; give fewer --num-envs, or run fewer scripts on the device"
             print(f"error: a device's memory is full ({full[:200]}); {less}", file=sys.stderr, flush=True)
-            _exit(128 + signal.SIGKILL)  # as where the host's memory is full: resuming may help
+            _exit(128 + signal.SIGKILL)  # as when the host's memory is full: resuming may help
         if jax.process_count() == 1:
             raise
         if not re.search("gloo|nccl|unavailable|deadline", str(error), re.IGNORECASE):
@@ -102,12 +104,12 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does: what has been begun is undone on the way out."""
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does, so that `with` blocks clean up."""
 
     def interrupt(number: int, frame) -> NoReturn:
         raise KeyboardInterrupt(number)
 
-    if threading.current_thread() is not threading.main_thread():  # the only one that signals interrupt
+    if threading.current_thread() is not threading.main_thread():  # only that one handles signals
         yield
         return
     old = signal.signal(signal.SIGTERM, interrupt)
@@ -135,25 +137,24 @@ def _join_hosts() -> None:
 
 
 def set_up_jax() -> None:
-    """Every core of a CPU as a device, and compiled programs in the user's cache folder, so that a second start takes
-    seconds. Before JAX starts; importing does neither."""
+    """Makes every core of a CPU a device, and caches compiled programs in the user's folder. For before JAX starts."""
     devices.use_every_core()
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(files.own_folder())
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_default_prng_impl", "threefry2x32")  # JAX's own today: a run is repeated by them
+    jax.config.update("jax_default_prng_impl", "threefry2x32")  # JAX's defaults today, which runs depend on
     jax.config.update("jax_threefry_partitionable", True)
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's own is a whole second
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's default is a second
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _own_flags_first(args_class: type) -> None:
-    """Puts a script's own fields before those it inherits, in --help and args.json: dataclasses put them last."""
+    """Moves a script's own fields before inherited ones in --help and args.json; dataclasses put them last."""
     own, fields = inspect.get_annotations(args_class), args_class.__dataclass_fields__
     args_class.__dataclass_fields__ = {name: fields[name] for name in own} | fields
 
 
 def _check_given(args: Any, flags: Sequence[str]) -> None:
-    """Raises UsageError for a flag that would do nothing, of those that the command line has."""
+    """Raises UsageError for a given flag that would have no effect."""
     if getattr(args, "resume", ""):
         there = Path(args.resume).resolve().parent == Path(args.run_dir).resolve()
         stays = f"--run-dir {args.run_dir}: a resumed run stays in its folder, {args.resume}; leave the flag out"
@@ -165,7 +166,7 @@ def _check_given(args: Any, flags: Sequence[str]) -> None:
 
 
 def _check_once(args_class: type, flags: Sequence[str]) -> None:
-    """Raises UsageError where an earlier flag would be forgotten: of other flags the last one counts, as usual."""
+    """Raises UsageError if --resume or a flag of a tuple is given twice; of other flags the last one counts."""
     check(flags.count("--resume") <= 1, "--resume: is given twice, give one run directory")
     for name, kind in get_type_hints(args_class).items():
         lists = get_origin(kind) is tuple and flags.count(flag_of(name)) > 1
@@ -173,7 +174,7 @@ def _check_once(args_class: type, flags: Sequence[str]) -> None:
 
 
 def plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
-    """--gap_stack=False, as `wandb agent` has it, becomes --no-gap-stack."""
+    """Converts --gap_stack=False, as `wandb agent` writes it, to --no-gap-stack."""
     flags = [flag_of(name)[2:] for name, kind in get_type_hints(args_class).items() if kind is bool]
     words = []
     for word in argv:
@@ -185,24 +186,14 @@ def plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _flag_value(argv: list[str], flag: str) -> str | None:
-    for i, word in enumerate(argv):
-        if word == flag:
-            return argv[i + 1] if i + 1 < len(argv) else None
-        if word.startswith(flag + "="):
-            return word.removeprefix(flag + "=")
-    return None
-
-
-# WHAT FLAGS MAY BE
+# CHECKS
 
 
 def check_args(args: Any, script: str) -> None:
     """Raises UsageError for invalid or inconsistent flags, or if a resumed run changes a flag named in FIXED."""
-    named = bool(re.fullmatch(r"\w+_\w+", script))
     form = "give it a name of letters, digits and an underscore, such as my_ppo.py, else its runs cannot be found again"
-    check(named, f"{script}.py: {form}")
-    if args.resume:  # first: what else is wrong then may be a flag that nobody gave
+    check(bool(re.fullmatch(r"\w+_\w+", script)), f"{script}.py: {form}")
+    if args.resume:  # first, since another check may name a flag that was not given
         saved = saved_args(type(args), args.resume, "--resume", script)
         whole = (Path(args.resume) / "checkpoints").is_dir()
         check(whole, f"--resume {args.resume}: has no checkpoints, as an exported agent; give a run directory")
@@ -214,7 +205,7 @@ def check_args(args: Any, script: str) -> None:
 
 
 def _check_types(args_class: type) -> None:
-    """Raises UsageError for what looks like a flag, or a flag's new default, and has no type: it would be neither."""
+    """Raises UsageError for what looks like a flag, or a new default, but has no type: a dataclass ignores it."""
     fields = {field.name: field for field in dataclasses.fields(args_class)}
     for group in _groups(args_class):
         for name, value in vars(group).items():
@@ -258,7 +249,7 @@ def check_devices(args: Any) -> None:
 
 
 def fixed(args_class: type) -> tuple[str, ...]:
-    """Names of the flags that a resumed run keeps: of a script and of the groups that it inherits."""
+    """Names of the flags that a resumed run keeps, those in FIXED of a script and its groups."""
     return tuple(name for group in _groups(args_class) for name in vars(group).get("FIXED", ()))
 
 
@@ -267,7 +258,7 @@ def _groups(args_class: type) -> list[type]:
 
 
 def check_batch(args: Any) -> None:
-    """Raises UsageError if a rollout of all games, num_envs x num_steps, has no even minibatches, or is too large."""
+    """Raises UsageError if a rollout, num_envs x num_steps, is too large or not divisible into minibatches."""
     batch = args.num_envs * args.num_steps
     what, parts = parts_of_batch(args)
     divided = {
@@ -280,15 +271,14 @@ def check_batch(args: Any) -> None:
 
 
 def parts_of_batch(args: Any) -> tuple[str, int]:
-    """What minibatches are made of, and how many a rollout of all games has: a core learns from whole rollouts."""
+    """The unit of minibatches and their number in a rollout of all games: a core learns from whole rollouts."""
     if getattr(args, "core", "none") != "none":
         return "games", args.num_envs
     return "samples", args.num_envs * args.num_steps
 
 
 def _check_ranges(args: Any) -> None:
-    """Raises UsageError for a value outside the range of its type. A field that a class redefines keeps its old range
-    too."""
+    """Raises UsageError for a value outside the range of its type; a redefined field keeps its old range too."""
     for group in reversed(_groups(type(args))):
         hints = get_type_hints(group, include_extras=True)
         for name in inspect.get_annotations(group).keys() & {field.name for field in dataclasses.fields(args)}:
@@ -314,7 +304,7 @@ def _check_range(flag: str, kind: Any, value: Any) -> None:
 
 
 def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
-    """Raises UsageError if one of these flags (of those that `args` has) is changed and what it needs is not given."""
+    """Raises UsageError if one of these flags is not at its default although what it needs is not `given`."""
     own = {field.name: field.default for field in dataclasses.fields(args) if field.name in flags}
     for name, default in own.items():
         value = getattr(args, name)
@@ -322,7 +312,7 @@ def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
 
 
 def _check_bounds(flag: str, value: float | str | None, bounds: Any) -> None:
-    """Raises UsageError for a number or a schedule's value outside of bounds such as Ge(1) or Interval(ge=0, le=1)."""
+    """Raises UsageError for a number or a schedule's value outside bounds such as Ge(1) or Interval(ge=0, le=1)."""
     ge, gt, le = (getattr(bounds, side, None) for side in ("ge", "gt", "le"))
     if value is None or (ge, gt, le) == (None, None, None):
         return
@@ -348,7 +338,7 @@ def flag_of(name: str) -> str:
 
 
 def as_given(name: str, value: Any) -> str:
-    """A flag and its value as they are written: --num-envs 8, --no-gap-stack."""
+    """A flag and its value as on a command line: --num-envs 8, --no-gap-stack."""
     words = flag_of(name)
     return f"--no-{words[2:]}" if value is False else words if value is True else f"{words} {value}"
 
@@ -366,7 +356,7 @@ class Schedule(NamedTuple):
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Reads "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError if it is neither."""
+    """Parses "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError."""
     points = text.split(",") if ":" in text else [f"0:{text}"]
     steps, values = zip(*(map(float, point.split(":")) for point in points), strict=True)
     finite = (np.abs(steps + values) <= MAX_FLOAT).all()  # NaN is not
@@ -375,14 +365,12 @@ def parse_schedule(text: str) -> Schedule:
     return Schedule(steps, values)
 
 
-# A RUN'S OWN
+# SAVED ARGUMENTS
 
 
 def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, Any]:
-    """The content of a run's `args.json`: script, args, and what not every one has: wandb_id, env_id, run.
-
-    Raises UsageError, naming `flag`, if `run_dir` is no run, or a run of another script than `script`.
-    """
+    """The content of a run's `args.json`: script, args, and perhaps wandb_id, env_id, run. Raises UsageError, naming
+    `flag`, if `run_dir` is no run, or another script's than `script`."""
     form = "give a run directory, with a readable args.json in it"
     content = files.read(Path(run_dir, "args.json"), dict, flag, form)
     known = re.fullmatch(r"\w+", str(content.get("script"))) and isinstance(content.get("args"), dict)
@@ -393,30 +381,27 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
 
 
 def words_of(flag: str, value: Any) -> list[str]:
-    """A flag with its value on a command line: one word, or those of a tuple (a list in JSON) after the flag."""
+    """A flag and its value as words of a command line: one, or the flag and those of a tuple (a list in JSON)."""
     return [flag, *map(str, value)] if isinstance(value, list | tuple) else [f"{flag}={value}"]
 
 
 def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
-    """The arguments of a run; a field that it does not have yet takes its default. Raises UsageError."""
+    """The arguments of a run; fields that it does not have take their defaults. Raises UsageError."""
     args = read_args(run_dir, source, script)["args"]
-    given = []
-    for name, value in args.items():
-        given += words_of(flag_of(name), value)
-    words = plain_booleans(args_class, given)
+    words = [word for name, value in args.items() for word in words_of(flag_of(name), value)]
     about = f"{source} {run_dir}: its args.json is not of this version of the script"
     text = io.StringIO()
     try:
         with contextlib.redirect_stderr(text):
-            return tyro.cli(args_class, args=words)
+            return tyro.cli(args_class, args=plain_booleans(args_class, words))
     except SystemExit:
-        # Title, what is wrong, a rule, help; in ASCII where a terminal knows nothing else.
+        # Title, what is wrong, a rule, help; in ASCII if the terminal cannot do better.
         lines = [line.strip("│|─ ") for line in text.getvalue().splitlines()]
         lines = ["" if set(line) <= set("-+") else line for line in lines]
         raise UsageError(f"{about}: {' '.join(itertools.takewhile(bool, lines[1:]))}") from None
 
 
 def on_this_machine(args: Any) -> Any:
-    """The arguments of a run, for evaluating it on this machine."""
+    """A run's arguments for evaluating it on this machine."""
     anywhere = {"num_devices": 0, "actor_devices": 0, "distributed": False, "replay_device": "device"}
     return dataclasses.replace(args, **{name: anywhere[name] for name in anywhere if hasattr(args, name)})
