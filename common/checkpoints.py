@@ -62,11 +62,12 @@ def checksum(tree: dict[str, Any]) -> np.ndarray:
 
 
 def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
-    """Writes a tree of dicts of arrays, with its checksum, then removes all but the `keep` newest checkpoints. If
+    """Writes a dict of pytrees of arrays, with its checksum, then removes all but the `keep` newest checkpoints. If
     writing fails, as on a full disk, removes the unfinished one."""
     import orbax.checkpoint as ocp
+    from flax import serialization
 
-    tree = jax.device_get(tree)
+    tree = jax.device_get(serialization.to_state_dict(tree))
     folder = (run_dir / "checkpoints").absolute()
     try:
         with _orbax() as orbax:

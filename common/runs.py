@@ -2,8 +2,8 @@
 
 runs/<env_id>__<script>__<seed>__<time>/
     args.json        script, game, W&B id and arguments
-    metrics.jsonl    one line a log, with `global_step`, `time` (seconds since 1970) and `seconds` (of its own clock)
-    checkpoints/     Orbax, one folder a step, each with a checksum
+    metrics.jsonl    one line per log, with `global_step`, `time` (seconds since 1970) and `seconds` (of training)
+    checkpoints/     Orbax, one folder per step, with a checksum
     lock             held by the process that trains
     videos/  eval.json  wandb/ or tensorboard/
 """
@@ -38,7 +38,6 @@ from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     NonNegativeInt,
     PositiveInt,
     Seed,
-    StepCount,
     as_given,
     check_args,
     check_batch,
@@ -65,8 +64,8 @@ class DivergedError(FailedError):
 class RunArgs:
     """The run and its files."""
 
-    # A group of flags may have FIXED, the flags that a resume cannot change, and check(), which raises UsageError.
-    # A script inherits groups and adds its own of each.
+    # A group of flags may have FIXED, the flags that a resume cannot change, and check(), which raises UsageError for
+    # inconsistent flags. A script inherits groups and adds its own of each.
     FIXED: ClassVar = ("seed",)
 
     seed: Seed = 1
@@ -97,7 +96,7 @@ class RunArgs:
         check(self.run_dir != "", "--run-dir '': give a folder")
 
     def sharded_sizes(self) -> dict[str, int]:
-        """The sizes that are divided among the devices that learn, by their descriptions."""
+        """The sizes that are divided among the learner devices, by their descriptions."""
         what, parts = parts_of_batch(self)
         return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": parts // self.num_minibatches}
 
@@ -106,10 +105,8 @@ class RunArgs:
 
 
 def load(init_checkpoint: Callable[[], dict], run_dir: str) -> dict[str, Any]:
-    """Loads the newest checkpoint of a run, in the structure of what `init_checkpoint` returns. Raises UsageError.
-
-    What each host saved for itself is included only if there are as many hosts as when it was saved.
-    """
+    """Loads the newest checkpoint of a run in the structure of `init_checkpoint()`, with the parts that each host saved
+    for itself if the number of hosts is the same. Raises UsageError."""
     template = jax.eval_shape(init_checkpoint)
     step, saved = checkpoints.load(run_dir)
     saved = _Checkpoint(saved)
@@ -126,7 +123,7 @@ def load(init_checkpoint: Callable[[], dict], run_dir: str) -> dict[str, Any]:
 
 
 def _load_for(args: Any, script: str, load: Callable) -> dict[str, Any]:
-    """Loads the checkpoint to resume from; if it does not fit, names the flags that differ from the run's own."""
+    """Loads the checkpoint to resume from; if it does not fit, names the flags that differ from the run's."""
     try:
         return load(args.resume)
     except checkpoints.MisfitError as error:
@@ -158,7 +155,7 @@ def crossed(every: int, before: int, after: int) -> bool:
 
 
 class Stopwatch:
-    """Measures where time is spent: `with stopwatch("game"): ...`, then `fractions()` since the last call."""
+    """Measures time: `with stopwatch("game"): ...`, then its `fractions()` since the last call."""
 
     def __init__(self):
         self.seconds, self._since = {}, time.perf_counter()
@@ -177,28 +174,28 @@ class Stopwatch:
 
 
 class Run:
-    """One run of a script. `args` is a dataclass with the fields read below.
+    """One run of a script.
 
     Attributes:
       path: the run directory. Of several hosts only the first writes there, logs and evaluates.
       resumed: whether the run continues an earlier one.
-      checkpoint: what the `with` block starts from: the newest checkpoint, or that of a new run. Where the number of
-        hosts has changed, what each host saved for itself is as in a new run, or missing.
+      checkpoint: within the `with` block, the newest checkpoint or that of a new run. If the number of hosts has
+        changed, what each host saved for itself is as in a new run, or missing.
       stop: the name of the signal that asked the run to end, else None. Hosts agree on it in `finished`.
     """
 
     def __init__(self, args: Any, script: str, mesh: Mesh, init_checkpoint: Callable[[], dict], load: Callable = load):
-        """Creates the run directory, or opens `args.resume`, locks it, and then reads its checkpoint.
+        """Creates and locks the run directory, or opens `args.resume` and loads its checkpoint.
 
         Args:
-          args, script: the script's flags and its name.
-          mesh: of all devices that learn.
+          args, script: the script's flags (RunArgs, env_id, total_timesteps) and its name.
+          mesh: of all learner devices.
           init_checkpoint: returns a new run's checkpoint, a dict of pytrees.
           load: load(init_checkpoint, run_dir) -> the checkpoint to resume from.
 
-        Raises UsageError where that is not possible, FullError where the disk is full; both leave all as it was.
+        Raises UsageError if it cannot, FullError if the disk is full; both leave everything as it was.
         """
-        jax.eval_shape(init_checkpoint)  # raises UsageError for a network that these flags do not describe
+        jax.eval_shape(init_checkpoint)  # raises UsageError for an impossible network
         self.is_main = jax.process_index() == 0
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
         mode = tracking.wandb_mode(args) if self.is_main else "disabled"
@@ -231,7 +228,7 @@ class Run:
         self._start_time, self._start_step = None, 0
 
     def _open(self, args: Any, script: str, load: Callable, *, mode: str, undo: contextlib.ExitStack) -> None:
-        """Finds or makes the run directory, locks it and opens its files; `undo` collects how to revert that."""
+        """Opens or makes the run directory, locks it and opens its files; `undo` collects how to revert that."""
         self._lock = None
         if args.resume:
             self.path = Path(args.resume)
@@ -248,24 +245,21 @@ class Run:
         self.checkpoint = _load_for(args, script, load) if self.resumed else None
         if self.resumed and jax.process_count() > 1:
             steps = {int(x) for x in multihost.gather_per_host(np.int64(self.checkpoint["run"]["step"])).values()}
-            check(
-                len(steps) == 1,
-                f"--resume {args.resume}: the hosts read checkpoints of steps {sorted(steps)}, try again",
-            )
-        if not self.is_main:  # nothing that it writes is needed
+            differ = f"the hosts read checkpoints of steps {sorted(steps)}, try again"
+            check(len(steps) == 1, f"--resume {args.resume}: {differ}")
+        if not self.is_main:  # its files are not needed
             self._nowhere = tempfile.TemporaryDirectory()
             self.path = Path(self._nowhere.name)
         known = read_args(args.resume, "--resume", script) if args.resume else {}
         config = dataclasses.asdict(args) | {"resume": ""}
         run_id = known.get("wandb_id") or os.environ.get("WANDB_RUN_ID")
-        run_id = run_id or f"{self.path.name}-{secrets.token_hex(4)}"  # elsewhere a folder may have the same name
+        run_id = run_id or f"{self.path.name}-{secrets.token_hex(4)}"  # other machines may have a folder of this name
         (self.path / "checkpoints").mkdir(exist_ok=True)
         checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
         undo.callback(self._metrics.close)
-        self._wandb = tracking.start_wandb(
-            args, mode, self.path, run_id, config | {"env_id": args.env_id, "exp_name": script}
-        )
+        wandb_config = config | {"env_id": args.env_id, "exp_name": script}
+        self._wandb = tracking.start_wandb(args, mode, self.path, run_id, wandb_config)
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)
             if os.environ.get("WANDB_SWEEP_ID"):  # a resume must find the run in the sweep's project
@@ -276,12 +270,11 @@ class Run:
             after = int(self.checkpoint["run"]["step"]) + 1 if self.resumed else None
             self._board = tracking.start_tensorboard(self.path / "tensorboard", after)
             undo.callback(self._board.close)
-        write_json(
-            self.path / "args.json", {"script": script, "wandb_id": run_id, "env_id": args.env_id, "args": config}
-        )
+        content = {"script": script, "wandb_id": run_id, "env_id": args.env_id, "args": config}
+        write_json(self.path / "args.json", content)
 
     def __enter__(self) -> "Run":
-        with contextlib.suppress(ValueError):  # signals can be caught in the main thread only
+        with contextlib.suppress(ValueError):  # only the main thread handles signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._progress.start()
@@ -303,7 +296,7 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         self._progress.stop()
         for file in filter(None, (self._metrics, self._board)):
-            with contextlib.suppress(OSError):  # a full disk has been reported already
+            with contextlib.suppress(OSError):  # a full disk is reported below
                 file.close()
         if self.stop and kind is None:
             kept = checkpoints.steps_in(self.path)
@@ -328,13 +321,13 @@ class Run:
         return f"the checkpoint of step {steps[-1]} is whole, to continue from it: {self._resume_command()}"
 
     def _on_signal(self, number: int, frame) -> None:
-        # A second signal: do not wait for the iteration's end. One to a process group may come twice at once.
+        # A second signal does not wait for the iteration's end; one to a process group may come twice at once.
         if self._signal and time.monotonic() - self._asked > 2:
             raise KeyboardInterrupt
         self._request_stop(signal.Signals(number).name)
 
     def _on_broken_pipe(self) -> None:
-        """The reader of stderr has gone, as in `| head`: treated as a signal."""
+        """Treats the end of stderr's reader, as in `| head`, as a signal."""
         self._console.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         self._request_stop("SIGPIPE")
@@ -347,17 +340,17 @@ class Run:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal came; unlike `stop`, before the other hosts know of it."""
+        """Whether a signal came, even if the other hosts do not know yet."""
         return bool(self.stop or self._signal)
 
     def print(self, *parts: Any) -> None:
-        """Prints sentences and Rich's tables to stderr, each on lines of its own, above the progress line."""
+        """Prints sentences and Rich's tables to stderr, above the progress line."""
         for part in parts:
             self._console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
     def _clock(self) -> float:
-        """Seconds of training over all resumes, by a monotonic clock. Rounded here, so that a checkpoint never has less
-        than what was logged before."""
+        """Seconds of training over all resumes, by a monotonic clock; rounded here, so that a checkpoint never has less
+        than an earlier log."""
         return round(self._seconds + time.monotonic() - self._since, 3)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -378,12 +371,12 @@ class Run:
             self._progress.update(self._task, completed=step, status=status)
 
     def _log_to_wandb(self, step: int, what: dict[str, Any]) -> None:
-        """Logs the step as a value, the x-axis by `tracking.start_wandb`: W&B's own steps must not repeat, and after a
-        resume they do."""
+        """Logs with the step as a value, the x-axis of `tracking.start_wandb`: W&B's own steps must not repeat, as they
+        do after a resume."""
         self._call_wandb("log", {"global_step": step} | what)
 
     def _call_wandb(self, method: str, *given, **options) -> None:
-        """Calls a method of W&B's run, if there is one. Its process may have been killed: training continues."""
+        """Calls a method of W&B's run, if there is one; training continues if W&B's process has died."""
         if self._wandb:
             try:
                 getattr(self._wandb, method)(*given, **options)
@@ -399,18 +392,18 @@ class Run:
         self._begun = True
         if jax.process_count() > 1:  # all hosts stop before the same update
             signals = multihost.gather_per_host(np.bool_(self._signal))
-            if any(signals.values()):  # not a signal that has come since, which the others do not know of
+            if any(signals.values()):  # not `self._signal`, which may have come since
                 self.stop = self._signal or "a signal on another host"
         return finished or bool(self.stop)
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether a multiple of `args.eval_every` (0: none), or the end, has come since the last evaluation."""
+        """Whether a multiple of `args.eval_every` (0: none), or the end, was passed since the last evaluation."""
         if step <= self._evaluated or not self.is_main:
             return False
         return step >= self._args.total_timesteps or crossed(self._args.eval_every, self._evaluated, step)
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether a multiple of `args.checkpoint_every`, or the end, has come since the last checkpoint: a run may be
+        """Whether a multiple of `args.checkpoint_every`, or the end, was passed since the last checkpoint: a run may be
         killed within its last evaluation, which takes minutes."""
         ended = step >= self._args.total_timesteps > self._saved
         return ended or crossed(self._args.checkpoint_every, self._saved, step)
@@ -447,26 +440,22 @@ class Run:
         return (step - self._start_step) / (time.perf_counter() - self._start_time)
 
     def save(self, step: int, tree: dict[str, Any], per_host: dict[str, Any]) -> None:
-        """Writes a checkpoint under a temporary name, then renames it: pytrees of global arrays by name, and those that
-        each host has for itself. All hosts call it."""
+        """Writes a checkpoint atomically: pytrees of global arrays by name, and those of each host for itself. All
+        hosts call it."""
         if step != self._written:
-            from flax import serialization
-
             progress = {"lines": self._lines, "evaluated": self._evaluated, "seconds": self._clock()} | self._topology()
             content = multihost.gather(tree) | {"hosts": multihost.gather_per_host(per_host)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
             if self.is_main:
-                os.fsync(self._metrics.fileno())  # a checkpoint has the number of its lines
-                tree = serialization.to_state_dict(content)
-                checkpoints.save(self.path, step, tree, keep=self._args.keep_checkpoints)
+                os.fsync(self._metrics.fileno())  # the checkpoint has its number of lines
+                checkpoints.save(self.path, step, content, keep=self._args.keep_checkpoints)
         self._saved = self._written = step
 
     def _topology(self) -> dict[str, int]:
         return {"devices": self._mesh.size, "hosts": jax.process_count(), "cpu": int(devices.on_cpu())}
 
     def check_finite(self, step: int, metrics: dict[str, float]) -> None:
-        """Raises DivergedError if a metric is NaN or infinite (earlier checkpoints are kept), ValueError if it is not a
-        scalar."""
+        """Raises DivergedError if a metric is NaN or infinite, ValueError if it is not a scalar."""
         for name, value in metrics.items():
             if np.shape(value):
                 raise ValueError(f"metric {name} has shape {list(np.shape(value))}: must be a scalar, float32 []")
@@ -476,14 +465,13 @@ class Run:
             raise DivergedError(f"not finite at step {step}: {', '.join(broken)}; training stopped{kept}")
 
     def _rewind(self, saved: dict[str, Any]) -> None:
-        """Drops what was logged after the checkpoint, except its own evaluation; the rest will be logged again."""
+        """Drops what was logged after the checkpoint, except its own evaluation; it will be logged again."""
         self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
         self._written = self._saved
         here = self._topology()
-        there = here | saved  # older ones do not say whether it was a CPU
-        kinds = ("an accelerator, with ", "a CPU, with ") if there["cpu"] != here["cpu"] else ("", "")
+        kinds = ("an accelerator, with ", "a CPU, with ") if saved["cpu"] != here["cpu"] else ("", "")
         before, now = (
-            f"{kinds[int(where['cpu'])]}{where['devices']} devices of {where['hosts']} hosts" for where in (there, here)
+            f"{kinds[int(where['cpu'])]}{where['devices']} devices of {where['hosts']} hosts" for where in (saved, here)
         )
         if before != now:
             self.print(f"this run was on {before} and continues on {now}: its numbers will differ")
@@ -492,10 +480,10 @@ class Run:
             self._rewind_log(int(saved["lines"]))
 
     def _rewind_log(self, count: int) -> None:
-        """Keeps the first `count` lines of metrics.jsonl, and an evaluation of the checkpoint itself, which may come
-        later. Reports missing lines, and keeps a copy of a file with damaged ones."""
+        """Keeps the first `count` lines of metrics.jsonl, and an evaluation of the checkpoint itself that may follow.
+        Reports missing lines, and keeps a copy of a file with damaged ones."""
         path = self.path / "metrics.jsonl"
-        with path.open("rb") as file:  # line by line: Ape-X has millions
+        with path.open("rb") as file:  # line by line: Ape-X writes millions
             good = [_is_logged(line, self._saved) for line in itertools.islice(file, count)]
             later = next(file, b"")
         if missing := count - sum(good):
@@ -514,8 +502,8 @@ class Run:
         self._metrics, self._lines = path.open("a"), sum(good) + new
 
     def replay_progress(self, what: str, total: int) -> Callable[[int], None]:
-        """Returns progress(count), to be called as steps are replayed: it prints `count` of `total` every ten seconds
-        and, on a single host, ends the program if a signal came, since nothing has been trained yet."""
+        """Returns progress(count), to be called as steps are replayed: it prints `count` of `total` every ten seconds,
+        and on a single host ends the program if a signal came."""
         told = time.monotonic()
 
         def progress(count: int) -> None:
@@ -542,7 +530,7 @@ def _new_directory(args: Any, script: str) -> Path:
 
 
 def _is_logged(line: bytes, step: int) -> bool:
-    """Whether this is a whole line of metrics.jsonl, of at most that step."""
+    """Whether this is a whole line of metrics.jsonl, up to that step."""
     try:
         return line.endswith(b"\n") and json.loads(line)["global_step"] <= step
     except (ValueError, KeyError, TypeError, RecursionError):
