@@ -155,13 +155,6 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def quarantine(run_dir: Path, after: int) -> None:
-    """Moves checkpoints of later steps, which are damaged, to the folder `damaged`."""
-    for step in steps_in(run_dir):
-        if step > after:
-            files.quarantine(run_dir / "checkpoints" / str(step), run_dir / "damaged")
-
-
 class MisfitError(UsageError):
     """A checkpoint's names or shapes are not those that the arguments make."""
 

@@ -154,17 +154,12 @@ def avg_pool(x: jax.Array) -> jax.Array:
     return x.reshape(batch, height // 2, 2, width // 2, 2, channels).mean(axis=(2, 4))
 
 
-def _windows(x, axis):
-    """The three elements of each window along `axis`: x[0::2], x[1::2], x[2::2] (padded with -inf)."""
+def _max(x, axis):
+    """The maximum of each window along `axis` and its index, uint8 (0, 1 or 2; the first of equals, as XLA's own)."""
     pairs = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
     first, second = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     pad = jnp.full_like(lax.slice_in_dim(first, 0, 1, axis=axis), -jnp.inf)
-    return first, second, jnp.concatenate([lax.slice_in_dim(first, 1, None, axis=axis), pad], axis)
-
-
-def _max(x, axis):
-    """The maximum of each window and its index, uint8 (0, 1 or 2; the first of equals, as XLA's own)."""
-    first, second, third = _windows(x, axis)
+    third = jnp.concatenate([lax.slice_in_dim(first, 1, None, axis=axis), pad], axis)
     y = jnp.maximum(jnp.maximum(first, second), third)
     return y, jnp.where(first == y, jnp.uint8(0), jnp.where(second == y, jnp.uint8(1), jnp.uint8(2)))
 

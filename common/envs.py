@@ -475,15 +475,12 @@ def play_episodes(
     """
     obs, info = env.reset()
     num_envs = len(obs)
-    key = jax.random.PRNGKey(seed)
-    hidden_state = None
+    key, hidden_state = jax.random.PRNGKey(seed), None
     quota = -(-episodes // num_envs)
     returns, levels = np.zeros((quota, num_envs)), np.zeros((quota, num_envs), np.int64)
-    counts = np.zeros(num_envs, np.int64)
+    counts, done = np.zeros(num_envs, np.int64), np.zeros(num_envs, bool)
     actions_played = []
-    done = np.zeros(num_envs, bool)
-    columns = np.arange(num_envs)
-    film = [obs[0].copy()]  # a copy: obs[0] keeps the frames of all environments alive
+    film = [obs[0].copy()]  # a copy, since obs[0] keeps the frames of all environments alive
     filming = record
     window = Frames.after(empty_history(num_envs, offsets, np.moveaxis(obs[0], 0, -1).shape), 1, offsets)
     while counts.min() < quota:
@@ -493,11 +490,12 @@ def play_episodes(
         key, step_key = jax.random.split(key)
         actions, hidden_state = policy(stacked, info["elapsed_step"], step_key, hidden_state)
         counted = ~done & (counts < quota)
-        levels[counts[counted], columns[counted]] = info.get("level_seed", np.zeros(num_envs, np.int64))[counted]
+        current = counts[counted], np.flatnonzero(counted)  # episode, environment
+        levels[current] = info.get("level_seed", np.zeros(num_envs, np.int64))[counted]
         actions = np.asarray(actions)
         actions_played.append(actions[counted])
         obs, reward, terminated, truncated, info = env.step(actions)
-        returns[counts[counted], columns[counted]] += reward[counted]
+        returns[current] += reward[counted]
         done = terminated | truncated
         counts += done & counted
         if filming:

@@ -65,7 +65,9 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
             _check_types(args_class)
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
-            _own_flags_first(args_class)
+            # A script's own fields before inherited ones in --help and args.json; dataclasses put them last.
+            own, fields = inspect.get_annotations(args_class), args_class.__dataclass_fields__
+            args_class.__dataclass_fields__ = {name: fields[name] for name in own} | fields
             args = tyro.cli(args_class, args=argv, default=default, description=module.__doc__)
             _check_given(args, flags)
             _check_ranges(args)
@@ -145,12 +147,6 @@ def set_up_jax() -> None:
     jax.config.update("jax_threefry_partitionable", True)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's default is a second
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def _own_flags_first(args_class: type) -> None:
-    """Moves a script's own fields before inherited ones in --help and args.json; dataclasses put them last."""
-    own, fields = inspect.get_annotations(args_class), args_class.__dataclass_fields__
-    args_class.__dataclass_fields__ = {name: fields[name] for name in own} | fields
 
 
 def _check_given(args: Any, flags: Sequence[str]) -> None:

@@ -195,10 +195,6 @@ class Layers:
         x = frames.astype(self.dtype)
         return (x - 128) / scale if self.center else x / scale
 
-    def residual_conv(self, x: jax.Array, features: int) -> jax.Array:
-        """`conv`, of a residual block."""
-        return self.conv(x, features, kernel_norm=self.residual_norm)
-
     def conv(
         self, x: jax.Array, features: int, size: int = 3, stride: int = 1, padding="SAME", depthwise=False,
         kernel_norm="none",
@@ -268,7 +264,8 @@ class ImpalaCNN(nn.Module):
 
     @nn.compact
     def __call__(self, frames: jax.Array) -> jax.Array:
-        act, conv, residual_conv = self.layers.act, self.layers.conv, self.layers.residual_conv
+        act, conv = self.layers.act, self.layers.conv
+        residual_conv = partial(conv, kernel_norm=self.layers.residual_norm)
         x = self.layers.pixels(frames)
         for features in self.channels:
             x = max_pool(conv(x, features)) if self.max_pool else conv(x, features, stride=2)

@@ -173,11 +173,6 @@ def init_replay(args: Any) -> replay.Replay:
     return replay.init(rows, args.num_envs, args.stack_offsets)
 
 
-def host_memory() -> jax.Device:
-    """The device whose memory is the host's."""
-    return jax.devices("cpu")[0]
-
-
 def check_memory(args: Any, mesh: Mesh) -> None:
     """Raises UsageError if the replay buffer exceeds the learner devices' free memory, or the host's memory."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(partial(init_replay, args))))
@@ -202,7 +197,7 @@ def make_buffer(args: Any, mesh: Mesh, checkpoint: dict) -> replay.Replay:
     """Moves the replay buffer out of a checkpoint, or makes an empty one, on the mesh or in the host's memory."""
     sharding = devices.shardings(mesh, replay.REPLAY_SPECS)
     if args.replay_device == "host":
-        sharding = jax.sharding.SingleDeviceSharding(host_memory())
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     if "replay" in checkpoint:
         return jax.device_put(checkpoint.pop("replay"), sharding)
     return jax.jit(partial(init_replay, args), out_shardings=sharding)()
@@ -249,7 +244,7 @@ def make_insert(args: Any, mesh: Mesh) -> Callable:
     """Returns insert(buffer, rollouts, timesteps) -> Replay, which donates the buffer and moves the others to it."""
     specs = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
     if args.replay_device == "host":
-        sharding, function = host_memory(), partial(insert, args)
+        sharding, function = jax.devices("cpu")[0], partial(insert, args)
     else:
         sharding = devices.shardings(mesh, specs)
         function = jax.shard_map(

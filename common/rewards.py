@@ -24,12 +24,6 @@ class NormalizeArgs:
         check_needs(self, self.normalize_rewards, "--normalize-rewards", ("normalize_gamma",))
 
 
-def shape_reward(reward: jax.Array) -> jax.Array:
-    """sign(r)(sqrt(|r| + 1) - 1) + 0.001 r, float32 [...]: halves small rewards, takes the root of large ones (Pohlen
-    et al. 2018, section 3.2, of values; 0.001 is R2D2's, Kapturowski et al. 2019, section 2.3)."""
-    return jnp.sign(reward) * (jnp.sqrt(jnp.abs(reward) + 1) - 1) + 0.001 * reward
-
-
 class ReturnFilter(NamedTuple):
     """Running statistics of discounted returns, float32."""
 
@@ -86,8 +80,12 @@ def normalize_rewards(
 
 
 def shape_and_clip(args, rewards) -> jax.Array:
-    """Shapes and clips rewards of any shape (`args`: reward_shaping, reward_clip)."""
-    rewards = shape_reward(rewards) if args.reward_shaping else jnp.asarray(rewards)
+    """Shapes and clips rewards float32 [...] (`args`: reward_shaping, reward_clip). Shaping halves small rewards and
+    takes the root of large ones (Pohlen et al. 2018, section 3.2, of values; 0.001 is R2D2's, Kapturowski et al. 2019,
+    section 2.3)."""
+    rewards = jnp.asarray(rewards)
+    if args.reward_shaping:
+        rewards = jnp.sign(rewards) * (jnp.sqrt(jnp.abs(rewards) + 1) - 1) + 0.001 * rewards
     return jnp.clip(rewards, -args.reward_clip, args.reward_clip) if args.reward_clip else rewards
 
 

@@ -476,7 +476,9 @@ class Run:
         if before != now:
             self.print(f"this run was on {before} and continues on {now}: its numbers will differ")
         if self.is_main:
-            checkpoints.quarantine(self.path, after=self._saved)
+            for step in checkpoints.steps_in(self.path):
+                if step > self._saved:  # it is damaged
+                    files.quarantine(self.path / "checkpoints" / str(step), self.path / "damaged")
             self._rewind_log(int(saved["lines"]))
 
     def _rewind_log(self, count: int) -> None:

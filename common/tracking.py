@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides metrics.jsonl: Weights & Biases, or TensorBoard."""
+"""Trackers of a run's metrics besides metrics.jsonl: Weights & Biases and TensorBoard."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from common.files import UsageError, check
 
 
 def wandb_mode(args: Any) -> str:
-    """online, offline or disabled; auto is what WANDB_MODE says, or online where the user is logged in."""
+    """online, offline or disabled; auto is WANDB_MODE, or else online if the user is logged in."""
     if args.wandb_mode == "disabled" or args.track != "wandb":
         return "disabled"
     try:
@@ -28,7 +28,7 @@ def wandb_mode(args: Any) -> str:
 
 
 def as_number(value: Any) -> Any:
-    """Text that is a number, as schedules may be, as that: W&B compares and sorts numbers only."""
+    """Converts a text that is a number, as of a schedule: W&B compares and sorts numbers only."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -36,7 +36,7 @@ def as_number(value: Any) -> Any:
 
 
 def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str, Any]):
-    """W&B's run, or None where it is disabled."""
+    """W&B's run, None if it is disabled."""
     if mode == "disabled":
         return None
     import wandb
@@ -52,7 +52,7 @@ def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str,
             config={name: as_number(value) for name, value in config.items()},
             save_code=True,
             mode=mode,
-            # Without an end, a run that is stopped would wait for a network that is gone.
+            # Without a timeout, a stopped run would wait for a lost network.
             settings=wandb.Settings(console="off", silent=mode != "online", finish_timeout=60),
         )
         run.define_metric("global_step")
@@ -60,15 +60,14 @@ def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str,
         return run
     except Exception as error:  # W&B raises many kinds
         given = f"--wandb-mode {args.wandb_mode} --wandb-project {args.wandb_project}"
-        raise UsageError(
-            f"{given}: W&B does not start ({error!r}); give another mode or project, or --wandb-mode disabled"
-        ) from None
+        valid = "give another mode or project, or --wandb-mode disabled"
+        raise UsageError(f"{given}: W&B does not start ({error!r}); {valid}") from None
 
 
 def start_tensorboard(folder: Path, purge_step: int | None):
-    """TensorBoard's writer; `purge_step` and what follows it vanish from older files."""
+    """TensorBoard's writer; hides older events from `purge_step` on."""
     from tensorboardX import SummaryWriter  # late: not every run writes for it
 
-    # Its thread dies on a full disk, and a queue that is full would wait for it: here there is room for what is logged
-    # until the next flush, which raises the error. The suffix lets no resume replace a file of the same second.
+    # Its thread dies on a full disk, and a full queue would wait for it: this one has room until the next flush, which
+    # raises the error. The suffix keeps a resume from replacing a file of the same second.
     return SummaryWriter(str(folder), purge_step=purge_step, max_queue=10_000, filename_suffix=f".{purge_step or 0}")
