@@ -105,11 +105,9 @@ class GameArgs:
         return frame_stack_offsets(self.frame_stack, self.gap_stack)
 
     def check(self) -> None:
-        check(
-            self.start_level + self.num_levels < MAX_SEED,
-            f"--num-levels {self.num_levels} --start-level {self.start_level}: no level is left above the training "
-            f"levels, their sum must be below {MAX_SEED}",
-        )
+        given = f"--num-levels {self.num_levels} --start-level {self.start_level}"
+        valid = f"no level is left above the training levels, their sum must be below {MAX_SEED}"
+        check(self.start_level + self.num_levels < MAX_SEED, f"{given}: {valid}")
         check_needs(self, self.num_levels, "--num-levels 1 or more", ("start_level",))
         check_needs(self, self.eval_episodes, "--eval-episodes 1 or more", ("capture_video",))
         check_needs(self, self.eval_episodes or not self.eval_every, "--eval-episodes 1 or more", ("eval_every",))

@@ -57,21 +57,17 @@ class OffPolicyArgs(actors.FleetArgs):
     """discount factor"""
 
     def check(self) -> None:
-        games, unroll = self.num_envs, self.n_step + self.num_steps
+        size, starts = self.buffer_size, self.learning_starts
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
-        least = games * (unroll + 2 * max(self.frame_stack - 1, 1))  # the oldest rows lack frames of their stacks
-        need = f"room for an unroll, an n-step return and two frame stacks of each of {games} games"
-        check(self.buffer_size >= least, f"--buffer-size {self.buffer_size}: give {least} or more, {need}")
-        check(
-            least <= self.learning_starts <= self.buffer_size,
-            f"--learning-starts {self.learning_starts}: must be from {least}, {need}, to --buffer-size, "
-            f"{self.buffer_size}",
-        )
+        steps = self.n_step + self.num_steps + 2 * max(self.frame_stack - 1, 1)  # the oldest rows lack stacked frames
+        least = self.num_envs * steps
+        need = f"room for an unroll, an n-step return and two frame stacks of each of {self.num_envs} games"
+        check(size >= least, f"--buffer-size {size}: give {least} or more, {need}")
+        valid = f"must be from {least}, {need}, to --buffer-size, {size}"
+        check(least <= starts <= size, f"--learning-starts {starts}: {valid}")
         platforms = jax.config.jax_platforms or "cpu"
-        check(
-            self.replay_device == "device" or "cpu" in platforms,
-            f"--replay-device host: JAX_PLATFORMS={platforms} leaves out the host's memory, give {platforms},cpu",
-        )
+        valid = f"JAX_PLATFORMS={platforms} leaves out the host's memory, give {platforms},cpu"
+        check(self.replay_device == "device" or "cpu" in platforms, f"--replay-device host: {valid}")
         runs.check_needs(self, self.per_alpha, "--per-alpha", ("per_beta",))
 
     def sharded_sizes(self) -> dict[str, int]:
