@@ -88,7 +88,7 @@ class GameArgs:
     """transform rewards to sign(r)(sqrt(|r| + 1) - 1) + 0.001 r (Pohlen et al. 2018)"""
     reward_clip: NonNegativeFloat = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
-    restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 16_384
+    restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 131_072
     """steps of each environment between restarts of all games, which drop unfinished episodes; a resume replays the
     steps since the last restart"""
     eval_every: NonNegativeInt = 1_000_000
