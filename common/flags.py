@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import errno
 import inspect
 import io
 import itertools
@@ -50,13 +51,13 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     """Runs `main(args)` with the command line's flags, which with `--resume RUN_DIR` default to that run's own.
 
     Exit codes: 2 for a UsageError or a parse error, 1 for a FailedError or a full disk, 137 for full device memory,
-    each with one sentence on stderr; 130 or 143 for a signal that no run handles.
+    each with one sentence on stderr; 128 and its number for a signal that no run handles.
     """
     module = sys.modules[main.__module__]
     argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
-        with _sigterm_raises():
+        with _stop_signals_raise():
             flags = [word.partition("=")[0].replace("_", "-") for word in argv]
             _check_once(args_class, flags)
             parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -104,21 +105,41 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         _exit(1)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a program to end: Ctrl-C, a scheduler's SIGTERM and its warnings (SIGUSR1, SIGXCPU), and a
+    closed terminal's SIGHUP. Of the last three, those that are ignored are left out, as under `nohup`."""
+    last_three = signal.SIGUSR1, signal.SIGXCPU, signal.SIGHUP
+    return [signal.SIGINT, signal.SIGTERM, *(x for x in last_three if signal.getsignal(x) != signal.SIG_IGN)]
+
+
+def leave_closed_terminal() -> None:
+    """Redirects standard output and error to nowhere if their terminal is closed; writing to it would raise OSError."""
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError):  # pytest's have no file
+            try:
+                os.ttyname(file.fileno())
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does, so that `with` blocks clean up."""
+def _stop_signals_raise() -> Iterator[None]:
+    """Stop signals raise KeyboardInterrupt, so that `with` blocks clean up."""
 
     def interrupt(number: int, frame) -> NoReturn:
+        leave_closed_terminal()
         raise KeyboardInterrupt(number)
 
     if threading.current_thread() is not threading.main_thread():  # only that one handles signals
         yield
         return
-    old = signal.signal(signal.SIGTERM, interrupt)
+    old = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _exit(code: int) -> NoReturn:

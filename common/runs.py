@@ -46,6 +46,7 @@ from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     cli,
     fixed,
     flag_of,
+    leave_closed_terminal,
     on_this_machine,
     parse_schedule,
     parts_of_batch,
@@ -53,6 +54,7 @@ from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     read_args,
     saved_args,
     set_up_jax,
+    stop_signals,
 )
 
 
@@ -275,7 +277,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         with contextlib.suppress(ValueError):  # only the main thread handles signals
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._progress.start()
         self._since = time.monotonic()
@@ -324,6 +326,7 @@ class Run:
         # A second signal does not wait for the iteration's end; one to a process group may come twice at once.
         if self._signal and time.monotonic() - self._asked > 2:
             raise KeyboardInterrupt
+        leave_closed_terminal()
         self._request_stop(signal.Signals(number).name)
 
     def _on_broken_pipe(self) -> None:

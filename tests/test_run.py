@@ -1,10 +1,13 @@
 """A run, by the example of PPO: evaluations, signals, trackers, films, divergence, forks."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +16,22 @@ import av
 import numpy as np
 import pytest
 import wandb
-from conftest import TINY, assert_same_run, flags_of, parameters, read_metrics, run_of, tensorboard_events
+from conftest import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    flags_of,
+    parameters,
+    read_metrics,
+    run_of,
+    tensorboard_events,
+    wait_for,
+)
 from PIL import Image
 
 import evaluate
 import ppo_procgen as ppo
-from common import devices, envs, films, runs
+from common import checkpoints, devices, envs, films, runs
 
 pytestmark = pytest.mark.optimised
 
@@ -364,6 +377,42 @@ def test_a_run_that_ends_gives_signals_back_and_does_not_advise_a_resume_without
     said = "".join(capfd.readouterr())
     assert "stopped by SIGTERM; there was no checkpoint yet" in said
     assert "a:x:b" in said  # no emoji
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
+def test_a_warning_signal_stops_a_run_unless_it_was_ignored_at_the_start(number, args):
+    with run_of(ppo, args) as run:
+        os.kill(os.getpid(), number)
+        assert run.stop == number.name
+    before = signal.signal(number, signal.SIG_IGN)  # nohup's way
+    try:
+        with run_of(ppo, args) as run:
+            os.kill(os.getpid(), number)
+            assert run.stop is None
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_run_whose_terminal_is_closed_writes_a_checkpoint(tmp_path):
+    words = flags_of(TINY | {"total_timesteps": 10**6, "checkpoint_every": 10**6, "run_dir": str(tmp_path)})
+    in_terminal = "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv = sys.argv[1:]; "
+    command = [sys.executable, "-c", in_terminal + "runpy.run_path('ppo_procgen.py', run_name='__main__')"]
+    terminal, its_end = pty.openpty()
+    os.set_blocking(terminal, False)
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
+    process = subprocess.Popen([*command, "ppo_procgen.py", *words], cwd=ROOT, start_new_session=True, **streams)
+    os.close(its_end)
+
+    def has_logged():
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 10**6)  # a full terminal would block it
+        return any(file.stat().st_size for file in tmp_path.glob("*/metrics.jsonl"))
+
+    wait_for(has_logged, process)
+    os.close(terminal)
+    assert process.wait(60) == 0
+    (run,) = tmp_path.iterdir()
+    assert checkpoints.steps_in(run)
 
 
 def test_a_second_ctrl_c_is_no_success():
