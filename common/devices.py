@@ -11,8 +11,11 @@ activations stay in its cache.
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,9 +38,28 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def available_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> int:
+    """CPU cores that this process may use: those of its affinity, or of its container's quota if that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no quota
+        quota, period = Path(cpu_max).read_text().split()
+        cores = min(cores, max(int(quota) // int(period), 1))
+    return cores
+
+
+def describe(mesh: Mesh) -> str:
+    """The learner devices in words, and a hint if CUDA's plugin is installed but finds no GPU."""
+    kind, stats = mesh.devices.flat[0].device_kind, mesh.devices.flat[0].memory_stats()
+    if not on_cpu():
+        return f"{mesh.size} x {kind}" + (f", {stats['bytes_limit'] / 1e9:.0f} GB each" if stats else "")
+    plugins = [p.metadata["Name"] for p in metadata.distributions() if re.match("jax-cuda.*plugin", p.metadata["Name"])]
+    hint = f"; {plugins[0]} is installed, but JAX finds no GPU: see docs/troubleshooting.md" if plugins else ""
+    return f"CPU, {mesh.size} of its cores{hint}"
+
+
 def use_every_core() -> None:
     """Makes each core (up to 8, a power of two) a JAX device; no effect once JAX has started."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = available_cores()
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_collective_call" not in flags:  # a core may wait long for one that other programs use
         os.environ["XLA_FLAGS"] = (

@@ -201,6 +201,7 @@ class Run:
         self.is_main = jax.process_index() == 0
         flag, root = ("--resume", args.resume) if args.resume else ("--run-dir", args.run_dir)
         mode = tracking.wandb_mode(args) if self.is_main else "disabled"
+        self._devices = devices.describe(mesh)
         with contextlib.ExitStack() as undo:
             try:
                 self._open(args, script, partial(load, init_checkpoint), mode=mode, undo=undo)
@@ -260,7 +261,8 @@ class Run:
         checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
         undo.callback(self._metrics.close)
-        wandb_config = config | {"env_id": args.env_id, "exp_name": script}
+        about = {"env_id": args.env_id, "devices": self._devices}
+        wandb_config = config | about | {"exp_name": script}
         self._wandb = tracking.start_wandb(args, mode, self.path, run_id, wandb_config)
         if self._wandb:
             undo.callback(self._wandb.finish, exit_code=1)
@@ -272,8 +274,7 @@ class Run:
             after = int(self.checkpoint["run"]["step"]) + 1 if self.resumed else None
             self._board = tracking.start_tensorboard(self.path / "tensorboard", after)
             undo.callback(self._board.close)
-        content = {"script": script, "wandb_id": run_id, "env_id": args.env_id, "args": config}
-        write_json(self.path / "args.json", content)
+        write_json(self.path / "args.json", {"script": script, "wandb_id": run_id} | about | {"args": config})
 
     def __enter__(self) -> "Run":
         with contextlib.suppress(ValueError):  # only the main thread handles signals
@@ -281,7 +282,7 @@ class Run:
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._progress.start()
         self._since = time.monotonic()
-        self.print(f"run directory: {self.path}")
+        self.print(f"run directory: {self.path}", f"learner devices: {self._devices}")
         if self._wandb and self._wandb.offline:
             self.print(f"W&B is offline; to upload this run afterwards: wandb sync {self.path}/wandb/offline-run-*")
         try:

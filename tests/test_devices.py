@@ -188,6 +188,14 @@ def test_devices_are_no_more_than_cores(cores, want, monkeypatch):
     assert "_terminate_timeout_seconds=3600" in os.environ["XLA_FLAGS"]
 
 
+@pytest.mark.parametrize(("quota", "want"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)])
+def test_cores_are_no_more_than_a_containers_quota(quota, want, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    (tmp_path / "cpu.max").write_text(quota)
+    assert devices.available_cores(str(tmp_path / "cpu.max")) == want
+    assert devices.available_cores(str(tmp_path / "none")) == 8
+
+
 # HOSTS
 
 
