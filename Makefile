@@ -6,16 +6,17 @@ EXTRA ?= cpu
 # scores there, as one does on coinrun.
 TRAIN ?= --env-id starpilot --frame-stack 1 --channels 8,16,16 --center no --pool flatten --num-steps 64 \
 	--total-timesteps 400000 --learning-rate 5e-4 --gae-lambda 0.95 --kl-coef 0 --vf-coef 0.5 --vf-clip 0.2 \
-	--max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards --eval-every 50000 --checkpoint-every 50000
+	--max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards --eval-every 25000 --eval-episodes 64 --checkpoint-every 50000
 ARGS ?=
 
-.PHONY: train test test-all docs torture
+.PHONY: train test test-slow docs torture
 train: .venv/with-$(EXTRA)
 	.venv/bin/python ppo_procgen.py $(TRAIN) $(ARGS)
 
-# The tests that every change must pass; test-all has the slow ones too.
+# The tests that every change must pass, and the slow ones beside them.
 test: SELECT = -m "not slow"
-test test-all: .venv/with-dev
+test-slow: SELECT = -m slow
+test test-slow: .venv/with-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest -n 2 --dist loadfile --durations 40 --durations-min 5 $(SELECT)
