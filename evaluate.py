@@ -71,19 +71,21 @@ def read_results(path: Path) -> dict:
         return {}
 
 
-def show(title: str, rows: list[dict], summary: dict) -> None:
-    """Prints a table of rows, if there are any, and one of the summary."""
+def show(title: str, rows: list[dict], summaries: dict[str, dict]) -> None:
+    """Prints a table of rows, if there are any, and one with a line for each number and a column for each summary."""
 
     def text(value):
         if isinstance(value, list):
             return ", ".join(map(str, value))
         return f"{value:.3f}" if isinstance(value, float) else escape(str(value))
 
-    for lines in (rows, [summary]):
-        if any(lines):
+    numbers = list(next(iter(summaries.values()), {}))
+    columns = [{"": number} | {name: x[number] for name, x in summaries.items()} for number in numbers]
+    for lines in (rows, columns):
+        if lines:
             table = Table(title=escape(title))
             for column in lines[0]:
-                table.add_column(column.replace("_", " ").replace("-", " "), justify="right", overflow="fold")
+                table.add_column(escape(column.replace("_", " ").replace("-", " ")), justify="right", overflow="fold")
             for line in lines:
                 table.add_row(*map(text, line.values()))
             Console(emoji=False).print(table)
@@ -141,9 +143,9 @@ def main(args: Args) -> list[dict]:
     answers = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
     if len(answers) > 1:
         names = [Path(run_dir).resolve().name for run_dir in args.run_dirs]
-        rows = [{"run": name, "step": x.step} | x.summary for name, x in zip(names, answers, strict=True)]
-        if all(row.keys() == rows[0].keys() for row in rows):
-            show(f"{len(rows)} runs", rows, {})
+        summaries = {name: {"step": x.step} | x.summary for name, x in zip(names, answers, strict=True)}
+        if all(x.keys() == summaries[names[0]].keys() for x in summaries.values()):
+            show(f"{len(summaries)} runs", [], summaries)
     if args.push_to_hub:
         print(f"uploaded: {agents.push(Path(agent), args.push_to_hub)}")
     return [answer.summary for answer in answers]
@@ -205,7 +207,8 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> runs.Evalu
         print(f"{path / 'eval.json'} keeps what it says of {number} episodes")
     else:
         runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: entry})
-    show(f"{path.resolve().name}, step {answer.step:,}, {answer.title}", answer.rows, answer.summary)
+    title = f"{path.resolve().name}, step {answer.step:,}, {answer.title}"
+    show(title, answer.rows, {answer.name.replace("_", " "): answer.summary})
     if args.video:
         video = path / "videos" / f"{answer.name}_{answer.step}.mp4"
         films.write_video(video, answer.film, answer.fps)
