@@ -5,10 +5,10 @@ import contextlib
 import dataclasses
 import errno
 import inspect
-import io
-import itertools
+import json
 import os
 import re
+import reprlib
 import signal
 import sys
 import threading
@@ -58,6 +58,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     set_up_jax()
     try:
         with _stop_signals_raise():
+            argv = [_expand_home(word) for word in argv]
             flags = [word.partition("=")[0].replace("_", "-") for word in argv]
             _check_once(args_class, flags)
             parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -201,6 +202,15 @@ def plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
             word = f"--{name}" if value.lower() == "true" else f"--no-{name}"
         words.append(word)
     return words
+
+
+def _expand_home(word: str) -> str:
+    """--run-dir=~/runs as --run-dir=/home/me/runs, which shells leave to us; raises UsageError if a word, or the path
+    of the current folder, is not UTF-8."""
+    for text in (word, os.getcwd()):
+        check(text == text.encode(errors="ignore").decode(), f"{text!r}: is not UTF-8, give another name")
+    flag, equals, value = word.partition("=")
+    return flag + equals + os.path.expanduser(value) if flag.startswith("--") else word
 
 
 # CHECKS
@@ -403,19 +413,24 @@ def words_of(flag: str, value: Any) -> list[str]:
 
 
 def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
-    """The arguments of a run; fields that it does not have take their defaults. Raises UsageError."""
+    """The arguments of a run; fields that it does not have take their defaults. Raises UsageError.
+
+    A stranger's args.json only sets fields: it never becomes a command line.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config  # late: not every run reads one
+    from typing_extensions import TypedDict
+
     args = read_args(run_dir, source, script)["args"]
-    words = [word for name, value in args.items() for word in words_of(flag_of(name), value)]
-    about = f"{source} {run_dir}: its args.json is not of this version of the script"
-    text = io.StringIO()
+    hints = get_type_hints(args_class)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(args_class)}
+    kind = with_config(ConfigDict(extra="forbid"))(TypedDict("SavedArgs", kinds, total=False))
     try:
-        with contextlib.redirect_stderr(text):
-            return tyro.cli(args_class, args=plain_booleans(args_class, words))
-    except SystemExit:
-        # Title, what is wrong, a rule, help; in ASCII if the terminal cannot do better.
-        lines = [line.strip("│|─ ") for line in text.getvalue().splitlines()]
-        lines = ["" if set(line) <= set("-+") else line for line in lines]
-        raise UsageError(f"{about}: {' '.join(itertools.takewhile(bool, lines[1:]))}") from None
+        return args_class(**TypeAdapter(kind).validate_json(json.dumps(args), strict=True))
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{flag_of('.'.join(map(str, first['loc'])))}: {first['msg']}, it is {reprlib.repr(first['input'])}"
+        about = f"{source} {run_dir}: its args.json is not of this version of the script"
+        raise UsageError(f"{about}: {why}") from None
 
 
 def on_this_machine(args: Any) -> Any:

@@ -99,6 +99,21 @@ def test_a_file_of_code_is_not_executed(name, tmp_path, monkeypatch):
         assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tyro_write_completion": ["bash", "executed"]}, {"env_id": ["bigfish", "--wandb-mode", "online"]},
+        {"env_id": "--help"}, {"run_dir": 1}, {"num_envs": "4"}, {"num_envs": None}, {"seed": True},
+    ],
+)  # fmt: skip
+def test_args_json_of_a_stranger_sets_fields_alone(change, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "args.json").write_text(json.dumps({"script": "ppo_procgen", "args": {"env_id": "bigfish"} | change}))
+    with pytest.raises(runs.UsageError, match=f"--{next(iter(change)).replace('_', '-')}: "):
+        runs.saved_args(ppo.Args, str(tmp_path), "RUN_DIR")
+    assert [path.name for path in tmp_path.iterdir()] == ["args.json"]
+
+
 def test_the_watch_on_code_that_is_executed_sees_it(tmp_path):
     with watched():
         pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
