@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -284,7 +285,8 @@ class Run:
         self._since = time.monotonic()
         self.print(f"run directory: {self.path}", f"learner devices: {self._devices}")
         if self._wandb and self._wandb.offline:
-            self.print(f"W&B is offline; to upload this run afterwards: wandb sync {self.path}/wandb/offline-run-*")
+            upload = f"wandb sync {shlex.quote(str(self.path))}/wandb/offline-run-*"
+            self.print(f"W&B is offline; to upload this run afterwards: {upload}")
         try:
             if not self.resumed or len(self.checkpoint["hosts"]) != jax.process_count():
                 initial = jax.jit(self._init_checkpoint, compiler_options=devices.UNOPTIMISED)()
@@ -314,7 +316,8 @@ class Run:
             raise FullError(f"{full}; {self.resume_hint()}") from None
 
     def _resume_command(self) -> str:
-        return f"python {self._script}.py --resume {self.path}"
+        called = sys.argv[0] if Path(sys.argv[0]).stem == self._script else f"{self._script}.py"
+        return f"python {shlex.quote(called)} --resume {shlex.quote(str(self.path))}"
 
     def resume_hint(self) -> str:
         """A sentence on how to continue a run that failed."""
