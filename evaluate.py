@@ -127,6 +127,7 @@ def main(args: Args) -> list[dict]:
         agents.check_hub(args.push_to_hub)
     chosen = [script_of(run_dir) for run_dir in args.run_dirs]  # all of them before the first is played
     for run_dir in args.run_dirs:
+        files.check_parts(run_dir, "RUN_DIR")
         exported = Path(run_dir, agents.FILE)
         whole = agents.read(exported) if exported.exists() else checkpoints.steps_in(run_dir)
         runs.check(bool(whole), f"RUN_DIR {run_dir}: has no complete checkpoint yet")

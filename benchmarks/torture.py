@@ -97,7 +97,7 @@ def finished(folder: Path) -> list[int]:
 
 def being_written(folder: Path) -> set[Path]:
     """Checkpoints under their temporary names."""
-    return set(folder.glob(f"*/checkpoints/{checkpoints.TEMPORARY}"))
+    return set(folder.glob(f"*/checkpoints/*{checkpoints.TEMPORARY}*"))
 
 
 def describe(folder: Path) -> str:

@@ -43,8 +43,11 @@ def read(path: Path) -> dict:
 
     tree = {}
     try:
+        files.check_regular(path, at_most=10**10)
         for name, array in load_file(path).items():
             *folders, last = name.split("/")
+            if len(folders) > 20 or not np.isfinite(array).all():
+                raise ValueError(f"{name[:80]} is not finite or nested too deeply")
             place = tree
             for folder in folders:
                 place = place.setdefault(folder, {})

@@ -18,7 +18,7 @@ from common import files
 from common.files import UsageError, check
 
 VERSION = 2  # of a checkpoint's names
-TEMPORARY = "*.orbax-checkpoint-tmp*"  # Orbax's name of an unfinished checkpoint
+TEMPORARY = ".orbax-checkpoint-tmp"  # after the step, in Orbax's name of an unfinished checkpoint
 # Errors of the machine, after which a checkpoint may still be whole.
 MACHINE_ERRORS = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EISDIR, errno.EACCES}  # of file systems that sync only files
@@ -69,6 +69,8 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
 
     tree = jax.device_get(serialization.to_state_dict(tree))
     folder = (run_dir / "checkpoints").absolute()
+    if (folder / str(step)).exists() and not _is_orbax(folder / str(step)):
+        files.quarantine(folder / str(step), run_dir / "damaged")
     try:
         with _orbax() as orbax:
             marked = tree | {"checksum": checksum(tree), "version": np.int32(VERSION)}
@@ -79,8 +81,16 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
     for path in (*(folder / str(step)).rglob("*"), folder / str(step), folder):
         _write_through(path)
     for old in steps_in(run_dir)[:-keep]:
-        away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY.strip('*')}")
+        if not _is_orbax(folder / str(old)):
+            files.quarantine(folder / str(old), run_dir / "damaged")
+            continue
+        away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY}")
         shutil.rmtree(away, ignore_errors=True)  # on NFS an open file stays; the next resume removes it
+
+
+def _is_orbax(path: Path) -> bool:
+    """Whether a folder has one of Orbax's files, so that it is a checkpoint, and ours to remove."""
+    return any((path / name).exists() for name in ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"))
 
 
 def _write_through(path: Path) -> None:
@@ -101,9 +111,10 @@ def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
     passed (on NFS some may stay). Only for the process that has locked the run."""
     begun = gone = time.monotonic()
     while True:
-        for unfinished in Path(run_dir, "checkpoints").glob(TEMPORARY):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            gone = time.monotonic()
+        for path in Path(run_dir, "checkpoints").glob(f"*{TEMPORARY}*"):
+            if re.fullmatch(rf"\d+{TEMPORARY}(-\d+)?", path.name):
+                shutil.rmtree(path, ignore_errors=True)
+                gone = time.monotonic()
         now = time.monotonic()
         if now - gone >= seconds or now - begun >= 10 * seconds:
             return

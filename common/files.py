@@ -13,6 +13,7 @@ import platform
 import reprlib
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
     from pydantic import TypeAdapter, ValidationError  # late: not every run reads one
 
     try:
+        check_regular(path, at_most=10**8)
         text = Path(path).read_text()
         if Path(path).suffix == ".json":
             content = json.loads(text)
@@ -78,7 +80,39 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
     raise UsageError(f"{flag} {path}: {' '.join(why.split())[:300]}; {valid}") from None
 
 
+def check_regular(path: str | Path, at_most: int) -> None:
+    """Raises OSError if a file is missing, a FIFO or a device, which may never end, or of more than `at_most` bytes."""
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if info.st_size > at_most:
+        raise OSError(errno.EFBIG, f"it has {info.st_size / 1e6:,.0f} MB, at most {at_most / 1e6:,.0f} are read")
+
+
 # WRITING
+
+
+RUN_PARTS = "checkpoints", "damaged", "lock", "metrics.jsonl", "tensorboard", "videos", "wandb"
+
+
+def check_parts(run_dir: str | Path, flag: str) -> None:
+    """Raises UsageError if a part of a run is a link, a FIFO or a device: a stranger's could lead to our files."""
+    for path in (Path(run_dir, name) for name in RUN_PARTS):
+        ours = not path.is_symlink() and (path.is_file() or path.is_dir() or not path.exists())
+        check(ours, f"{flag} {run_dir}: {path.name} is a link or no regular file; put a file or a folder in its place")
+
+
+def open_lock(path: Path) -> TextIO:
+    """Opens a file to lock and to write the process into. Raises UsageError if it is a link, a FIFO or a device."""
+    refused = UsageError(f"{path}: is a link or no regular file; move it away")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise (refused if error.errno == errno.ELOOP else error) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise refused
+    return os.fdopen(descriptor, "r+")
 
 
 def make_folder(path: Path, flag: str, advice: str = "give another folder") -> None:
@@ -181,7 +215,7 @@ def lock_run(folder: Path, wait: bool = False) -> TextIO | None:
     reported, and nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("a+")
+    lock = open_lock(folder / "lock")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -222,6 +222,7 @@ def check_args(args: Any, script: str) -> None:
     check(bool(re.fullmatch(r"\w+_\w+", script)), f"{script}.py: {form}")
     if args.resume:  # first, since another check may name a flag that was not given
         saved = saved_args(type(args), args.resume, "--resume", script)
+        files.check_parts(args.resume, "--resume")
         whole = (Path(args.resume) / "checkpoints").is_dir()
         check(whole, f"--resume {args.resume}: has no checkpoints, as an exported agent; give a run directory")
         for name in fixed(type(args)):

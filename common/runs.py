@@ -283,7 +283,7 @@ class Run:
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._progress.start()
         self._since = time.monotonic()
-        self.print(f"run directory: {self.path}", f"learner devices: {self._devices}")
+        self.print(f"run directory: {self.path}, devices: {self._devices}")
         if self._wandb and self._wandb.offline:
             upload = f"wandb sync {shlex.quote(str(self.path))}/wandb/offline-run-*"
             self.print(f"W&B is offline; to upload this run afterwards: {upload}")

@@ -186,6 +186,37 @@ def test_a_resume_from_no_run_is_refused(content, valid, tmp_path, capfd):
     assert_refused(ppo, words, capfd, f"--resume {tmp_path}", valid)
 
 
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "checkpoints", "damaged", "videos"])
+def test_a_run_whose_part_is_a_link_is_refused_and_writes_nothing(name, run_dir, tmp_path, capfd):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("mine")
+    shutil.rmtree(run_dir / name, ignore_errors=True)
+    (run_dir / name).unlink(missing_ok=True)
+    (run_dir / name).symlink_to(other / "file" if name in ("lock", "metrics.jsonl") else other)
+    assert_refused(ppo, ["--resume", run_dir, "--wandb-mode", "disabled"], capfd, f"--resume {run_dir}", "link")
+    assert_refused(evaluate, [run_dir], capfd, f"RUN_DIR {run_dir}", "link")
+    assert [(path.name, path.read_text()) for path in other.iterdir()] == [("file", "mine")]
+
+
+@pytest.mark.parametrize("name", ["lock", "args.json", "metrics.jsonl"])
+def test_a_fifo_in_a_run_is_refused_and_not_waited_for(name, run_dir, capfd):
+    (run_dir / name).unlink(missing_ok=True)
+    os.mkfifo(run_dir / name)
+    assert_refused(ppo, ["--resume", run_dir, "--wandb-mode", "disabled"], capfd, name, "regular file")
+
+
+def test_folders_that_are_not_the_runs_are_kept(run_dir):
+    ours = [run_dir / "checkpoints" / name for name in ("20", "my.orbax-checkpoint-tmp-thesis")]
+    for folder in ours:
+        folder.mkdir()
+        (folder / "file").write_text("mine")
+    checkpoints.remove_unfinished(run_dir)
+    checkpoints.save(run_dir, 600, {"x": np.zeros(2)}, keep=1)
+    assert checkpoints.steps_in(run_dir) == [600]
+    assert [(run_dir / "damaged/20/file").read_text(), (ours[1] / "file").read_text()] == ["mine", "mine"]
+
+
 @pytest.mark.parametrize("kind", ["all gone", "all damaged"])
 def test_a_resume_without_a_whole_checkpoint_is_refused(kind, run_dir, capfd):
     for step in STEPS:
@@ -455,7 +486,7 @@ def test_evaluation_of_no_run_of_ours_is_refused(run_dir, capfd):
         ({"args": args["args"] | {"num_steps": 0}}, "--num-steps 0"),
         ({"args": args["args"] | {"num_minibatches": 7}}, "--num-minibatches 7"),
         ({"args": args["args"] | {"gone": 3}}, "--gone"),
-        ({"args": args["args"] | {"pool": "old"}}, "'old' for argument '--pool'. Expected one of ('avg',"),
+        ({"args": args["args"] | {"pool": "old"}}, "--pool: Input should be 'avg', "),
     ):
         (run_dir / "args.json").write_text(json.dumps(args | change))
         assert_refused(evaluate, [run_dir], capfd, f"RUN_DIR {run_dir}", part)
