@@ -52,8 +52,8 @@ def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str,
             config={name: as_number(value) for name, value in config.items()},
             save_code=True,
             mode=mode,
-            # Without a timeout, a stopped run would wait for a lost network.
-            settings=wandb.Settings(console="off", silent=mode != "online", finish_timeout=60),
+            # SageMaker would replace the id, which a resume needs; a stopped run would wait for a lost network.
+            settings=wandb.Settings(console="off", silent=mode != "online", finish_timeout=60, sagemaker_disable=True),
         )
         run.define_metric("global_step")
         run.define_metric("*", step_metric="global_step")

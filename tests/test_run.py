@@ -120,7 +120,9 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch):
 
 
 def test_four_thousand_frames_from_the_command_line_to_a_film(tmp_path, monkeypatch, capfd):
-    """As a user types it: W&B, evaluation, video, then evaluate.py."""
+    """As a user types it: W&B, evaluation, video, then evaluate.py; under SageMaker, which has ids of its own."""
+    for name, value in {"SM_TRAINING_ENV": "{}", "TRAINING_JOB_NAME": "job", "CURRENT_HOST": "algo-1"}.items():
+        monkeypatch.setenv(name, value)
     command = flags_of(
         {"env_id": "starpilot", "gap_stack": True, "channels": "4,4,4", "blocks": 1, "num_levels": 3, "num_envs": 16,
          "num_steps": 64, "num_minibatches": 4, "update_epochs": 1, "learning_rate": "5e-4", "total_timesteps": 4_000,
@@ -144,7 +146,8 @@ def test_four_thousand_frames_from_the_command_line_to_a_film(tmp_path, monkeypa
     assert all(np.isfinite(list(line.values())).all() for line in lines)
     # The bound is wide, since the rest depends on the machine: exact fractions are the next test's.
     assert 0.5 < sum(lines[1][f"time/{x}"] for x in ("game", "inference", "update")) < 1.01
-    assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
+    (offline,) = (run_dir / "wandb").glob("offline-run-*")
+    assert offline.name.endswith(json.loads((run_dir / "args.json").read_text())["wandb_id"])
     assert len(list((run_dir / "videos").glob("*.mp4"))) == 2
 
     before = json.loads((run_dir / "eval.json").read_text())
