@@ -53,6 +53,12 @@ _RANGES = {
 }
 RETURN_RANGES = {mode: {game: ranges[i] for game, ranges in _RANGES.items()} for i, mode in enumerate(("easy", "hard"))}
 GAMES = tuple(_RANGES)
+# Random play, 1,024 episodes on all easy levels (docs/baselines.md).
+RANDOM_RETURNS = {
+    "bigfish": 0.9, "bossfight": 0.0, "caveflyer": 2.5, "chaser": 0.7, "climber": 2.3, "coinrun": 2.8,
+    "dodgeball": 0.7, "fruitbot": -2.7, "heist": 3.1, "jumper": 3.3, "leaper": 2.5, "maze": 4.5, "miner": 1.2,
+    "ninja": 2.5, "plunder": 4.3, "starpilot": 1.4,
+}  # fmt: skip
 Game = Literal[GAMES]
 
 
@@ -574,8 +580,8 @@ def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> 
         run.save_video(step, films["test"])
     write_json(run.path / "eval.json", content)
     told = ", ".join(f"{k} levels {s['mean_return']:.2f} +- {s['standard_error']:.2f}" for k, s in summaries.items())
-    note = "" if args.num_levels else " (training levels are unlimited: test levels come from the same distribution)"
-    run.print(f"{step:,} steps: {told}{note}")
+    random = f"; random play: {RANDOM_RETURNS[args.env_id]}" if args.distribution_mode == "easy" else ""
+    run.print(f"{step:,} steps: {told}{random}")
     metrics = {f"eval/{levels}_levels/{k}": v for levels, summary in summaries.items() for k, v in summary.items()}
     run.log_evaluation(step, metrics)
 
