@@ -1,14 +1,12 @@
-"""Learning curves of runs, and scores over games: CSV tables and pictures. Try:
+"""Plots learning curves of runs, and scores over games, and writes the numbers as CSV. Try:
 
     python -m experiments.plot runs/bigfish* --out experiments/results/bigfish --random 0.9 --reference easy-all
     python -m experiments.plot runs/*__* --group-by encoder --aggregate --out encoders
 
-Runs of a group (by default: same script, same flags but for the seed) are one line: their mean, with a 95 % bootstrap
-interval of it over the runs. It is drawn where all of them have logged: a run that was stopped early ends the line. A
-run that was resumed with other flags counts with the last ones.
+A line is the mean over a group of runs (by default: same script, same flags but for the seed) with its 95 % bootstrap
+interval. It ends where the first of its runs ends. A run that was resumed with other flags counts with the last ones.
 """
 
-import csv
 import importlib
 import importlib.util
 import json
@@ -22,14 +20,13 @@ from typing import Annotated, NamedTuple, NotRequired
 import matplotlib as mpl
 import numpy as np
 import tyro
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
 from typing_extensions import TypedDict
 
 from common import files, runs, tracking
 from common.envs import RETURN_RANGES
 from common.flags import PositiveInt
-from experiments import trials
-from experiments.trials import BESIDE
+from experiments import records, trials
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -38,7 +35,7 @@ from matplotlib.ticker import EngFormatter
 
 REFERENCE = Path(__file__).parent / "reference" / "openai_ppo_procgen_curves.csv"
 REFERENCES = "easy-all", "easy-200-train", "easy-200-test", "hard-all", "hard-500-train", "hard-500-test"
-COLUMNS = {  # of the CSV; what else is drawn is added under its own name
+COLUMNS = {  # of the CSV; other metrics that are drawn are added under their own names
     "global_step": "global_step", "charts/episodic_return": "episodic_return",
     "eval/train_levels/mean_return": "train_levels", "eval/test_levels/mean_return": "test_levels",
     "charts/intrinsic_reward": "intrinsic_reward", "charts/episodic_intrinsic_return": "episodic_intrinsic_return",
@@ -52,11 +49,11 @@ LABELS = COLUMNS | {
     "charts/episodic_return": "return of an episode",
     "eval/train_levels/mean_return": "training levels",
 }
-# Okabe and Ito's colours for every kind of eye, neighbours apart in grey too. Seven of them and five strokes: 35 pairs.
+# Okabe and Ito's colours, in an order in which neighbours differ in grey too; with five strokes, 35 pairs.
 COLORS = "#0072B2", "#E69F00", "#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7"
 STROKES = "-", (0, (5, 2)), (0, (1, 1.3)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1))
 MARKERS = "o", "s", "^", "D", "v", "P", "X"
-HALO = [Stroke(linewidth=3.5, foreground="w"), Normal()]  # parts a line from the edges of bands
+HALO = [Stroke(linewidth=3.5, foreground="w"), Normal()]  # sets a line off from the edges of bands
 plt.rcParams |= {"font.size": 10, "legend.fontsize": 9, "axes.grid": True, "grid.alpha": 0.3, "savefig.dpi": 120}
 plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in them
 
@@ -64,50 +61,47 @@ plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in
 @dataclass(frozen=True)
 class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
-    """run directories; those of several games get a panel a game"""
+    """run directories; each game gets a panel"""
     out: str = "curve"
-    """where to write: OUT.csv and OUT.png"""
+    """writes OUT.csv and OUT.png"""
     group_by: tuple[str, ...] = ()
-    """flags that tell lines apart, script and env_id too; by default the script and what differs but the seed,
-    total_timesteps and capture_video"""
+    """flags that define groups of runs, script and env_id too; by default the script and all flags that differ, but for
+    the seed, total_timesteps and capture_video"""
     random: float | None = None
     """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
     reference: tuple[str, ...] = ()
     """OpenAI's PPO, such as easy-all, easy-200-test or hard-500-train, or a CSV of env_steps, mean_return"""
     hours: bool = False
-    """draw the curves over the hours that runs took too, without those between two resumes (older runs: with them)"""
+    """draw the curves over hours of training too"""
     metrics: tuple[str, ...] = ("charts/episodic_return",)
-    """what to draw, such as charts/episodic_return charts/intrinsic_reward; any that is logged"""
+    """logged metrics to draw, such as charts/episodic_return charts/intrinsic_reward"""
     each_run: bool = False
-    """draw the runs of a group too, thin"""
+    """draw the single runs of a group too, thin"""
     points: PositiveInt = 400
-    """about this many rows a run in the CSV, evaluations besides, and points a line in the picture; a mean over runs
-    has at most 120, and at most 20 marks for its evaluations"""
+    """approximate number of rows per run in the CSV, besides evaluations, and of points per line (a mean over runs has
+    at most 120, and 20 marks for evaluations)"""
     aggregate: bool = False
-    """also score the groups over all games with rliable: OUT_aggregate.csv and OUT_aggregate.png"""
+    """score the groups over all games with rliable: OUT_aggregate.csv and OUT_aggregate.png"""
     score_metric: str = "eval/test_levels/mean_return"
-    """a return; --aggregate takes each run's last and normalises it with the competition's constants"""
+    """return that --aggregate takes the last value of, and normalises with the competition's constants"""
 
 
 class Logged(NamedTuple):
-    """A run as it lies on the disk; `lines` of metrics.jsonl, with `hours`: by `seconds`, the run's own clock.
-
-    Older runs have none. There they are the hours since the first line, by `time`, with those between two resumes.
-    """
+    """A run as it was saved; `lines` are those of metrics.jsonl, with `hours` of the run's own clock."""
 
     path: str
     script: str
     game: str
     args: dict
     lines: list[dict]
-    flags: str = ""  # what tells its group from others
+    flags: str = ""  # those that define its group
 
 
 # RUNS
 
 
 class SavedArgs(TypedDict, total=False):
-    """The arguments of a run, those of them that are read here."""
+    """The arguments of a run that are read here."""
 
     __pydantic_config__ = ConfigDict(extra="allow")
     env_id: str
@@ -117,7 +111,7 @@ class SavedArgs(TypedDict, total=False):
 
 
 class Saved(TypedDict):
-    """args.json of a run; older ones have no env_id outside of the arguments."""
+    """A run's args.json; older ones have env_id in the arguments only."""
 
     script: str
     env_id: NotRequired[str]
@@ -130,53 +124,51 @@ def read_runs(run_dirs: Sequence[str]) -> list[Logged]:
     everything, seen = [], {}
     for run_dir in run_dirs:
         everything.append(read_run(run_dir))
-        there = Path(run_dir).stat()
-        first = seen.setdefault((there.st_dev, there.st_ino), run_dir)
+        stat = Path(run_dir).stat()
+        first = seen.setdefault((stat.st_dev, stat.st_ino), run_dir)
         runs.check(len(seen) == len(everything), f"RUN_DIRS {run_dir}: is the same run as {first}, give it once")
     return everything
 
 
 def read_run(run_dir: str) -> Logged:
-    """Reads a run directory; raises UsageError if there is none, or nothing in it."""
+    """Reads a run directory; raises UsageError if there is none, or nothing was logged."""
     content = files.read(Path(run_dir, "args.json"), Saved, "RUN_DIRS", "give run directories")
-    lines = [x for x in trials.read_metrics(Path(run_dir)) if {"global_step", "time"} <= x.keys()]
-    lines = [x for x in lines if all(0 <= x.get(clock, 0) < 1e15 for clock in ("global_step", "time", "seconds"))]
+    clocks = "global_step", "seconds"
+    lines = [
+        line | {"hours": line["seconds"] / 3600}
+        for line in trials.iter_metrics(Path(run_dir))
+        if all(0 <= line.get(clock, -1) < 1e15 for clock in clocks)
+    ]
     runs.check(len(lines) > 0, f"RUN_DIRS {run_dir}: has no line of metrics yet, give runs that have logged something")
-    hours, last = 0.0, {"seconds": 0.0, "time": lines[0]["time"]}
-    for line in lines:
-        clock = "seconds" if {"seconds"} <= line.keys() & last.keys() else "time"
-        hours += max(0, line[clock] - last[clock]) / 3600  # a computer's time may go back
-        line["hours"], last = hours, line
     game = content["args"].get("env_id") or content.get("env_id") or Path(run_dir).resolve().name.split("__")[0]
     args = {name: tracking.as_number(value) for name, value in content["args"].items()}  # 5e-4 is 0.0005
-    return Logged(run_dir, content["script"], game, args, lines=lines)
+    return Logged(run_dir, content["script"], game, args, lines)
 
 
 def default_of(script: str, name: str) -> object:
-    """A flag's default in the script here; None if there is no such script or flag."""
+    """A flag's default in today's script; None if there is no such script or flag."""
     args = getattr(importlib.import_module(script), "Args", None) if f"{script}.py" in trials.SCRIPTS else None
     default = getattr(args, name, None)
     return list(default) if isinstance(default, tuple) else tracking.as_number(default)  # as JSON has it
 
 
 def differing(run: Logged, everything: list[Logged]) -> list[str]:
-    """The arguments that tell a script's runs apart, but for game, seed and places. One that some runs do not have, as
-    they are older, does so if it differs among the others, or is not the script's default there."""
+    """The arguments in which runs of this run's script differ, but for game, seed and places. An older run that lacks
+    one has today's default."""
     runs_of_script = [other.args for other in everything if other.script == run.script]
-    same = BESIDE | {"env_id", "seed", "total_timesteps", "capture_video"}
-    names = [name for name in dict.fromkeys(name for args in runs_of_script for name in args) if name not in same]
+    names = dict.fromkeys(name for args in runs_of_script for name in args)
+    same = trials.BESIDE | {"env_id", "seed", "total_timesteps", "capture_video"}
 
-    def tells_apart(name):
-        values = [args[name] for args in runs_of_script if name in args]
-        known = len(values) == len(runs_of_script)
-        return any(x != values[0] for x in values) or not (known or values[0] == default_of(run.script, name))
+    def differs(name):
+        values = [args[name] if name in args else default_of(run.script, name) for args in runs_of_script]
+        return any(value != values[0] for value in values)
 
-    return list(filter(tells_apart, names))
+    return [name for name in names if name not in same and differs(name)]
 
 
 def drop_repeats(everything: list[Logged]) -> list[Logged]:
-    """Of runs with the same flags, game and seed the longest, since on a CPU one is the other's beginning, unless
-    threads play (no --deterministic); prints what it leaves out."""
+    """Keeps the longest of the runs with the same flags, game and seed, and prints the others: on a CPU one is the
+    other's beginning, unless threads play (without --deterministic)."""
     longest = {}
     for run in everything:
         seed = run.args.get("seed", run.path) if run.args.get("deterministic", True) else run.path
@@ -190,7 +182,7 @@ def drop_repeats(everything: list[Logged]) -> list[Logged]:
 
 
 def group_runs(everything: list[Logged], group_by: tuple[str, ...]) -> dict[str, list[Logged]]:
-    """Runs by their group's name, such as "ppo_procgen, pool avg", in the order in which they are given."""
+    """Groups of runs by their names, such as "ppo_procgen, pool avg", in the given order."""
     known = {"script": "script", "env_id": "env_id"} | {k.rstrip("_"): k for run in everything for k in run.args}
     unknown = [name for name in group_by if name.replace("-", "_") not in known]
     runs.check(not unknown, f"--group-by {' '.join(unknown)}: no run has it, give some of {' '.join(sorted(known))}")
@@ -204,8 +196,8 @@ def group_runs(everything: list[Logged], group_by: tuple[str, ...]) -> dict[str,
     return groups
 
 
-def count(group: list[Logged]) -> str:
-    """How many runs of a game a group has: "seed 1", "3 runs", "2 to 3 runs"."""
+def describe_count(group: list[Logged]) -> str:
+    """The number of runs of a group per game: "seed 1", "3 runs", "2 to 3 runs"."""
     counts = Counter(run.game for run in group).values()
     seeds = {run.args.get("seed") for run in group}
     if len(seeds) == max(counts) == 1:
@@ -216,34 +208,36 @@ def count(group: list[Logged]) -> str:
 def check_metrics(flag: str, metrics: Iterable[str], everything: list[Logged]) -> None:
     """Raises UsageError if no run has logged one of these."""
     logged = {name for run in everything for line in run.lines for name in line} - {"time"}
-    unknown = [name for name in metrics if name not in logged]
-    runs.check(
-        not unknown, f"{flag} {' '.join(unknown)}: no run has logged that, give some of {' '.join(sorted(logged))}"
-    )
+    unknown = " ".join(name for name in metrics if name not in logged)
+    runs.check(not unknown, f"{flag} {unknown}: no run has logged that, give some of {' '.join(sorted(logged))}")
 
 
 def first_return(metrics: Sequence[str]) -> str | None:
-    """The first metric that is a return, to draw others' returns beside."""
+    """The first metric that is a return, in whose panel a random policy and references are drawn."""
     return next((name for name in metrics if name == "charts/episodic_return" or name.endswith("/mean_return")), None)
 
 
+Number = Annotated[FiniteFloat, BeforeValidator(float)]
+
+
+class Point(TypedDict):
+    """A row of a published curve."""
+
+    env_steps: Number
+    mean_return: Number
+    split: NotRequired[str]
+    game: NotRequired[str]
+
+
 def read_reference(name: str, games: list[str]) -> dict[tuple[str, str], np.ndarray]:
-    """Curves float64 [2, points] (steps, return) of a CSV by label and game ("" for any)."""
+    """Reads published curves, float64 [2, points] (steps, return), by label and game ("" for any)."""
     path, own = (REFERENCE, "OpenAI's PPO") if name in REFERENCES else (Path(name), Path(name).stem)
+    valid = f"give {', '.join(REFERENCES)} or a CSV with columns env_steps and mean_return"
     curves = {}
-    try:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if path != REFERENCE or row["split"] == name:
-                    label = ", ".join(filter(None, (own, row.get("split"))))
-                    point = float(row["env_steps"]), float(row["mean_return"])
-                    if not all(map(can_be_drawn, point)):
-                        raise ValueError
-                    curves.setdefault((label, row.get("game") or ""), []).append(point)
-    except (OSError, ValueError, KeyError, TypeError, csv.Error):
-        curves = {}
-    valid = f"{', '.join(REFERENCES)} or a readable CSV with columns env_steps and mean_return"
-    runs.check(bool(curves), f"--reference {name}: give {valid}")
+    for row in files.read(path, list[Point], "--reference", valid):
+        if path != REFERENCE or row["split"] == name:
+            label = ", ".join(filter(None, (own, row.get("split"))))
+            curves.setdefault((label, row.get("game", "")), []).append((row["env_steps"], row["mean_return"]))
     curves = {key: np.array(sorted(points)).T for key, points in curves.items() if key[1] in ("", *games)}
     runs.check(bool(curves), f"--reference {name}: has no curve of {' or '.join(games)}, give one that has")
     return curves
@@ -253,28 +247,28 @@ def read_reference(name: str, games: list[str]) -> dict[tuple[str, str], np.ndar
 
 
 def thin(lines: list[dict], points: int) -> list[dict]:
-    """Every n-th line, about so many; and the last, and each that holds an evaluation."""
+    """Every n-th line, so that about `points` are left, the last, and each with an evaluation."""
     every = -(-len(lines) // points) or 1
     last = len(lines) - 1
     return [x for i, x in enumerate(lines) if i % every == 0 or i == last or any(k.startswith("eval/") for k in x)]
 
 
 def can_be_drawn(value: float) -> bool:
-    """Whether it is a number, and its square too: neither NaN nor too large for axes."""
+    """Whether a value is finite and small enough for Matplotlib's axes."""
     return abs(value) < 1e100
 
 
 def curve(lines: list[dict], x: str, metric: str) -> np.ndarray:
-    """float64 [2, points]: `x` (global_step or hours) and a metric, where it is logged and can be drawn."""
+    """A metric over `x` (global_step or hours), float64 [2, points]."""
     points = [(line[x], line[metric]) for line in lines if can_be_drawn(line.get(metric, np.nan))]
     return np.array(points, np.float64).reshape(-1, 2).T
 
 
 def common_grid(curves: list[np.ndarray], points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Curves [2, any length] on one grid [P], P <= points: the x of the shortest, where all of them are.
+    """Interpolates curves [2, any length] on a grid [P], P <= points: the x of the shortest, where all overlap.
 
-    Returns the grid and values float64 [runs, P], interpolated linearly; P is 0 where the curves do not overlap. Runs
-    log at slightly different steps, so one that begins late or ends early by up to 2 % is held there.
+    Returns the grid and the values float64 [runs, P]; P may be 0. Runs log at slightly different steps, so a curve is
+    held constant for up to 2 % before its first and after its last point.
     """
     first, last = 0.98 * max(x[0] for x, _ in curves), 1.02 * min(x[-1] for x, _ in curves)
     grid = min((x for x, _ in curves), key=len)
@@ -283,18 +277,11 @@ def common_grid(curves: list[np.ndarray], points: int) -> tuple[np.ndarray, np.n
     return grid, np.array([np.interp(grid, x, y) for x, y in curves]).reshape(len(curves), len(grid))
 
 
-def check_lengths(steps: Sequence[float], which: str) -> None:
-    """Raises UsageError if runs whose last values are compared have not trained for as long, but for 2 %."""
-    least, most = min(steps), max(steps)
-    runs.check(most <= 1.02 * least, f"{which} with last values of {least:,.0f} to {most:,.0f} steps, leave some out")
-
-
 def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
-    """Mean over runs of values [runs, ...] and its 95 % bootstrap interval, by percentiles: float64 [3, ...].
+    """Mean over runs of values [runs, ...] and its 95 % percentile bootstrap interval: float64 [3, ...].
 
-    Runs are drawn whole, so that a curve's points stay together. With few runs it is too narrow: of 2, 3, 4, 5 and 10
-    normal runs it holds the true mean in 50, 75, 79, 83 and 90 % of cases (of two or three it is from the least to the
-    greatest). One run has none: low and high are NaN.
+    Whole runs are resampled, so that a curve's points stay together. With few runs the interval is too narrow: for 2,
+    3, 4, 5 and 10 normal runs it covers the true mean in 50, 75, 79, 83 and 90 % of cases. For one run, it is NaN.
     """
     count = len(values)
     mean = np.mean(values, axis=0)
@@ -308,7 +295,7 @@ def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
 
 
 def write_whole(out: str, ending: str, write: Callable[[Path], None]) -> None:
-    """Calls write(path) on a temporary name of OUT and `ending`, then renames. Raises UsageError where it cannot."""
+    """Writes OUT with an ending atomically: write(path) gets a temporary name. Raises UsageError where it cannot."""
     path = Path(out.removesuffix(".png").removesuffix(".csv") + ending)
     try:
         with files.atomic_write(path) as temporary:
@@ -319,17 +306,14 @@ def write_whole(out: str, ending: str, write: Callable[[Path], None]) -> None:
 
 
 def write_table(out: str, ending: str, columns: Iterable[str], rows: list[dict]) -> None:
-    def write(temporary):
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(columns), extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-
-    write_whole(out, ending, write)
+    """Writes these columns of the rows to a CSV file."""
+    names = list(columns)
+    table = [{name: row.get(name, "") for name in names} for row in rows]
+    write_whole(out, ending, lambda temporary: records.write_rows(temporary, table))
 
 
 def write_picture(out: str, ending: str, figure: plt.Figure) -> None:
-    """Writes a figure, with the labels of all its panels as one legend below."""
+    """Writes a figure with one legend for all its panels, below them."""
     handles = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -346,19 +330,19 @@ def write_picture(out: str, ending: str, figure: plt.Figure) -> None:
 
 
 def style_of(i: int) -> dict:
-    """Colour, stroke and marker of the i-th group: to be told apart without colour too."""
+    """Colour, stroke and marker of the i-th group, distinct without colour too."""
     return {"color": COLORS[i % 7], "ls": STROKES[i % 5], "marker": MARKERS[i % 7], "ms": 5, "lw": 1.6}
 
 
 def draw_band(axis, x: np.ndarray, low: np.ndarray, high: np.ndarray, color: str, alpha=0.15, **edges) -> None:
-    """A light band [P] with distinct edges."""
+    """Draws a light band [P] with distinct edges."""
     axis.fill_between(x, low, high, color=color, alpha=alpha, lw=0)
     for edge in (low, high):
         axis.plot(x, edge, **{"color": color, "lw": 0.5, "alpha": 0.8} | edges)
 
 
 def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, style: dict, label: str) -> None:
-    """The mean of a group's runs with its interval, or its one run; on returns also the evaluations."""
+    """Draws the mean over a group with its interval; for episodic returns, also the evaluations."""
     drawn = [(run, points) for run in group if (points := curve(run.lines, clock, metric)).size]
     curves = [points for _, points in drawn]
     if not curves and group:
@@ -366,7 +350,7 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
     if curves:
         grid, values = common_grid(curves, args.points if len(curves) == 1 else min(args.points, 120))
         mean, low, high = bootstrap_mean(values)
-        label += f", {count([run for run, _ in drawn])}"
+        label += f", {describe_count([run for run, _ in drawn])}"
         if not grid.size:
             print(f"not drawn: {label}, whose {metric} has no {clock} in common")
         every = max(1, len(grid) // 8)
@@ -389,7 +373,7 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
 
 
 def draw_curves(args: Args, groups: dict, games: list[str], references: dict) -> plt.Figure:
-    """A panel for each metric, clock (steps, hours) and, unless lines are told apart by it, game."""
+    """A panel for each metric, clock (steps, hours) and, unless --group-by has env_id, game."""
     clocks = ("global_step", "hours") if args.hours else ("global_step",)
     columns = [games] if "env_id" in [x.replace("-", "_") for x in args.group_by] else [[game] for game in games]
     panels = [(metric, clock, column) for metric in args.metrics for clock in clocks for column in columns]
@@ -431,9 +415,9 @@ STATISTICS = {"iqm": "interquartile mean", "mean": "mean", "optimality_gap": "op
 
 
 def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> np.ndarray:
-    """Normalised scores float64 [runs, games] of a group: (R - R_min) / (R_max - R_min), R a run's last `metric`.
+    """A group's normalised scores float64 [runs, games]: (R - R_min) / (R_max - R_min), R a run's last `metric`.
 
-    A game with more runs than another counts with those of the lowest seeds, as many as all games have.
+    All games count with as many runs as the one with the fewest, those with the lowest seeds.
     """
     scores = []
     for game in games:
@@ -444,7 +428,9 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
         empty = " ".join(run.path for run, end in zip(found, ends, strict=True) if not end.size)
         runs.check(not empty, f"--score-metric {metric}: {empty} has logged none, leave it out or give another metric")
         steps, last = np.concatenate(ends, axis=1)
-        check_lengths(steps, f"{of_game} has runs of {game}")
+        same = max(steps) <= 1.02 * min(steps)
+        span = f"{min(steps):,.0f} to {max(steps):,.0f} steps"
+        runs.check(same, f"{of_game} has runs of {game} with last values of {span}, leave some out")
         modes = [run.args.get("distribution_mode", "easy") for run in found]
         known = all(game in RETURN_RANGES.get(mode, {}) for mode in modes)
         runs.check(known, f"--aggregate: {game} has no normalisation constants, give runs of Procgen's games")
@@ -454,14 +440,14 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
 
 
 def aggregate(scores: dict[str, np.ndarray], taus: np.ndarray) -> tuple[dict, dict]:
-    """Estimates with 95 % stratified bootstrap intervals of each group's scores [runs, games] (Agarwal et al. 2021,
-    arXiv 2108.13264). With few runs these are too narrow, by sqrt(1 - 1 / runs): with two the true value is held in
-    83 % of cases, and less often with few games.
+    """Estimates of each group's scores [runs, games] with 95 % stratified bootstrap intervals (Agarwal et al. 2021,
+    arXiv 2108.13264). With few runs these are too narrow, by sqrt(1 - 1 / runs): with two they cover the true value in
+    83 % of cases, and in fewer with few games.
 
     Returns by group: float64 [3 (value, low, high), 3 (STATISTICS)], and the performance profile float64 [3, taus], the
-    share of runs that score above each tau. With one run a game low and high are NaN.
+    fraction of runs that score above each tau. With one run per game, low and high are NaN.
     """
-    from rliable import library, metrics  # late: it takes a second
+    from rliable import library, metrics  # slow to import
 
     functions = metrics.aggregate_iqm, metrics.aggregate_mean, metrics.aggregate_optimality_gap
     answers = []
@@ -474,7 +460,7 @@ def aggregate(scores: dict[str, np.ndarray], taus: np.ndarray) -> tuple[dict, di
 
 
 def draw_aggregate(estimates: dict, profiles: dict, taus: np.ndarray, names: dict[str, str]) -> plt.Figure:
-    """The estimates [3, 3] of each group with their intervals above, the profiles [3, taus] below."""
+    """Draws the estimates [3, 3] of each group above, the profiles [3, taus] below."""
     figure = plt.figure(figsize=(12, 4.5 + 0.45 * len(names)), layout="constrained")
     layout = [list(STATISTICS), ["profile"] * len(STATISTICS)]
     axes = figure.subplot_mosaic(layout, height_ratios=[1 + 0.45 * len(names), 4])
@@ -495,7 +481,7 @@ def draw_aggregate(estimates: dict, profiles: dict, taus: np.ndarray, names: dic
 
 
 def write_aggregate(args: Args, groups: dict, games: list[str], scores: dict[str, np.ndarray]) -> None:
-    """Writes the table and the picture of normalised scores [runs, games] by group; prints their mean over games."""
+    """Writes the table and the plot of each group's normalised scores [runs, games]; prints their mean."""
     top = max(1.0, *(x.max() for x in scores.values()))
     taus = np.linspace(min(0.0, *(x.min() for x in scores.values())), top, 101)
     estimates, profiles = aggregate(scores, taus)
@@ -524,47 +510,50 @@ def write_aggregate(args: Args, groups: dict, games: list[str], scores: dict[str
     write_picture(args.out, "_aggregate.png", figure)
 
 
-def check_out(out: str) -> None:
-    """Raises UsageError if OUT is no beginning of names of files."""
-    runs.check(Path(out).name != "" and not out.endswith("/"), f"--out {out!r}: give the name of a file, such as curve")
-
-
-def main(args: Args) -> None:
-    check_out(args.out)
+def check_args(args: Args) -> None:
+    """Raises UsageError."""
+    named = Path(args.out).name != "" and not args.out.endswith("/")
+    runs.check(named, f"--out {args.out!r}: give the name of a file, such as curve")
     runs.check(len(args.metrics) > 0, "--metrics: give at least one, such as charts/episodic_return")
     runs.check(args.random is None or abs(args.random) < 1e15, f"--random {args.random}: give a return, such as 0.9")
-    runs.check_needs(args, args.aggregate, "--aggregate", ["score_metric"])
-    scored = not args.aggregate or importlib.util.find_spec("rliable")
-    runs.check(bool(scored), "--aggregate: needs rliable; run make .venv/with-dev")
-    everything = read_runs(args.run_dirs)
-    everything = drop_repeats(everything)
-    groups = group_runs(everything, args.group_by)
-    games = list(dict.fromkeys(run.game for run in everything))
-    runs.check(
-        args.random is None or len(games) == 1, f"--random {args.random}: is of one game, these are {len(games)}"
-    )
-    for name, given in (("random", args.random is not None), ("reference", len(args.reference) > 0)):
+    for flag, given in (("--random", args.random is not None), ("--reference", len(args.reference) > 0)):
         fits = not given or first_return(args.metrics) is not None
-        runs.check(fits, f"--{name}: is of returns, give one in --metrics, such as charts/episodic_return")
-    check_metrics("--metrics", args.metrics, everything)
-    stems = [Path(name).stem for name in args.reference]
-    same = len(set(stems)) == len(stems)
+        runs.check(fits, f"{flag}: is of returns, give one in --metrics, such as charts/episodic_return")
+    same = len({Path(name).stem for name in args.reference}) == len(args.reference)
     runs.check(same, f"--reference {' '.join(args.reference)}: a file's name names its line, give each its own")
-    references = {k: points for name in args.reference for k, points in read_reference(name, games).items()}
-    if args.aggregate:
-        check_metrics("--score-metric", [args.score_metric], everything)
-        scores = {name: scores_of(name, group, games, args.score_metric) for name, group in groups.items()}
-        write_aggregate(args, groups, games, scores)
+    runs.check_needs(args, args.aggregate, "--aggregate", ["score_metric"])
+    scored = not args.aggregate or importlib.util.find_spec("rliable") is not None
+    runs.check(scored, "--aggregate: needs rliable; run make .venv/with-dev")
+
+
+def write_curves(args: Args, groups: dict, games: list[str]) -> None:
+    """Writes OUT.csv: the logged numbers of each run."""
     columns = COLUMNS | {metric: metric for metric in args.metrics if metric not in COLUMNS}
     rows = []
     for group in groups.values():
         for run in group:
             where = {"script": run.script, "flags": run.flags, "seed": run.args.get("seed", ""), "game": run.game}
             for line in thin(run.lines, args.points):
-                numbers = {short: f"{line[k]:.6g}" for k, short in columns.items() if k in line}
+                numbers = {short: f"{line[name]:.6g}" for name, short in columns.items() if name in line}
                 rows.append(where | {"hours": f"{line['hours']:.4f}"} | numbers)
     known = ["script", "flags", "seed", *(["game"] if len(games) > 1 else []), "hours", *columns.values()]
     write_table(args.out, ".csv", [name for name in known if any(name in row for row in rows)], rows)
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    everything = drop_repeats(read_runs(args.run_dirs))
+    groups = group_runs(everything, args.group_by)
+    games = list(dict.fromkeys(run.game for run in everything))
+    one = args.random is None or len(games) == 1
+    runs.check(one, f"--random {args.random}: is of one game, these are {len(games)}")
+    check_metrics("--metrics", args.metrics, everything)
+    references = {k: points for name in args.reference for k, points in read_reference(name, games).items()}
+    if args.aggregate:
+        check_metrics("--score-metric", [args.score_metric], everything)
+        scores = {name: scores_of(name, group, games, args.score_metric) for name, group in groups.items()}
+        write_aggregate(args, groups, games, scores)
+    write_curves(args, groups, games)
     write_picture(args.out, ".png", draw_curves(args, groups, games, references))
 
 

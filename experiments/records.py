@@ -1,4 +1,4 @@
-"""With what flags and where a number was measured, and how it is written down."""
+"""Measurements: the flags and the machine that they were made with, and the CSV files that they are written to."""
 
 import csv
 import json
@@ -22,8 +22,11 @@ from common import devices, files, runs
 ROOT = Path(__file__).parent.parent
 
 
+# FLAGS
+
+
 def words_of(flags: str) -> list[str]:
-    """The words of --flags; raises UsageError."""
+    """Splits --flags into words as a shell does; raises UsageError."""
     try:
         return shlex.split(flags)
     except ValueError as error:
@@ -31,19 +34,23 @@ def words_of(flags: str) -> list[str]:
 
 
 def parse_flags(script: ModuleType, flags: str) -> Any:
-    """A script's Args from flags as on its command line, without a look at the devices, which would take the runs' GPU;
-    ends as the script would if it has no such flag."""
+    """Parses a script's Args, and exits as the script would for an unknown flag. Does not initialise the devices: that
+    would take the GPU from the runs."""
     return tyro.cli(script.Args, args=runs.plain_booleans(script.Args, words_of(flags)))
 
 
 def read_flags(script: ModuleType, flags: str) -> Any:
-    """The same, checked; raises UsageError."""
+    """Parses and checks a script's Args; raises UsageError."""
     args = parse_flags(script, flags)
     runs.check_args(args, script.SCRIPT)
     return args
 
 
+# ORIGIN
+
+
 def machine() -> str:
+    """The GPU's or the CPU's name and the number of cores."""
     cores = f"{len(os.sched_getaffinity(0))} cores"
     if not devices.on_cpu():
         return f"{jax.devices()[0].device_kind}, {cores}"
@@ -54,12 +61,11 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit, with a + where files other than results differ from it."""
+    """The commit's hash, with a + if files other than results differ from it."""
 
     def git(*words):
-        command = ["git", *words]
         try:
-            return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+            return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False).stdout
         except FileNotFoundError:  # no git here, as in the image of the Dockerfile
             return ""
 
@@ -69,12 +75,15 @@ def commit() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Where and when a row was measured."""
+    """The columns that say where and when a row was measured."""
     return {"machine": machine(), "jax": jax.__version__, "commit": commit(), "date": date.today().isoformat()}
 
 
+# TABLES
+
+
 def show(rows: list[dict], names: Iterable[str]) -> None:
-    """Prints rows as columns under these names, with a line for each key."""
+    """Prints a transposed table: a column for each row, under its name, and a line for each key."""
     table = Table("", *names)
     for key in rows[0]:
         table.add_row(key, *(str(row[key]) for row in rows))
@@ -82,17 +91,29 @@ def show(rows: list[dict], names: Iterable[str]) -> None:
 
 
 def make_room(path: str, flag: str) -> None:
-    """Makes the folder of a file, if there is to be one: for before anything is measured. Raises UsageError, naming
-    `flag`, if nothing can be written there."""
+    """Creates the folder of an output file before anything is measured; raises UsageError if it cannot be written."""
     if path:
         files.make_room(Path(path), flag)
 
 
-def append_rows(path: str, rows: list[dict]) -> None:
-    """Appends rows to a CSV file, with a header if it is new; does nothing without a path.
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a CSV file; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
-    Raises UsageError if the file has other columns.
-    """
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Writes rows with the same columns to a CSV file, atomically."""
+    with files.atomic_write(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def append_rows(path: str, rows: list[dict]) -> None:
+    """Appends rows to a CSV file, if a path is given; raises UsageError if the file has other columns."""
     if path:
         check_columns(path, read_rows(Path(path)), rows)
         with Path(path).open("a", newline="") as file:
@@ -104,44 +125,22 @@ def append_rows(path: str, rows: list[dict]) -> None:
             writer.writerows(rows)
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a CSV file, none if there is no such file."""
-    if not path.exists():
-        return []
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Writes rows of the same columns to a CSV file, whole or not at all."""
-    with files.atomic_write(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def check_columns(path: str | Path, there: list[dict], rows: list[dict]) -> None:
-    """Raises UsageError if the rows that a CSV file has are of other columns than these."""
-    same = not there or list(there[0]) == list(rows[0])
-    runs.check(same, f"{path}: has other columns than {', '.join(rows[0])}; move it away, or give another file")
-
-
 def add_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
-    """Adds rows to a CSV file, in the place of those with the same `key`; other processes may add theirs meanwhile.
+    """Adds rows to a CSV file that other processes may write to, in place of those with the same `key` columns.
 
     Raises UsageError if the file has other columns.
     """
     with files.lock_run(path.parent, wait=True):
-        replace_rows(path, rows, key)
+        existing = read_rows(path)
+        check_columns(path, existing, rows)
+        new = {tuple(str(row[name]) for name in key) for row in rows}
+        write_rows(path, [*(row for row in existing if tuple(row[name] for name in key) not in new), *rows])
 
 
-def replace_rows(path: Path, rows: list[dict], key: tuple[str, ...]) -> None:
-    """`add_rows` for who holds the file's folder."""
-    there = read_rows(path)
-    check_columns(path, there, rows)
-    new = {tuple(str(row[name]) for name in key) for row in rows}
-    others = [row for row in there if tuple(row[name] for name in key) not in new]
-    write_rows(path, [*others, *rows])
+def check_columns(path: str | Path, existing: list[dict], rows: list[dict]) -> None:
+    """Raises UsageError if the rows of a CSV file have other columns than new ones."""
+    same = not existing or list(existing[0]) == list(rows[0])
+    runs.check(same, f"{path}: has other columns than {', '.join(rows[0])}; move it away, or give another file")
 
 
 if __name__ == "__main__":

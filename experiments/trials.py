@@ -1,9 +1,10 @@
-"""A run of a script as a process of its own, in a folder where it continues after anything: for sweeps and tables."""
+"""Runs of a script, each in a process of its own, which resume after a stop or a kill: for sweeps, tables and PBT."""
 
 import contextlib
 import functools
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,15 +18,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common import checkpoints, runs
-from common.files import FailedError, FullError, UsageError, check
+from common.files import FailedError, FullError, check
 from common.flags import flag_of
 from common.flags import words_of as words_of_flag
 
-# Flags that say nothing about how a run learnt.
+# Flags that have no influence on what a run learns.
 BESIDE = {
     "run_dir", "resume", "num_threads", "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project",
     "wandb_entity", "track",
@@ -33,13 +32,12 @@ BESIDE = {
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
-PLACES = ("resume", "run_dir")  # flags by which a run could write to another's
-ORIGIN = "machine", "jax", "commit", "date"  # of a run, as records.py has them
-# Numbers of any length: Python's own refuses those of thousands of digits.
+PLACES = ("resume", "run_dir")  # with these, a run could write into another's directory
+ORIGIN = "machine", "jax", "commit", "date"  # columns of records.origin
+# Numbers of any length: Python's own parser refuses thousands of digits.
 DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
-MAX_JOBS = 1000
-# Runs a command; asks it to end once standard input is closed, as it is when the process that writes to it dies. Takes
-# no signals itself: one that is meant for all reaches the command too.
+# Runs a command and sends it SIGTERM when standard input closes, as it does when the parent dies. It ignores signals
+# itself: one sent to the process group reaches the command too.
 SUPERVISOR = """
 import signal, subprocess, sys, threading
 signal.signal(signal.SIGINT, lambda *_: None)
@@ -52,18 +50,22 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 class Stopped(Exception):
-    """The run was asked to end before it was done; it can resume from its checkpoint."""
+    """The run was asked to stop before its end; it can resume from its checkpoint."""
 
 
 class Killed(RuntimeError):
-    """The run was ended by a signal that it could not answer."""
+    """The run was ended by a signal that it could not handle."""
 
 
-# WHAT IS ASKED FOR
+class NotLoggedError(RuntimeError):
+    """The run finished without logging the metric."""
+
+
+# FLAGS
 
 
 def read_settings(words: Sequence[str]) -> dict[str, str]:
-    """Words such as num_envs=8 or gap-stack=False as flags, by name with underscores; raises UsageError."""
+    """Parses words such as num_envs=8 or gap-stack=False into flags by field name; raises UsageError."""
     settings = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -75,11 +77,11 @@ def read_settings(words: Sequence[str]) -> dict[str, str]:
 
 
 def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[str] = ()) -> None:
-    """Raises UsageError if a script is not here, lacks one of these flags, or gets it from us.
+    """Raises UsageError for an unknown script, a flag that it lacks, or one that the tool itself sets.
 
     Args:
-      source: where the flags are from, such as --set.
-      own: flags that whoever runs the script gives it, besides those that say where a run is.
+      source: where the flags come from, such as --set.
+      own: flags that the tool sets, besides run directories and W&B's.
     """
     check(program in SCRIPTS, f"{source}: program {program}, give one of {', '.join(SCRIPTS)}")
     module = importlib.import_module(Path(program).stem)
@@ -92,35 +94,46 @@ def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[
         check(free, f"{source} {name}={value}: {flag_of(name)} is not free here, each run is given its own")
 
 
-def ask_script(program: str, flags: dict) -> None:
-    """Ends as the script would, with its sentence and exit code 2, if it does not take these values of its flags."""
+def check_values(program: str, flags: dict) -> None:
+    """Exits as the script would, with its sentence and exit code 2, if it refuses these values of its flags."""
     jax.config.update("jax_platforms", "cpu")  # this process must not take the runs' GPU
     script = importlib.import_module(Path(program).stem)
     runs.cli(script.Args, runs.check_flags, words_of(flags))
 
 
+def words_of(flags: dict) -> list[str]:
+    """Flags as `wandb agent` writes them: --name=value."""
+    return [word for name, value in flags.items() for word in words_of_flag(f"--{name}", value)]
+
+
+# ORIGINS
+
+
 @functools.cache
 def origin() -> dict[str, str]:
-    """Where and when, as records.py has it; in a process of its own, since JAX takes most of a GPU's memory."""
+    """records.origin(), from a process of its own: JAX would reserve most of a GPU's memory in this one."""
     command = [sys.executable, "-m", "experiments.records"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if told.returncode:
-        raise FailedError(f"JAX does not start: {(told.stderr.strip() or 'it said nothing').splitlines()[-1]}")
-    return json.loads(told.stdout)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise FailedError(f"JAX does not start: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}")
+    return json.loads(done.stdout)
 
 
-def joined(*origins: dict) -> dict[str, str]:
-    """What was measured at several commits, on several days or machines has all of them, each once."""
-    both = {}
+def merge_origins(*origins: dict) -> dict[str, str]:
+    """The origin of a number that was measured at several commits, on several days or machines: each listed once."""
+    merged = {}
     for name in ORIGIN:
-        between = " and " if name == "machine" else " "
-        parts = (part for origin in origins for part in origin.get(name, "").split(between) if part)
-        both[name] = between.join(dict.fromkeys(parts))
-    return both
+        separator = " and " if name == "machine" else " "
+        parts = (part for origin in origins for part in origin.get(name, "").split(separator) if part)
+        merged[name] = separator.join(dict.fromkeys(parts))
+    return merged
+
+
+# LOGS
 
 
 def find_run(folder: Path) -> Path | None:
-    """The newest run directory in a folder that has a checkpoint, else the newest, if there is one."""
+    """The newest run directory in a folder, those with a checkpoint first; None if there is none."""
     found = [path.parent for path in folder.glob("*/args.json")]
 
     def by_age(run):
@@ -129,9 +142,9 @@ def find_run(folder: Path) -> Path | None:
     return max(found, key=by_age, default=None)
 
 
-def each_line(run: Path | None) -> Iterator[dict]:
-    """The lines of a run's metrics.jsonl so far that are numbers by name: not one that is still being written. One at a
-    time, since a long run of Ape-X has millions."""
+def iter_metrics(run: Path | None) -> Iterator[dict]:
+    """The lines of a run's metrics.jsonl as dicts of numbers, without a line that is still being written or damaged.
+    One at a time: a long run of Ape-X has millions."""
     if not (run and (run / "metrics.jsonl").is_file()):
         return
     with (run / "metrics.jsonl").open("rb") as file:
@@ -144,117 +157,77 @@ def each_line(run: Path | None) -> Iterator[dict]:
 
 
 def read_metrics(run: Path | None) -> list[dict]:
-    """All of `each_line`."""
-    return list(each_line(run))
+    """All lines of a run's metrics.jsonl."""
+    return list(iter_metrics(run))
 
 
 def values_of(run: Path | None, metric: str) -> list[float]:
-    """What a run has logged of a metric so far."""
-    return [line[metric] for line in each_line(run) if metric in line]
+    """The values that a run has logged of a metric so far."""
+    return [line[metric] for line in iter_metrics(run) if metric in line]
 
 
-def logged_names(run: Path | None) -> list[str]:
-    """The metrics that a run has logged, in order."""
-    return sorted({name for line in each_line(run) for name in line if "/" in name})
+def last_value(run: Path | None, metric: str) -> float:
+    """The last value of a metric; raises RuntimeError if it is not finite, NotLoggedError if there is none."""
+    values = values_of(run, metric)
+    if not values:
+        names = sorted({name for line in iter_metrics(run) for name in line if "/" in name})
+        raise NotLoggedError(f"{metric} was never logged, give one of {' '.join(names)}")
+    if not math.isfinite(values[-1]):
+        raise RuntimeError(f"{metric} is {values[-1]}")
+    return values[-1]
 
 
-def part_done(run: Path | None) -> float:
-    """How far a run is, from 0 to 1, by the last step that it has logged."""
-    steps = values_of(run, "global_step")
-    if not steps:
-        return 0.0
-    try:
-        args = runs.read_args(str(run), "RUN_DIR")["args"]
-        total = int(args.get("total_timesteps") or args["task_timesteps"] * len(args["tasks"].split(",")))  # or: doors
-        return min(1.0, steps[-1] / total)
-    except (UsageError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-        return 0.0  # the script itself will say what is wrong
+def seconds_of(folder: Path) -> float:
+    """How long the run in a folder has trained, by its own clock, which continues over resumes."""
+    return float((values_of(find_run(folder), "seconds") or [0])[-1])
 
 
-class ProgressLine:
-    """How far many runs are and how long the rest may take: one line on a terminal, and nothing where there is none."""
-
-    def __init__(self, what: str, count: int, done: int, console: Console | None = None):
-        """`done` of `count` runs are over already."""
-        console = console or Console(stderr=True, emoji=False)
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(None),
-            TextColumn("{task.completed:.1f} of {task.total} runs"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            speed_estimate_period=24 * 3600,
-            refresh_per_second=1,
-            console=console,
-            disable=not console.is_terminal,
-            redirect_stdout=sys.stdout.isatty(),  # what is printed into a file stays in it
-        )
-        self._task = self._progress.add_task(what, total=count, completed=done)
-        self._done, self._parts, self._looked = done, {}, {}
-
-    def __enter__(self) -> "ProgressLine":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._progress.stop()
-
-    def look(self, folder: Path, alive: bool) -> None:
-        """Takes note of how far the run in a folder is, every ten seconds, or that it is over."""
-        now = time.monotonic()
-        if self._progress.disable or (alive and now < self._looked.get(folder, -10) + 10):
-            return
-        self._looked[folder] = now
-        self._parts[folder] = part_done(find_run(folder)) if alive else 1.0
-        self._progress.update(self._task, completed=self._done + sum(self._parts.values()))
+# SEVERAL RUNS
 
 
-@contextlib.contextmanager
-def until_signal() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, in place of ending this process."""
+def in_parallel(work: Callable[[threading.Event], None], jobs: int) -> bool:
+    """Calls work(stopping) on `jobs` threads and waits for them; returns whether SIGINT or SIGTERM came.
+
+    These signals set `stopping` in place of ending this process, and so does an exception in one of the threads, which
+    is raised here when the others have returned.
+    """
     stopping = threading.Event()
-    old = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopping
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def in_parallel(work: Callable[[], None], jobs: int, stopping: threading.Event) -> None:
-    """Calls `work` on so many threads at once, and waits for all. An error in one stops the others by setting
-    `stopping`, and is raised: said only when all have done their work, it could come days later."""
 
     def work_or_stop_all():
         try:
-            work()
+            work(stopping)
         except BaseException:
             stopping.set()
             raise
 
-    with ThreadPoolExecutor(jobs) as pool:
-        workers = [pool.submit(work_or_stop_all) for _ in range(jobs)]
+    signals = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, lambda *_: stopping.set()) for number in signals]
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            workers = [pool.submit(work_or_stop_all) for _ in range(jobs)]
+    finally:
+        for number, handler in zip(signals, handlers, strict=True):
+            signal.signal(number, handler)
     for worker in workers:
         worker.result()
+    return stopping.is_set()
 
 
-def report_failures(failed: dict[str, str], count: int, see: Path) -> None:
-    """Says which of `count` runs failed, by why; raises FailedError if it is all of them."""
+def report_failures(failed: dict[str, str], total: int, see: Path) -> None:
+    """Prints which of `total` runs failed, grouped by reason; raises FailedError if all did."""
     if not failed:
         return
     by_reason = {}
     for name, why in failed.items():
         by_reason.setdefault(why, []).append(name)
     listed = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
-    sentence = f"{len(failed)} of {count} runs failed, see {see}: {listed}"
-    if len(failed) == count:
+    sentence = f"{len(failed)} of {total} runs failed, see {see}: {listed}"
+    if len(failed) == total:
         raise FailedError(sentence)
     print(sentence)
 
 
-def words_of(flags: dict) -> list[str]:
-    """Flags as `wandb agent` gives them: --name=value."""
-    return [word for name, value in flags.items() for word in words_of_flag(f"--{name}", value)]
+# ONE RUN
 
 
 def run(
@@ -263,15 +236,16 @@ def run(
     folder: Path,
     lock: TextIO,
     stopping: threading.Event,
-    look: Callable[[bool], None] = lambda alive: None,
+    on_poll: Callable[[bool], None] = lambda alive: None,
 ) -> None:
-    """Runs a script with its run directory in `folder`, which we hold, or continues the one that is there.
+    """Runs a script with its run directory in a folder that we have locked, or resumes the run that is there.
 
-    Calls look(True) now and then and look(False) once it has ended well. What it prints is added to output.txt. On any
-    exception, and if this process dies by whatever signal, the script is asked to end, and writes a checkpoint.
+    Calls on_poll(True) now and then, and on_poll(False) when the script has finished. Its output is appended to
+    output.txt. On any exception, also one of on_poll, and if this process is killed, the script gets SIGTERM and writes
+    a checkpoint.
 
-    Raises Stopped once `stopping` is set, or if something else stopped the script; FullError if it met a full disk,
-    Killed or RuntimeError if it failed.
+    Raises Stopped if `stopping` is set or the script was stopped otherwise, FullError if it met a full disk, Killed if
+    a signal ended it, RuntimeError if it failed.
     """
     found = find_run(folder)
     path = folder / "output.txt"
@@ -286,27 +260,32 @@ def run(
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[lock.fileno()],
         )  # fmt: skip
     try:
-        following = 0.0
+        due = 0.0
         while process.poll() is None:
             if stopping.is_set():
                 raise Stopped
             began = time.monotonic()
-            if began >= following:
-                look(True)
-                following = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))  # longer, the more was logged
+            if began >= due:
+                on_poll(True)
+                due = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))  # longer, the more was logged
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(5, max(0, following - time.monotonic())))
+                process.wait(min(5, max(0, due - time.monotonic())))
     finally:
         process.stdin.close()
         process.wait()
-    said = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-    stopped = any(line.startswith("stopped by ") for line in said)  # before training, with a signal's exit code
-    if stopping.is_set() or (stopped and process.returncode in (0, 130, 143)):
+    raise_for_exit(process.returncode, path.read_bytes()[begin:].decode(errors="replace").strip(), stopping)
+    on_poll(False)
+
+
+def raise_for_exit(code: int, output: str, stopping: threading.Event) -> None:
+    """Raises the error that a script's exit code and output stand for, if any."""
+    lines = output.splitlines() or ["it said nothing"]
+    stopped = any(line.startswith("stopped by ") for line in lines)  # before training, with a signal's exit code
+    if stopping.is_set() or (stopped and code in (0, 130, 143)):
         raise Stopped
-    if said and said[-1].startswith("error: cannot write ") and "MiB are free there" in said[-1]:
-        raise FullError(said[-1].removeprefix("error: "))
-    if process.returncode:
-        kind = Killed if process.returncode < 0 or process.returncode > 128 else RuntimeError
-        boxed = [line.strip("│ ") for line in said if line.startswith("│ Error")]  # tyro's answer to a flag
-        raise kind(f"exit code {process.returncode}: {(boxed or said or ['it said nothing'])[-1]}")
-    look(False)
+    if lines[-1].startswith("error: cannot write ") and "MiB are free there" in lines[-1]:
+        raise FullError(lines[-1].removeprefix("error: "))
+    if code:
+        kind = Killed if code < 0 or code > 128 else RuntimeError
+        boxed = [line.strip("│ ") for line in lines if line.startswith("│ Error")]  # tyro's answer to a flag
+        raise kind(f"exit code {code}: {(boxed or lines)[-1]}")

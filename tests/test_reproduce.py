@@ -1,4 +1,4 @@
-"""Published tables: every cell can be run, is run once, and keeps its results; tables in the docs; shell scripts."""
+"""Published tables: every cell can be run, is run once, and keeps its results; shell scripts."""
 
 import fcntl
 import importlib
@@ -19,26 +19,23 @@ from conftest import ROOT, TINY, assert_refused, flags_of, read_metrics, run_her
 from PIL import Image
 
 from common import files, runs
-from experiments import records, reproduce, tables, trials
+from experiments import records, reproduce, trials
 
-ROWS = reproduce.published()
 FLAGS = " ".join(f"{name}={value}" for name, value in TINY.items() if name not in ("total_timesteps", "wandb_mode"))
+METRIC = "charts/episodic_return"
+ROW = {"table": "small", "script": "", "flags": "", "published": "", "steps": "3840", "metric": METRIC, "note": ""}
 TABLE = [
-    {"table": "small", "cell": "runs", "script": "ppo_procgen.py", "flags": FLAGS, "published": "2.5"},
-    {"table": "small", "cell": "fails", "script": "ppo_procgen.py", "flags": FLAGS + " gamma=2", "published": "fail"},
-    {"table": "small", "cell": "no script", "script": "", "flags": "", "published": "1.9"},
+    ROW | {"cell": "runs", "script": "ppo_procgen.py", "flags": FLAGS, "published": "2.5"},
+    ROW | {"cell": "fails", "script": "ppo_procgen.py", "flags": FLAGS + " gamma=2"},
+    ROW | {"cell": "no script", "published": "1.9"},
 ]
-
-
 ORIGIN = {"machine": "this", "jax": "1", "commit": "a", "date": "today"}
 
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """A published table "small" with three cells: one that runs, one that fails, one without a script."""
-    rows = [row | {"steps": "3840", "metric": "charts/episodic_return", "note": ""} for row in TABLE]
-    rows[1]["published"] = ""
-    records.write_rows(tmp_path / "tables.csv", rows)
+    records.write_rows(tmp_path / "tables.csv", TABLE)
     monkeypatch.setattr(reproduce, "REFERENCE", tmp_path / "tables.csv")
     monkeypatch.setattr(trials, "origin", lambda: ORIGIN)
     return tmp_path
@@ -53,41 +50,42 @@ def words_in(folder, *words):
     return ["small", "--seeds", "1", "--out", str(folder / "out"), "--runs", str(folder / "runs"), *map(str, words)]
 
 
-def write_run(folder, lines, args=(), **progress):
+def write_run(folder, lines, **progress):
     """A run in its seed's folder, and its progress.json if any is given."""
     (folder / "a run").mkdir(parents=True)
-    runs.write_json(folder / "a run/args.json", {"script": "x", "wandb_id": "x", "args": dict(args)})
+    runs.write_json(folder / "a run/args.json", {})
     (folder / "a run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if progress:
         runs.write_json(folder / "progress.json", {"seconds": 0.0, "why": ""} | progress)
 
 
+def cell_in(folder, steps=None, **row):
+    """A cell whose runs are in a folder."""
+    flags = {"total_timesteps": steps} if steps else {"lr": 1}
+    return reproduce.Cell(ROW | {"cell": "c", "steps": ""} | row, flags, folder, selected=True)
+
+
 # CELLS
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(row["table"] for row in ROWS))
+@pytest.mark.parametrize("name", dict.fromkeys(row["table"] for row in reproduce.published()))
 def test_cells_of_a_table_are_valid_and_different_runs(name):
-    seen, args = set(), reproduce.Args(table=name)
-    for row in reproduce.read_table(name):
-        assert row["published"] == "" or math.isfinite(float(row["published"]))
-        if row["script"]:
-            flags = reproduce.flags_of(row, args)
-            script = importlib.import_module(Path(row["script"]).stem)
-            words = runs.plain_booleans(script.Args, trials.words_of(flags))
-            runs.check_args(tyro.cli(script.Args, args=words), script.SCRIPT)
-            seen.add((reproduce.folder_of(Path(), row, flags, 1), row["metric"]))
-    assert len(seen) == sum(bool(row["script"]) for row in reproduce.read_table(name))
+    cells = [cell for cell in reproduce.read_cells(reproduce.Args(name)) if cell.row["script"]]
+    for cell in cells:
+        assert cell.row["published"] == "" or math.isfinite(float(cell.row["published"]))
+        script = importlib.import_module(Path(cell.row["script"]).stem)
+        words = runs.plain_booleans(script.Args, trials.words_of(cell.flags))
+        runs.check_args(tyro.cli(script.Args, args=words), script.SCRIPT)
+    assert len({(cell.folder, cell.row["metric"]) for cell in cells}) == len(cells)
 
 
-def test_cell_is_selected_by_its_whole_name_or_any_part():
-    def asked(*cells):
-        args = reproduce.Args("doorgym_lever", cells=cells)
-        return [row["cell"] for row in reproduce.read_table(args.table) if reproduce.is_asked(args, row)]
-
-    assert asked("PPO") == ["PPO"]
-    assert asked("PPO", "fresh") == ["PPO", "HN-PPO, fresh critic"]
-    assert len(asked("entropy")) == 3
-    assert asked() == [row["cell"] for row in reproduce.read_table("doorgym_lever")]
+@pytest.mark.parametrize(
+    ("cells", "names"),
+    [(("PPO",), {"PPO"}), (("PPO", "fresh"), {"PPO", "HN-PPO, fresh critic"}), (("entropy",), 3), ((), 12)],
+)
+def test_cell_is_selected_by_its_whole_name_or_any_part(cells, names):
+    found = reproduce.selected_names(cells, reproduce.read_table("doorgym_lever"))
+    assert found == names if isinstance(names, set) else len(found) == names
 
 
 # RUNNING A TABLE
@@ -98,8 +96,8 @@ def test_table_is_reproduced_once(table, monkeypatch):
     """A failure is recorded, a cell without a script stays, and finished runs are not repeated."""
     apart = trials.run
 
-    def run(program, flags, *rest, **options):
-        (apart if flags.get("gamma") == "2" else run_here)(program, flags, *rest, **options)
+    def run(program, flags, *rest):
+        (apart if flags.get("gamma") == "2" else run_here)(program, flags, *rest)
 
     monkeypatch.setattr(trials, "run", run)
     args = args_in(table, seeds=(1, 3), scale=0.1, jobs=2)
@@ -107,7 +105,7 @@ def test_table_is_reproduced_once(table, monkeypatch):
     assert [row["seeds"] for row in chosen] == [2, 0, 0]
     assert chosen[1]["note"] == ""  # that cell was not begun
     first, failed, absent = reproduce.main(args)
-    values = [read_metrics(run.parent)[-1]["charts/episodic_return"] for run in table.glob("runs/*/*/*/metrics.jsonl")]
+    values = [read_metrics(run.parent)[-1][METRIC] for run in table.glob("runs/*/*/*/metrics.jsonl")]
     assert (first["seeds"], first["steps"], first["published"]) == (2, 384, "2.5")
     assert first["ours"] == pytest.approx(np.mean(values))
     assert first["low"] < first["ours"] < first["high"]
@@ -124,31 +122,30 @@ def test_table_is_reproduced_once(table, monkeypatch):
     assert [row["ours"] == "" for row in records.read_rows(table / "out/small.csv")] == [False, True, True]
     assert np.asarray(Image.open(table / "out/small.png").convert("L")).std() > 5
     other = reproduce.main(replace(args, collect=True, scale=0.2))
-    assert other[0] == pytest.approx(again, nan_ok=True)  # those are other runs, and what is there stays
+    assert other[0] == again  # those are other runs, and what is there stays
     assert page[: page.index("| fails")] in (table / "out/small.md").read_text()
 
 
 def test_run_locked_by_another_process_is_made_after_the_others(table, monkeypatch, capfd):
     """As after `kill -9`, where the script of the process before is still writing its checkpoint."""
     args = args_in(table, cells=("runs",), seeds=(1, 2))
-    row = reproduce.read_table("small")[0]
-    lock = files.lock_run(reproduce.folder_of(table / "runs", row, reproduce.flags_of(row, args), 1))
+    lock = files.lock_run(reproduce.read_cells(args)[0].folder / "1")
     made = []
 
-    def run(program, flags, folder, lock_of_run, **how):
+    def run(program, flags, *rest):
         made.append(flags["seed"])
         lock.close()
 
     monkeypatch.setattr(trials, "run", run)
     reproduce.main(args)
     assert made == [2, 1]
-    assert capfd.readouterr().out.count("another process is at it") == 1
+    assert capfd.readouterr().out.count("another process is running it") == 1
 
 
 def test_run_that_something_else_stopped_is_begun_again_until_it_fails(table, monkeypatch, capfd):
     begun = []
 
-    def stop_once(program, flags, folder, lock, **how):
+    def stop_once(program, flags, folder, *rest):
         begun.append(folder)
         raise trials.Stopped if len(begun) == 1 else RuntimeError("exit code 1")
 
@@ -160,9 +157,9 @@ def test_run_that_something_else_stopped_is_begun_again_until_it_fails(table, mo
 
 
 def test_killed_run_keeps_its_origin_clock_and_last_value(table, monkeypatch):
-    def run(program, flags, folder, lock, **how):
+    def run(program, flags, folder, *rest):
         assert reproduce.read_progress(folder)["commit"] == "a"  # from its start on
-        write_run(folder, [{"seconds": 90.5, "charts/episodic_return": 1}])
+        write_run(folder, [{"seconds": 90.5, METRIC: 1}])
 
     monkeypatch.setattr(trials, "run", run)
     row, other, *_ = reproduce.main(args_in(table, cells=("runs",)))
@@ -173,7 +170,7 @@ def test_killed_run_keeps_its_origin_clock_and_last_value(table, monkeypatch):
 def test_error_in_one_worker_stops_the_others(table, monkeypatch):
     begun = []
 
-    def run_or_fail(program, flags, folder, lock, stopping, **how):
+    def run_or_fail(program, flags, folder, lock, stopping):
         begun.append(flags["seed"])
         if len(begun) == 1:
             raise files.FullError("cannot write")
@@ -194,15 +191,14 @@ def test_interval_is_that_of_student():
     """Mean 2, standard error 1/sqrt(3), t(2) = 4.3027 at 97.5 %; nothing for a single value or without spread."""
     half = 4.302653 / 3**0.5
     np.testing.assert_allclose(reproduce.interval([1.0, 2.0, 3.0]), [2 - half, 2 + half], rtol=1e-6)
-    assert np.isnan([reproduce.interval([1.0]), reproduce.interval([1.0, 1.0])]).all()
+    assert reproduce.interval([1.0]) == reproduce.interval([1.0, 1.0]) == (None, None)
 
 
 def test_results_keep_the_most_training_of_each_cell(table, monkeypatch):
     """A machine without the runs that a file is of does not take them away."""
 
-    def run(program, flags, folder, lock, **how):
-        steps, metric = flags["total_timesteps"], "charts/episodic_return"
-        write_run(folder, [{"global_step": steps, "seconds": 9, metric: flags["seed"]}], flags)
+    def run(program, flags, folder, *rest):
+        write_run(folder, [{"global_step": flags["total_timesteps"], "seconds": 9, METRIC: flags["seed"]}])
 
     monkeypatch.setattr(trials, "run", run)
     here = args_in(table, seeds=(1, 3), scale=0.1, cells=("run",))
@@ -211,64 +207,61 @@ def test_results_keep_the_most_training_of_each_cell(table, monkeypatch):
     shutil.copytree(seed, table / "there" / seed.relative_to(table / "runs"))
     one_seed, *_ = reproduce.main(replace(here, seeds=(1,), runs=str(table / "there")))
     assert (first["seeds"], first["ours"]) == (2, 2)
-    assert one_seed == pytest.approx(first, nan_ok=True)
+    assert one_seed == first
     beside, *_ = reproduce.main(replace(here, seeds=(1,), out=str(table / "fresh")))
-    assert beside == pytest.approx(first, nan_ok=True)  # the run of the other seed is there too, and counts
+    assert beside == first  # the run of the other seed is there too, and counts
     monkeypatch.setattr(trials, "origin", lambda: ORIGIN | {"commit": "b"})
     another, *_ = reproduce.main(replace(here, runs=str(table / "there")))
-    assert another["commit"] == "a b"
-    assert another["ours"] == pytest.approx(first["ours"])
+    assert (another["commit"], another["ours"]) == ("a b", first["ours"])
 
 
 def test_results_without_their_runs_keep_their_notes(table):
-    row = reproduce.read_table("small")[0]
-    cell = {"cell": row["cell"], "metric": row["metric"], "command": "c", "flags": row["flags"], "machine": "here"}
-    cell |= {"ours": "1.5", "low": "", "high": "", "seeds": "1", "published steps": "100", "steps": "10", "seconds": ""}
-    cell |= {"note": "older", "of its runs": "2 failed: by night", "jax": "1", "commit": "a", "date": "today"}
+    before = dict.fromkeys(reproduce.Result.__annotations__, "") | TABLE[0] | ORIGIN
+    before |= {"ours": "1.5", "seeds": "1", "values": "1:1.5", "steps": "10", "published steps": "100", "command": "c"}
+    before |= {"note": "older", "of its runs": "2 failed: by night"}
     (table / "out").mkdir()
-    records.write_rows(table / "out/small.csv", [cell | {"published": "", "script": row["script"]}])
+    rows = [{name: before[name] for name in reproduce.Result.__annotations__}]
+    records.write_rows(table / "out/small.csv", rows)
     first, *_ = reproduce.main(args_in(table, collect=True))
-    assert (first["ours"], first["note"], first["of its runs"]) == (1.5, row["note"], "2 failed: by night")
+    assert (first["ours"], first["note"], first["of its runs"]) == (1.5, "", "2 failed: by night")
     assert list(first) == list(reproduce.Result.__annotations__)
     assert "2 failed: by night" in (table / "out/small.md").read_text()
 
 
 def test_results_of_two_machines_are_merged():
-    """Mean, notes and origins together; where steps differ, or seeds are unknown, the row of more training."""
-    args = reproduce.Args("doorgym_lever", seeds=(2,), cells=("PPO",))
+    """Mean, notes and origins together; where steps differ, the row of more training."""
+    args = reproduce.Args("doorgym_lever", cells=("PPO",))
     row = {"cell": "PPO", "steps": 10, "seconds": 30, "note": "n", "published": "", "of its runs": "seed 2 ended"}
-    row |= {"machine": "one", "jax": "1", "commit": "a", "date": "today"}
-    here = row | reproduce.of_seeds({2: 0.5}) | {"commit": "b"}
-    before = row | reproduce.of_seeds({1: 0.1, 2: 0.9}) | {"seconds": 60, "of its runs": "slow; seed 2 ended"}
-    got = reproduce.merged(before, here, args)
+    row |= ORIGIN | {"machine": "one"}
+    here = row | reproduce.statistics({2: 0.5}) | {"commit": "b"}
+    before = row | reproduce.statistics({1: 0.1, 2: 0.9}) | {"seconds": 60, "of its runs": "slow; seed 2 ended"}
+
+    def merge(before, here):
+        return reproduce.merge(before, here, args, selected=True)
+
+    got = merge(before, here)
     assert (got["ours"], got["seeds"], got["values"], got["seconds"]) == (pytest.approx(0.3), 2, "1:0.1 2:0.5", 45)
     assert (got["commit"], got["machine"], got["of its runs"]) == ("a b", "one", "slow; seed 2 ended")
     assert "--seeds 1 2 --cells PPO" in got["command"]
     assert reproduce.notes_of(got) == "n; seeds 0.10, 0.50; slow; seed 2 ended"
-    longer = before | reproduce.of_seeds({1: 0.1}) | {"steps": 30}
-    assert reproduce.merged(longer, here, args)["values"] == "1:0.1"
-    assert reproduce.merged(longer | {"steps": 9}, here, args) == here
-    unknown = before | {"values": ""}
-    assert reproduce.merged(unknown, here, args)["values"] == ""
-    assert reproduce.merged(before, row | reproduce.of_seeds({}), args)["values"] == before["values"]
+    longer = before | reproduce.statistics({1: 0.1}) | {"steps": 30}
+    assert merge(longer, here)["values"] == "1:0.1"
+    assert merge(longer | {"steps": 9}, here) == here
+    assert merge(before, row | reproduce.statistics({}))["values"] == before["values"]
 
 
-def test_summary_is_the_mean_of_finished_runs_and_notes_their_differences(tmp_path):
-    row = {"cell": "c", "metric": "m", "published": "", "steps": "", "note": "", "script": "x.py", "flags": ""}
-    for seed, own in ((1, {"old": 1}), (2, {"old": 1, "new_flag": 2}), (3, {"old": 1, "new_flag": 2})):
-        lines = [{"global_step": 1, "time": 1, "m": m} for m in (99, seed**2)]
-        write_run(tmp_path / str(seed), lines, own | {"seed": seed}, done=True)
-    folders, args = [tmp_path / seed for seed in "123"], reproduce.Args("small")
-    made = reproduce.summarize(row, {}, folders, args)
-    assert (made["ours"], made["seeds"]) == (pytest.approx(14 / 3), 3)
+def test_summary_is_the_mean_of_finished_runs(tmp_path):
+    for seed in (1, 2, 3):
+        lines = [{"global_step": 1, METRIC: value} for value in (99, seed**2)]
+        write_run(tmp_path / str(seed), lines, done=True)
+    cell, args = cell_in(tmp_path), reproduce.Args("small")
+    made = reproduce.summarize(cell, args)
+    assert (made["ours"], made["seeds"], made["of its runs"]) == (pytest.approx(14 / 3), 3, "")
     assert (made["low"], made["high"]) == reproduce.interval([1, 4, 9])
-    assert "differ in --new-flag" in made["of its runs"]
-    assert not reproduce.summarize(row, {}, folders[1:], args)["of its runs"]
-    short = reproduce.summarize(row, {"total_timesteps": 9}, folders[1:2], args)["of its runs"]
-    assert short == "seed 2 ended after 1e-06M"
-    runs.write_json(tmp_path / "3/progress.json", {"done": False, "seconds": 1, "why": ""})
-    made = reproduce.summarize(row, {}, folders, args)
+    runs.write_json(tmp_path / "3/progress.json", {"done": False, "seconds": 1, "why": "bad"})
+    made = reproduce.summarize(cell_in(tmp_path, steps=9), args)
     assert (made["ours"], made["seeds"]) == (2.5, 2)
+    assert made["of its runs"] == "1 failed: bad; seed 1 ended after 1e-06M; seed 2 ended after 1e-06M"
 
 
 def test_evaluations_and_curves_of_runs_are_written_down(tmp_path):
@@ -278,32 +271,40 @@ def test_evaluations_and_curves_of_runs_are_written_down(tmp_path):
     evaluation = {metric: 2.5, "eval/test_levels/std": 3.0, "eval/test_levels/episodes": 65.0}
     lines.insert(30, {"global_step": 2950, "seconds": 29.5} | evaluation)
     write_run(tmp_path / "1", lines, done=False, commit="a")
-    row = {"cell": "PPO, maze", "flags": "env_id=maze", "metric": metric}
-    (found,) = reproduce.evaluations(row, {"total_timesteps": 4000}, [tmp_path / "1", tmp_path / "2"])
-    assert [found[name] for name in ("seed", "of steps", "step", "mean", "error")] == [1, 4000, 2950, "2.5", "0.375"]
-    assert (found["steps/s"], found["commit"]) == ("100", "a")
-    lines = [{"global_step": 10 * i, "seconds": 36.0 * i, reproduce.RETURN: i} for i in range(1, 181)]
+    lines = [{"global_step": 10 * i, "seconds": 36.0 * i, METRIC: i} for i in range(1, 181)]
     for seed, done in (("3", True), ("4", False)):
         write_run(tmp_path / seed, lines, done=done)
-    kept = reproduce.curves(row, {"total_timesteps": 1800}, [tmp_path / "3", tmp_path / "4"])
+    cell = cell_in(tmp_path, steps=4000, metric=metric)
+    (found,) = reproduce.evaluation_rows(cell)
+    assert [found[name] for name in ("seed", "of steps", "step", "mean", "error")] == [1, 4000, 2950, "2.5", "0.375"]
+    assert (found["steps/s"], found["commit"]) == ("100", "a")
+    kept = reproduce.curve_rows(cell)
     assert (len(kept), kept[1]["global_step"], kept[1]["hours"]) == (60, 40, "0.0400")
-    every = ("cell", "metric", "seed", "of steps", "step")
-    found = dict.fromkeys(every, "1") | {"mean": "2.5"}
-    others = [found | {name: "2"} for name in every]
-    records.write_rows(tmp_path / "e.csv", others)
-    records.replace_rows(tmp_path / "e.csv", [found], reproduce.EVALUATION)
-    assert records.read_rows(tmp_path / "e.csv") == [*others, found]  # those of other runs stay
 
 
-def test_joined_origins_have_each_commit_and_machine_once():
-    def commits(*texts):
-        return reproduce.joined(*({"commit": text} for text in texts))["commit"]
+def test_merged_origins_have_each_commit_and_machine_once():
+    def merged(name, *texts):
+        return trials.merge_origins(*({name: text} for text in texts))[name]
 
-    assert commits("", "a") == "a"
-    assert commits("a b+", "b") == "a b+ b"
-    assert commits("a b", "b") == commits("a b", "a") == commits("a", "a b") == "a b"
-    machines = [{"machine": name} for name in ("AMD EPYC, 2 cores", "Intel", "AMD EPYC, 2 cores and Intel")]
-    assert reproduce.joined(*machines)["machine"] == "AMD EPYC, 2 cores and Intel"
+    assert merged("commit", "", "a") == "a"
+    assert merged("commit", "a b+", "b") == "a b+ b"
+    assert merged("commit", "a b", "b") == merged("commit", "a", "a b") == "a b"
+    assert merged("machine", "AMD, 2 cores", "Intel", "AMD, 2 cores and Intel") == "AMD, 2 cores and Intel"
+
+
+def test_picture_leaves_out_cells_without_numbers():
+    rows = [
+        {"cell": "neither", "published": "", "ours": None, "seeds": 0, "low": None},
+        {"cell": "theirs", "published": "3.5", "ours": None, "seeds": 0, "low": None},
+        {"cell": "ours", "published": "", "ours": 2.5, "seeds": 3, "low": 2.0, "high": 4.0},
+    ]
+    (axis,) = reproduce.draw("gamma", [{"metric": "m", "values": ""} | row for row in rows]).axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["theirs", "ours"]
+    assert [(line.get_label(), line.get_xydata().tolist()) for line in axis.lines] == [
+        ("published", [[3.5, 0]]),
+        ("ours", [[2.5, 1]]),
+        ("ours, 95 %", [[2, 1], [4, 1]]),
+    ]
 
 
 # BAD INPUT
@@ -313,7 +314,7 @@ BAD = {
     "unknown table": (["coinrun_grid"], "TABLE coinrun_grid", "coinrun_ppo_grid"),
     "scale of 0": (["gamma", "--scale", 0], "--scale 0", "above 0"),
     "seed twice": (["gamma", "--seeds", 1, 1], "--seeds", "each once"),
-    "negative seed": (["gamma", "--seeds", 1, -1], "--seeds 1 -1", "from 0 to 2147483647"),
+    "negative seed": (["gamma", "--seeds", 1, -1], "--seeds -1", "from 0 to 2147483647"),
     "seed of all": (["gamma", "--set", "seed=3"], "--set seed=3", "each run is given its own"),
     "what the cells differ in": (["gamma", "--set", "gamma=0.9"], "--set gamma", "differ"),
     "steps": (["gamma", "--set", "total_timesteps=9"], "--set total_timesteps", "--scale"),
@@ -321,171 +322,62 @@ BAD = {
     "value refused": (["gamma", "--set", "learning_rate=-1"], "--learning-rate '-1'", "0 or more"),
     "value refused by one cell": (["doorgym_continual", "--set", "hyper_width=128"], "--hyper-width 128", "--method"),
     "unknown flag": (["gamma", "--set", "lr=9"], "lr", "no flag"),
+    "file as --out": (["gamma", "--out", "/dev/null"], "--out /dev/null: cannot wri", "another folder"),
+    "file as --runs": (["gamma", "--runs", "/dev/null"], "--runs /dev/null: cannot wri", "another folder"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_flag_is_refused_in_one_sentence(case, tmp_path, capfd):
     words, names, valid = BAD[case]
-    assert_refused(reproduce, [*words, "--runs", tmp_path, "--out", tmp_path], capfd, names, valid)
+    words = words + [word for flag in ("--runs", "--out") if flag not in words for word in (flag, tmp_path)]
+    assert_refused(reproduce, words, capfd, names, valid)
     assert not list(tmp_path.iterdir())
 
 
-def test_damaged_folders_and_progress_are_refused_before_anything_runs(table, monkeypatch, capfd):
+@pytest.mark.parametrize("changes", [None, {"done": 1}, {"seconds": "1"}, {"seconds": -1}, {"why": 1}, {"commit": 1}])
+def test_damaged_progress_is_refused_before_anything_runs(changes, table, monkeypatch, capfd):
     monkeypatch.setattr(trials, "run", None)
-    for flag in ("--out", "--runs"):
-        words = words_in(table, flag, table / "tables.csv")
-        assert_refused(reproduce, words, capfd, f"{flag} {table}/tables.csv: cannot wri")
-    row = reproduce.read_table("small")[0]
-    folder = reproduce.folder_of(table / "runs", row, reproduce.flags_of(row, reproduce.Args("small")), 1)
-    folder.mkdir(parents=True)
+    path = reproduce.read_cells(args_in(table))[0].folder / "1/progress.json"
     good = {"done": True, "seconds": 1.5, "why": ""}
-    for content in ([], {}, good | {"done": 1}, good | {"seconds": "1"}, good | {"seconds": -1}, good | {"why": 1}):
-        runs.write_json(folder / "progress.json", content)
-        assert_refused(reproduce, words_in(table), capfd, f"--runs {folder / 'progress.json'}: ", "delete it")
+    files.write_json(path, good | changes if changes else [])
+    assert_refused(reproduce, words_in(table), capfd, f"--runs {path}: ", "delete it")
 
 
 def test_damaged_or_other_results_are_refused_before_anything_runs(table, monkeypatch, capfd):
     monkeypatch.setattr(trials, "run", None)
     path = table / "out/small.csv"
     path.parent.mkdir()
-    row = reproduce.read_table("small")[0]
 
-    def refused(*parts):
-        assert_refused(reproduce, words_in(table), capfd, f"--out {path}: ", *parts)
+    def refused(*parts, words=()):
+        assert_refused(reproduce, words_in(table, *words), capfd, f"--out {table / 'out'}", *parts)
 
     for text in ("seeds\n1\n", "seeds,steps\n1\n", "seeds,steps\n1,x\n", "seeds,steps\n-1,2\n"):
         path.write_text(text)
-        refused("move it away")
-    result = {"cell": "a", "metric": "b", "command": "c --set gamma=0.5", "flags": row["flags"], "machine": "here",
-              "ours": "1.5", "low": "", "high": "", "seeds": "1", "published steps": "100", "steps": "10",
-              "seconds": "", "published": "", "note": "", "script": "", "jax": "", "commit": "",
-              "date": ""}  # fmt: skip
-    of_cell = {"cell": row["cell"], "metric": row["metric"], "command": "c", "flags": "gamma=0.7"}
+        refused(": ", "move it away")
+    result = dict.fromkeys(reproduce.Result.__annotations__, "") | {"cell": "a", "command": "c --set gamma=0.5"}
+    result |= {"seeds": "1", "values": "1:2", "flags": TABLE[0]["flags"]}
+    of_cell = {"cell": "runs", "metric": METRIC, "command": "c", "flags": "gamma=0.7"}
     for changes, *parts in (
         ({"seeds": "-1"}, "move it away"),
+        ({"seeds": ""}, "move it away"),
         ({"steps": "x"}, "move it away"),
         ({"published steps": "1.5"}, "move it away"),
         ({"low": "nan"}, "move it away"),
+        ({"values": "1:x"}, "move it away"),
         ({"remark": "mine"}, "remark", "move it away"),
         ({}, "of --set gamma=0.5", "another folder"),
         (of_cell, "of an older table", "another folder"),
         ({"command": "c"}, "of an older table"),  # of a cell that is no longer in the table
     ):
         records.write_rows(path, [result | changes])
-        refused(*parts)
+        refused("small.csv: ", *parts)
     records.write_rows(path, [result | {"seeds": "0"}, result | of_cell | {"seeds": "0"}])
     assert len(reproduce.read_results(args_in(table))) == 2
     (table / "out/small_evaluations.csv").touch()  # of runs of another --set that are under way
     refused("of --set gamma=0.5", "another folder")
     path.unlink()
-    other = words_in(table, "--cells", "runs", "--set", "adam_eps=1e-6")
-    assert_refused(reproduce, other, capfd, f"--out {table / 'out'}: ", "without --set")
-
-
-# TABLES IN THE DOCS
-
-
-def test_tables_of_the_docs_match_the_committed_files():
-    tables.main(tables.Args(check=True))
-
-
-def test_new_number_changes_its_table_and_nothing_else(tmp_path, monkeypatch):
-    for path in tables.SPEED.glob("*.csv"):
-        (tmp_path / path.name).write_text(path.read_text().replace(",1595,", ",98765,"))
-    monkeypatch.setattr(tables, "SPEED", tmp_path)
-    old = (tables.DOCS / "results.md").read_text()
-    assert "| 1,595 |" in old
-    assert tables.fill(old, "results.md") == old.replace("| 1,595 |", "| 98,765 |")
-    with pytest.raises(runs.UsageError, match="one of the two marks"):
-        tables.fill("<!-- end of apex -->", "a page")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("")
-    monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
-    page = tmp_path / "docs" / "results.md"
-    page.write_text(old)
-    monkeypatch.setattr(tables, "PARTS", {"doors_update": tables.doors})
-    with pytest.raises(runs.UsageError, match=r"results\.md is old"):
-        tables.main(tables.Args(check=True))
-    tables.main(tables.Args())
-    assert "| 98,765 |" in page.read_text()
-
-
-def test_table_and_picture_leave_out_cells_without_numbers(tmp_path, monkeypatch):
-    names = ("note", "low", "high", "seconds", "steps", "machine", "jax", "date", "command", "metric", "commit")
-    rows = [
-        {"cell": "ours", "published": "", "ours": 2.5, "seeds": 3, "low": 2.0, "high": 4.0, "commit": "abc"},
-        {"cell": "theirs", "published": "3.5", "ours": "", "seeds": 0},
-        {"cell": "neither", "published": "", "ours": "", "seeds": 0},
-    ]
-    rows = [dict.fromkeys(names, "") | row for row in rows]
-    records.write_rows(tmp_path / "gamma.csv", rows)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    lines = tables.tables()
-    cells = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
-    assert cells == ["cell", "---", "ours", "theirs"]
-    assert "Cells that have not run: 1." in lines
-    drawn = []
-    monkeypatch.setattr(reproduce.plt, "close", drawn.append)
-    reproduce.draw(tmp_path / "gamma.png", "gamma", rows[::-1])
-    axis = drawn[0].axes[0]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["theirs", "ours"]
-    assert [(line.get_label(), line.get_xydata().tolist()) for line in axis.lines] == [
-        ("published", [[3.5, 0]]),
-        ("ours", [[2.5, 1]]),
-        ("ours, 95 %", [[2, 1], [4, 1]]),
-    ]
-
-
-def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
-    """(2 + 4) / 2 and their standard error; of a seed the longer run; speeds of one machine."""
-    row = {"cell": "PPO, starpilot", "seed": 1, "step": 507_904, "mean": 2, "error": 0.3, "steps/s": ""}
-    row |= {"of steps": 1_000_000, "machine": "AMD EPYC, 1 cores"}
-    shorter = row | {"of steps": 500_000, "mean": 9}
-    other = row | {"seed": 2, "step": 499_000, "mean": 4, "error": 0.4, "steps/s": 77}
-    elsewhere = other | {"step": 1_000_900, "steps/s": 99, "machine": "a faster one"}
-    rows = [row, shorter, other, elsewhere]
-    records.write_rows(tmp_path / "algorithms_nature_evaluations.csv", rows)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.side_by_side()[-1] == "| PPO | 3.00 (1.00), 2 seeds | 4.00 (0.40) |  |  | 77 |"
-
-
-def test_number_beside_the_published_is_the_end_of_a_curve_or_the_last_value(tmp_path, monkeypatch):
-    """Of curves the mean over the last tenth of the steps; then over seeds."""
-    rows = [{"seed": seed, "global_step": i, "episodic_return": i + seed} for seed in (1, 2) for i in range(101)]
-    rows = [row | {"test_levels": row["global_step"] * row["seed"]} for row in rows]
-    rows[-1]["test_levels"] = rows[-2]["test_levels"] = ""  # not evaluated
-    records.write_rows(tmp_path / "a.csv", rows)
-    records.write_rows(tmp_path / "b.csv", [{"whose": "ours", "ACC": 0.9}, {"whose": "published", "ACC": 0.8}])
-    runs_of = [{"run": str(n), "training levels": n // 2, "step": n, "normalized": n} for n in (2, 3, 4)]
-    runs_of = [row | {"normalized error": row["step"] / 10} for row in runs_of]
-    records.write_rows(tmp_path / "c.csv", runs_of)
-    monkeypatch.setattr(tables, "EXPERIMENTS", tmp_path)
-    assert tables.at_the_end({"file": "a.csv", "rows": "", "column": "episodic_return"}) == (96.5, 100, 2, "")
-    runs_of_one = {"file": "c.csv", "rows": "'training levels=1'", "column": "normalized"}
-    assert tables.at_the_end(runs_of_one) == (2.5, 2.5, 2, "")
-    assert tables.at_the_end(runs_of_one | {"rows": "'training levels=2'"}) == (4, 4, 1, "0.4")
-    assert tables.at_the_end({"file": "a.csv", "rows": "seed=2", "column": "test_levels"}) == (187, 98, 1, "")
-    value, step, seeds, _ = tables.at_the_end({"file": "b.csv", "rows": "whose=ours", "column": "ACC"})
-    assert (value, seeds) == (0.9, 1)
-    assert np.isnan(step)
-    records.write_rows(tmp_path / "d.csv", [{"cell": "a b", "ours": 7.5, "seeds": 3, "steps": 9}])
-    assert tables.at_the_end({"file": "d.csv", "rows": "cell='a b'", "column": "ours"}) == (7.5, 9, 3, "")
-
-
-def test_best_trial_of_a_sweep_follows_its_goal(tmp_path, monkeypatch):
-    """A sweep without a finished trial is left out."""
-    rows = [
-        {"trial": i, "state": "complete", "loss": x, "goal": "minimize", "lr": 0.1 * i} for i, x in enumerate((3, 1, 2))
-    ]
-    rows += [rows[0] | {"state": "pruned", "loss": 0}]
-    rows = [row | {"logged": 1, "seconds": 1, "why": "", "commit": "abc"} for row in rows]
-    records.write_rows(tmp_path / "sweeps/a/results.csv", rows)
-    records.write_rows(tmp_path / "sweeps/b/results.csv", rows[-1:])
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    (line,) = tables.sweeps()[2:]
-    assert "| loss | 1 | abc | lr 0.1 |" in line
-    assert "| 4 | 1 |" in line
+    refused("without --set", words=["--cells", "runs", "--set", "adam_eps=1e-6"])
 
 
 # SHELL SCRIPTS

@@ -1,7 +1,6 @@
-"""Sweeps: the files, kills and resumes, several processes, pruning, results, and bad input."""
+"""Sweeps: files, kills and resumes, several processes, failures, pruning, results, and bad input."""
 
 import importlib
-import io
 import json
 import re
 import shutil
@@ -14,19 +13,18 @@ from pathlib import Path
 import numpy as np
 import optuna
 import pytest
+import tyro
 import yaml
 from conftest import ROOT, TINY, assert_refused, assert_same_run, start, wait_for
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from optuna.trial import TrialState
-from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
 import ppo_procgen
 from common import files, runs
 from experiments import records, sweep, trials
 
-FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
 TINY_GRID = {
     "program": "ppo_procgen.py",
     "method": "grid",
@@ -34,6 +32,7 @@ TINY_GRID = {
     "parameters": {name: {"value": value} for name, value in TINY.items() if name != "wandb_mode"}
     | {"gap_stack": {"values": [True, False]}},
 }
+ORIGIN = {"machine": "this one"}
 
 
 def write_sweep(path, **changes):
@@ -49,41 +48,30 @@ def load_study(tmp_path):
     return optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path / 'out/study.db'}")
 
 
-def cells_of(content):
-    """Cells of a sweep file in which every two parameters meet with each pair of their first and last values."""
-    first, last = {}, {}
-    for name, spec in content["parameters"].items():
-        values = [spec["value"]] if "value" in spec else spec.get("values") or [spec["min"], spec["max"]]
-        first[name], last[name] = str(values[0]), str(values[-1])
-    swept = [name for name in first if first[name] != last[name]]
-    others = [cell | {name: other[name]} for cell, other in ((first, last), (last, first)) for name in swept]
-    return [first, last, *others]
+def main(*words):
+    return runs.cli(sweep.Args, sweep.main, [*map(str, words)])
 
 
-# THE FILES
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_is_valid_for_wandb_and_the_script(path, monkeypatch):
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_sweep_file_of_the_repository_is_valid_for_wandb_and_the_script(path):
     """In W&B's grammar, and the script takes each value as `wandb agent` gives it: --name=value, True or False."""
     content = sweep.read_sweep(str(path))
-    assert set(content) <= {"program", "method", "metric", "parameters", "early_terminate"}
     assert set(content["metric"]) == {"name", "goal"}
     assert (content["method"] == "bayes") == ("early_terminate" in content)
-    for spec in content["parameters"].values():
-        assert set(spec) in ({"value"}, {"values"}, {"min", "max"}, {"min", "max", "distribution"})
     source = (ROOT / content["program"]).read_text() + (ROOT / "common/envs.py").read_text()
     assert content["metric"]["name"].split("/")[-1] in source
-    script = importlib.import_module(path_stem := Path(content["program"]).stem)
-    seen = []
-    monkeypatch.setattr(script, "main", lambda args: seen.append(args))
-    script.main.__module__ = path_stem
-    for cell in cells_of(content):
-        runs.cli(script.Args, script.main, trials.words_of(cell))
-        runs.check_args(seen[-1], script.SCRIPT)
+    sweep.check_values(content)
+    script = importlib.import_module(Path(content["program"]).stem)
+    for end in (0, -1):
+        specs = content["parameters"].items()
+        cell = {
+            k: (spec.get("values") or [spec.get("value", spec.get("min")), spec.get("max")])[end] for k, spec in specs
+        }
+        cell = {name: value for name, value in cell.items() if value is not None}
+        args = tyro.cli(script.Args, args=runs.plain_booleans(script.Args, trials.words_of(cell)))
         for name, value in cell.items():
-            parsed = getattr(seen[-1], name if hasattr(seen[-1], name) else name + "_")
-            assert parsed == float(value) if isinstance(parsed, float) else str(parsed) == value
+            parsed = getattr(args, name if hasattr(args, name) else name + "_")
+            assert parsed == float(value) if isinstance(parsed, float) else str(parsed) == str(value)
 
 
 # RUNNING TRIALS
@@ -114,10 +102,10 @@ SCRIPT = """
     sys.exit("error: --x 0: is bad" if flags["x"] == "0" else 0)
 """
 # Accepts any program, and skips the second that it takes to describe the machine.
-ANY_PROGRAM = """
+ANY_PROGRAM = f"""
 from experiments import sweep, trials
-trials.check_flags = trials.ask_script = lambda *_: None
-trials.origin = lambda: {"machine": "this one"}
+trials.check_flags = trials.check_values = lambda *_: None
+trials.origin = lambda: {ORIGIN}
 sweep.runs.cli(sweep.Args, sweep.main)
 """
 
@@ -127,39 +115,34 @@ def quick(tmp_path, monkeypatch):
     """quick(parameters, *words) sweeps the stand-in in tmp_path/out, with `apart` in a process of its own."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     monkeypatch.setattr(trials, "check_flags", lambda *_: None)
-    monkeypatch.setattr(trials, "ask_script", lambda *_: None)
-    monkeypatch.setattr(trials, "origin", lambda: {"machine": "this one"})
+    monkeypatch.setattr(trials, "check_values", lambda *_: None)
+    monkeypatch.setattr(trials, "origin", lambda: ORIGIN)
 
     def run_sweep(parameters, *words, method="grid", apart=False):
         content = {"program": str(tmp_path / "script.py"), "method": method, "parameters": parameters}
         path = tmp_path / "s.yaml"
         path.write_text(yaml.safe_dump(content | {"metric": {"name": "loss", "goal": "minimize"}}))
         words = [*map(str, (path, "--out", tmp_path / "out", *words))]
-        return start("-c", ANY_PROGRAM, *words) if apart else runs.cli(sweep.Args, sweep.main, words)
+        return start("-c", ANY_PROGRAM, *words) if apart else main(*words)
 
     return run_sweep
 
 
 @pytest.fixture
 def fake_run(monkeypatch):
-    """fake_run(before): trials run as ever, after before(flags, folder, stopping); returns the values of x so far."""
+    """fake_run(before): trials run as ever, after before(flags, folder); returns the values of x so far."""
     begun, run = [], trials.run
 
     def install(before):
-        def run_after(program, flags, folder, lock, stopping, **how):
+        def run_after(program, flags, folder, *rest):
             begun.append(flags["x"])
-            before(flags, folder, stopping)
-            run(program, flags, folder, lock, stopping=stopping, **how)
+            before(flags, folder)
+            run(program, flags, folder, *rest)
 
         monkeypatch.setattr(trials, "run", run_after)
         return begun
 
     return install
-
-
-def assert_ends(process):
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
 
 
 @pytest.mark.slow
@@ -172,7 +155,7 @@ def test_sweep_killed_within_a_trial_resumes_its_run_bit_for_bit(tmp_path):
     wait_for(lambda: any((tmp_path / "out/0000").glob("*/checkpoints/[0-9]*/commit_success.txt")), process)
     process.kill()
     process.communicate()
-    runs.cli(sweep.Args, sweep.main, [*map(str, words[2:])])
+    main(*words[2:])
     (row,) = read_results(tmp_path / "out")
     assert (row["state"], row["gap_stack"]) == ("complete", "True")
     assert (tmp_path / "out/0000/output.txt").read_text().count("stopped by SIGTERM") == 1  # not left running
@@ -218,18 +201,29 @@ def test_study_of_a_process_that_died_is_completed(quick, tmp_path):
     assert read_results(tmp_path / "out") == whole
 
 
+def test_cells_of_a_grid_are_queued_once_though_a_process_died_between(tmp_path, monkeypatch):
+    cells = {"gamma": {"values": [0.9, 1]}, "gap_stack": {"values": [True, False]}}
+    path = str(write_sweep(tmp_path / "s.yaml", parameters=cells))
+    given = sweep.Args(path), sweep.read_sweep(path), "s", tmp_path
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "grid_cells", lambda content: [{"gamma": 0.9, "gap_stack": True}, None])
+        with pytest.raises(TypeError):
+            sweep.open_study(*given)
+    queued = [trial.system_attrs["fixed_params"] for trial in sweep.open_study(*given).trials]
+    assert [(cell["gamma"], cell["gap_stack"]) for cell in queued] == [(0.9, True), (0.9, False), (1, True), (1, False)]
+
+
 @pytest.mark.slow
 def test_grid_shared_by_four_processes_runs_each_cell_once(quick, tmp_path):
     processes = [quick({"x": {"values": [*range(9)]}}, apart=True) for _ in range(4)]
     for process in processes:
-        assert_ends(process)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, output
     rows = read_results(tmp_path / "out")
     assert sorted(row["x"] for row in rows) == [str(x) for x in range(9)]
-    assert {row["x"]: row["why"] for row in rows if row["state"] != "complete"} == {
-        "0": "exit code 1: error: --x 0: is bad"
-    }
+    failed = {row["x"]: row["why"] for row in rows if row["state"] != "complete"}
+    assert failed == {"0": "exit code 1: error: --x 0: is bad"}
     assert all(row["loss"] == f"{float(row['x'])}" for row in rows if row["state"] == "complete")
-    assert len({trial.user_attrs["worker"] for trial in load_study(tmp_path).trials}) > 1
     assert (tmp_path / "out/parallel.png").stat().st_size > 10_000
 
 
@@ -249,41 +243,45 @@ def test_run_with_a_checkpoint_resumes_if_that_is_complete(tmp_path, checkpoint,
         (tmp_path / "0" / name / "args.json").write_text("{}")
     (tmp_path / "0/run/checkpoints" / checkpoint).mkdir(parents=True)
     with files.lock_run(tmp_path / "0") as lock:
-        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
+        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, threading.Event())
     output = (tmp_path / "0/output.txt").read_text()
     assert (f"--resume={tmp_path / '0/run'}'" if flag == "--resume=" else flag) in output
     assert "'--wandb_mode=disabled', " in output
     assert output.endswith("] false\n")
 
 
+# FAILURES
+
+
 @pytest.mark.parametrize(
-    ("code", "output", "error"),
+    ("code", "output", "error", "sentence"),
     [
-        (0, "stopped by SIGTERM; continue with: --resume", trials.Stopped),
-        (143, "stopped by SIGTERM", trials.Stopped),
-        (1, "error: cannot write /x: the disk is full, 0.0 MiB are free there; continue", files.FullError),
-        (1, "error: --x 0: is bad", RuntimeError),
-        (2, "\u256d box \u256e\n\u2502 Error parsing --x: bad \u2502\n\u2570\u2500\u256f", RuntimeError),
-        (137, "nothing", trials.Killed),
+        (0, "stopped by SIGTERM; continue with: --resume", trials.Stopped, ""),
+        (143, "stopped by SIGTERM", trials.Stopped, ""),
+        (1, "error: cannot write /x: disk full, 0.0 MiB are free there; go", files.FullError, "cannot write /x: "),
+        (1, "error: --x 0: is bad", RuntimeError, "exit code 1: error: --x 0: is bad"),
+        (
+            2,
+            "\u256d\n\u2502 Error parsing --x: bad \u2502\n\u2570",
+            RuntimeError,
+            "exit code 2: Error parsing --x: bad",
+        ),
+        (137, "", trials.Killed, "exit code 137: it said nothing"),
     ],
 )
-def test_exit_code_and_output_of_a_script_select_the_error(code, output, error, tmp_path):
+def test_exit_code_and_output_of_a_script_select_the_error(code, output, error, sentence, tmp_path):
     (tmp_path / "script.py").write_text(f"import sys; print({output!r}); sys.exit({code})")
     with files.lock_run(tmp_path / "0") as lock, pytest.raises(error) as raised:
-        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, stopping=threading.Event())
+        trials.run(str(tmp_path / "script.py"), {}, tmp_path / "0", lock, threading.Event())
     assert raised.type is error
-    if code == 2:
-        assert str(raised.value) == "exit code 2: Error parsing --x: bad"
-
-
-# FAILURES
+    assert str(raised.value).startswith(sentence)
 
 
 def test_trial_whose_script_is_killed_three_times_fails(quick, tmp_path, fake_run):
     """As by the kernel when memory is full; until then it resumes."""
     errors = [OSError(116, "Stale file handle")]
 
-    def kill(flags, folder, stopping):
+    def kill(flags, folder):
         if flags["x"] == 3 and errors:
             raise errors.pop()
         if flags["x"] == 2 or (flags["x"] == 1 and begun.count(1) < 3):
@@ -316,7 +314,7 @@ def test_failed_trials_are_reported_with_exit_code_1_if_all_failed(quick, tmp_pa
 
 def test_study_stopped_by_a_signal_has_not_failed(quick, fake_run, capfd):
     """Although its only finished trial has."""
-    fake_run(lambda flags, folder, stopping: folder.name == "0001" and signal.raise_signal(signal.SIGTERM))
+    fake_run(lambda flags, folder: folder.name == "0001" and signal.raise_signal(signal.SIGTERM))
     quick({"x": {"values": [0, 2]}, "steps": {"value": 1}})
     assert "stopped; repeat the command to continue" in capfd.readouterr().out
 
@@ -324,20 +322,12 @@ def test_study_stopped_by_a_signal_has_not_failed(quick, fake_run, capfd):
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (
-            "run_trial",
-            "(sqlite3.OperationalError) database or disk is full",
-            r"the disk is full.*repeat the command to continue",
-        ),
-        (
-            "begin_trial",
-            "connection refused",
-            r"^error: the study's database does not answer \(connection refused\); repeat the command",
-        ),
+        ("objective", "(sqlite3.OperationalError) database or disk is full", r"the disk is full.*repeat the command"),
+        ("begin_trial", "connection refused", r"^error: the study's database does not answer \(connection refused\)"),
     ],
 )
 def test_database_error_is_one_sentence_with_exit_code_1(function, error, message, quick, monkeypatch, capfd):
-    def fail(*given, **where):
+    def fail(*given):
         try:
             raise SQLAlchemyError(error)
         except SQLAlchemyError as cause:
@@ -350,7 +340,7 @@ def test_database_error_is_one_sentence_with_exit_code_1(function, error, messag
         quick({"x": {"values": [1]}})
     assert stopped.value.code == 1
     output = capfd.readouterr()
-    assert re.search(message + r"\n$", output.err)
+    assert re.search(message, output.err)
     assert output.err.count("\n") == 1
     assert "results.csv" not in output.out
 
@@ -359,7 +349,7 @@ def test_metric_that_is_not_logged_fails_a_trial_or_ends_the_study_if_no_trial_l
     with pytest.raises(SystemExit) as stopped:
         quick({"x": {"values": [1, 2]}, "steps": {"value": 0}})
     assert stopped.value.code == 2
-    assert "error: metric loss: " in capfd.readouterr().err
+    assert "error: metric loss was never logged" in capfd.readouterr().err
     assert [path.name for path in (tmp_path / "out").glob("0*")] == ["0000"]
     shutil.rmtree(tmp_path / "out")
     quick({"x": {"values": [1]}, "steps": {"values": [1, 0]}})
@@ -369,39 +359,36 @@ def test_metric_that_is_not_logged_fails_a_trial_or_ends_the_study_if_no_trial_l
 # PRUNING AND SAMPLING
 
 
-def test_trial_that_is_pruned_ends_early_and_stays_pruned(tmp_path):
-    """Also where its process died before the study was told: the script is not run again."""
+def test_pruned_trial_ends_early_and_stays_pruned(tmp_path, monkeypatch):
+    """Also where its process dies before the study is told: the script is not run again."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     content = {"method": "random", "program": str(tmp_path / "script.py"), "metric": {"name": "loss"}}
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=2))
-    text = io.StringIO()
+    trial = study.ask()
     with files.lock_run(folder := tmp_path / "0000") as lock:
-        with trials.ProgressLine("study", 1, 0, Console(file=text, force_terminal=True, width=100)) as line:
-            where = {"folder": folder, "lock": lock, "stopping": threading.Event(), "line": line}
-            sweep.end_trial(study, study.ask(), content, {"x": 3, "steps": 1000}, **where)
-        again = study.ask()
-        again.report(1.0, 3)
-        again.set_user_attr("ended", "pruned")
-        sweep.end_trial(study, again, content | {"program": "none"}, {}, **where)
-    assert [(trial.state.name, trial.value) for trial in study.trials] == [("PRUNED", 3), ("PRUNED", 1)]
-    assert study.trials[0].user_attrs["ended"] == "pruned"  # as the second, before the study is told
-    assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
-    assert "1.0 of 1 runs" in text.getvalue()
+        where = folder, lock, threading.Event()
+        with monkeypatch.context() as patch:
+            patch.setattr(trials, "seconds_of", lambda folder: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                sweep.run_trial(study, trial, content, {"x": 3, "steps": 1000}, *where)
+        assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
+        monkeypatch.setattr(trials, "run", None)
+        sweep.run_trial(study, trial, content, {}, *where)
+    assert [(trial.state.name, trial.value) for trial in study.trials] == [("PRUNED", 3)]
 
 
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ({"min_iter": 3}, {1: 3, 2: 3, 3: 3, 4: 9}),
-        ({"max_iter": 27, "s": 2, "eta": 3}, {1: 3, 2: 3, 3: 3, 4: 9}),
-        ({"min_iter": 3, "eta": 2}, {1: 3, 2: 3, 3: 3, 4: 6}),
-        ({"min_iter": 3, "eta": 4}, {1: 3, 2: 3, 3: 3, 4: 12, 5: 3}),
+        ({}, {1: 3, 2: 3, 3: 3, 4: 9}),
+        ({"eta": 2}, {1: 3, 2: 3, 3: 3, 4: 6}),
+        ({"eta": 4}, {1: 3, 2: 3, 3: 3, 4: 12, 5: 3}),
     ],
 )
 def test_hyperband_prunes_at_the_rungs_of_wandb(rule, expected):
-    """At min_iter eta^k, or max_iter / eta^s and so on, trials below the best 1 / eta end. Trial 4 is the best until
-    step 3 and falls behind then; trial 5 is the second best of six."""
-    pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband"} | rule})
+    """At min_iter eta^k, trials below the best 1 / eta end. Trial 4 is the best until step 3 and falls behind then;
+    trial 5 is the second best of six."""
+    pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband", "min_iter": 3} | rule})
     study, ended = optuna.create_study(pruner=pruner, direction="maximize"), {}
     for i, slope in enumerate((5, 1, 2, 1.5, 9, 7)):
         trial = study.ask()
@@ -412,16 +399,6 @@ def test_hyperband_prunes_at_the_rungs_of_wandb(rule, expected):
                 break
         study.tell(trial, slope)
     assert ended == expected
-
-
-def test_hyperband_with_max_iter_prunes_no_trial_after_the_last_rung():
-    pruner = sweep.make_pruner({"early_terminate": {"type": "hyperband", "max_iter": 27, "s": 2}})
-    study = optuna.create_study(pruner=pruner, direction="maximize")
-    for late in (3, 2, 1, -1):  # better and better at first, then worse and worse
-        trial = study.ask()
-        for step in range(1, 40):
-            trial.report(10 * (4 - late) if step < 20 else late, step)
-            assert not trial.should_prune(), (late, step)
 
 
 def test_bayesian_search_counts_failed_trials_as_the_worst_so_far(quick, tmp_path, capfd):
@@ -438,20 +415,22 @@ def test_bayesian_search_counts_failed_trials_as_the_worst_so_far(quick, tmp_pat
     assert f"{failed} of 7 runs failed" in capfd.readouterr().out
 
 
-def test_value_of_a_failed_or_pruned_trial_depends_on_goal_and_sampler():
-    for goal, worst in (("maximize", 2.0), ("minimize", 5.0)):
-        study, rules = optuna.create_study(direction=goal), {"method": "bayes", "metric": {"goal": goal}}
-        for value in (5.0, 2.0):
-            study.tell(study.ask(), value)
-        assert sweep.as_told(study, study.ask(), rules, None, TrialState.FAIL) == (worst, TrialState.COMPLETE)
+@pytest.mark.parametrize(
+    ("goal", "sampler", "state", "expected"),
+    [
+        ("maximize", "TPESampler", TrialState.FAIL, (2.0, TrialState.COMPLETE)),
+        ("minimize", "TPESampler", TrialState.FAIL, (5.0, TrialState.COMPLETE)),
+        ("minimize", "TPESampler", TrialState.PRUNED, (None, TrialState.PRUNED)),
+        ("minimize", "GPSampler", TrialState.PRUNED, (0.5, TrialState.COMPLETE)),  # it would ignore a pruned one
+    ],
+)
+def test_outcome_of_a_failed_or_pruned_trial_depends_on_goal_and_sampler(goal, sampler, state, expected):
+    study = optuna.create_study(direction=goal, sampler=getattr(optuna.samplers, sampler)(seed=0))
+    study.add_trials(optuna.trial.create_trial(value=value) for value in (5.0, 2.0))
     trial = study.ask()
     trial.report(0.5, 1)
-    for sampler, expected in (
-        (optuna.samplers.GPSampler(seed=0), (0.5, TrialState.COMPLETE)),  # it would ignore a pruned one
-        (optuna.samplers.TPESampler(seed=0), (None, TrialState.PRUNED)),
-    ):
-        study.sampler = sampler
-        assert sweep.as_told(study, trial, rules, None, TrialState.PRUNED) == expected
+    rules = {"method": "bayes", "metric": {"goal": goal}}
+    assert sweep.outcome_for_sampler(study, trial, rules, None, state) == expected
 
 
 def test_values_are_drawn_from_the_ranges_of_wandb():
@@ -460,8 +439,6 @@ def test_values_are_drawn_from_the_ranges_of_wandb():
         "whole": {"min": 4, "max": 16},
         "real": {"min": 0.1, "max": 0.6},
         "log": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
-        "steps": {"distribution": "q_uniform", "min": 0.0, "max": 1.0, "q": 0.25},
-        "sizes": {"distribution": "q_uniform", "min": 64, "max": 256, "q": 64},
         "choice": {"values": ["a", "", False]},
         "fixed": {"value": [1]},
     }
@@ -473,65 +450,23 @@ def test_values_are_drawn_from_the_ranges_of_wandb():
     assert 0.1 <= min(values["real"]) < 0.15
     assert 0.55 < max(values["real"]) <= 0.6
     assert 120 < sum(x < 1e-3 for x in values["log"]) < 180  # half of them, in the logarithm
-    assert set(values["steps"]) == {0, 0.25, 0.5, 0.75, 1}
-    assert {str(x) for x in values["sizes"]} == {"64", "128", "192", "256"}  # a flag of whole numbers takes no point
     assert set(values["choice"]) == {"a", "", False}
     assert values["fixed"] == [[1]] * 300
 
 
-def test_method_and_file_select_sampler_pruner_and_count(tmp_path, monkeypatch, capfd):
-    for method, sampler in (("bayes", "TPESampler"), ("random", "RandomSampler")):
-        assert type(sweep.make_sampler(sweep.Args("s"), {"method": method}, 0)).__name__ == sampler
-    for rule, pruner in ((None, "NopPruner"), ({"type": "hyperband", "min_iter": 3}, "SuccessiveHalvingPruner")):
-        path = str(write_sweep(tmp_path / f"{pruner}.yaml", early_terminate=rule))
-        (tmp_path / pruner).mkdir()
-        study = sweep.open_study(sweep.Args(path), sweep.read_sweep(path), pruner, tmp_path / pruner)
-        assert type(study.pruner).__name__ == pruner
-    counts, path = [], write_sweep(tmp_path / "r.yaml", method="random", run_cap=3)
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep, "begin_trial", lambda study, args, content, count, out: counts.append(count))
-        runs.cli(sweep.Args, sweep.main, [str(path), "--out", str(tmp_path / "r")])
-    assert counts == [3]
-    capfd.readouterr()
-    path = write_sweep(tmp_path / "b.yaml", method="bayes", run_cap=1)
-    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
-    assert_refused(sweep, [path, "--out", tmp_path / "b", "--sampler", "gp"], capfd, "--sampler gp: needs PyTorch")
-    assert not (tmp_path / "b").exists()  # no study is begun
-
-
-def test_cells_of_a_grid_are_queued_once_though_a_process_died_between(tmp_path, monkeypatch):
-    cells = {"gamma": {"values": [0.9, 1]}, "gap_stack": {"values": [True, False]}}
-    path = str(write_sweep(tmp_path / "s.yaml", parameters=cells))
-    given = sweep.Args(path), sweep.read_sweep(path), "s", tmp_path
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep, "grid_of", lambda content: [{"gamma": 0.9, "gap_stack": True}, None])
-        with pytest.raises(TypeError):
-            sweep.open_study(*given)
-    queued = [trial.system_attrs["fixed_params"] for trial in sweep.open_study(*given).trials]
-    assert queued == sweep.grid_of(given[1])
+@pytest.mark.parametrize(("method", "sampler"), [("bayes", "TPESampler"), ("random", "RandomSampler")])
+def test_method_and_file_select_sampler_pruner_and_count(method, sampler, tmp_path, monkeypatch):
+    assert type(sweep.make_sampler(sweep.Args("s"), {"method": method}, 0)).__name__ == sampler
+    rule = {"type": "hyperband", "min_iter": 3} if method == "bayes" else None
+    path, studies = write_sweep(tmp_path / "s.yaml", method=method, run_cap=3, early_terminate=rule), []
+    monkeypatch.setattr(sweep, "begin_trial", lambda study, args, content, count, out: studies.append((study, count)))
+    main(path, "--out", tmp_path / "out")
+    ((study, count),) = studies
+    assert type(study.pruner).__name__ == ("SuccessiveHalvingPruner" if rule else "NopPruner")
+    assert (study.direction.name, count) == ("MAXIMIZE", 3)
 
 
 # RESULTS
-
-
-def test_progress_line_counts_parts_of_runs(tmp_path):
-    """One of four was done before, two are at a half and a quarter, and then the first ends."""
-    for name, args, step in (("0", {"total_timesteps": 100}, 50), ("1", {"task_timesteps": 30, "tasks": "0,5"}, 15)):
-        run = tmp_path / name / "run"
-        run.mkdir(parents=True)
-        (run / "args.json").write_text(json.dumps({"script": "x", "wandb_id": "x", "args": args}))
-        (run / "metrics.jsonl").write_text('{"global_step": 1}\n' + json.dumps({"global_step": step}) + "\n")
-    text = io.StringIO()
-    with trials.ProgressLine("study", 4, 1, Console(file=text, force_terminal=True, width=100)) as line:
-        line.look(tmp_path / "0", True)
-        line.look(tmp_path / "1", True)
-        assert line._progress.tasks[0].completed == 1.75
-        line.look(tmp_path / "0", False)
-    assert "2.2 of 4 runs" in text.getvalue()
-    quiet = io.StringIO()
-    with trials.ProgressLine("study", 4, 1, Console(file=quiet)) as line:
-        line.look(tmp_path / "0", True)
-    assert not quiet.getvalue().strip()
 
 
 def test_names_with_dollar_signs_are_drawn_as_they_are(tmp_path, monkeypatch):
@@ -542,7 +477,7 @@ def test_names_with_dollar_signs_are_drawn_as_they_are(tmp_path, monkeypatch):
     for value in range(4):
         trial = study.ask()
         assert {name: sweep.suggest(trial, name, spec) for name, spec in specs.items()}
-        for name, content in {"seconds": 1, "origin": {"machine": "this one"}}.items():
+        for name, content in {"seconds": 1, "origin": ORIGIN}.items():
             trial.set_user_attr(name, content)
         study.tell(trial, value)
     texts, save = [], Figure.savefig
@@ -563,13 +498,16 @@ def test_importance_favours_what_the_best_trials_have_in_common(goal, tmp_path, 
     """The best are those with x near 1, the worst those with y near 0."""
     study, sign = optuna.create_study(direction=goal), 1 if goal == "maximize" else -1
     study.set_user_attr("sweep", {"metric": {"name": "m", "goal": goal}})
-    told = {"seconds": 1, "origin": {"machine": "this one"}}
-    distributions = dict.fromkeys("xy", optuna.distributions.FloatDistribution(0, 1))
-    for x, y in np.random.default_rng(0).random((60, 2)).tolist():
-        value = sign * (x**8 - (1 - y) ** 8)
-        study.add_trial(optuna.trial.create_trial(
-            params={"x": x, "y": y}, distributions=distributions, value=value, user_attrs=told
-        ))  # fmt: skip
+    attrs, distributions = (
+        {"seconds": 1, "origin": ORIGIN},
+        dict.fromkeys("xy", optuna.distributions.FloatDistribution(0, 1)),
+    )
+    study.add_trials(
+        optuna.trial.create_trial(
+            params={"x": x, "y": y}, distributions=distributions, value=sign * (x**8 - (1 - y) ** 8), user_attrs=attrs
+        )
+        for x, y in np.random.default_rng(0).random((60, 2)).tolist()
+    )
     importance = {}
 
     def look(path, plot, drawn, target_name, **options):
@@ -598,21 +536,23 @@ BAD = {
     "unknown method": ({"method": "pbt"}, [], "pbt", "'grid', 'random' or 'bayes'"),
     "unknown program": ({"program": "dqn.py"}, ["--set", "gamma=1"], "SWEEP", "program dqn.py", "ppo_procgen.py"),
     "unknown flag": ({"parameters": {"lr": {"value": 1}}}, [], "lr", "no flag"),
-    "range in a grid": (with_gamma({"min": 0.9, "max": 1.0}, "grid"), [], "gamma", "a grid takes values"),
+    "range in a grid": (with_range(0.9, 1.0) | {"method": "grid"}, [], "gamma", "a grid takes values"),
     "half a range": (with_gamma({"min": 0.9}), [], "gamma", "min and max"),
-    "command with a flag": ({"command": ["python", "--env_id=maze"]}, [], "command has --env_id=maze", "parameters"),
-    "rule without rungs": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate", "min_iter"),
+    "value and values": (with_gamma({"value": 0.9, "values": [1]}), [], "gamma", "a value, values, or min and max"),
+    "command": ({"command": ["python", "--env_id=maze"]}, [], "command: Extra inputs are not permitted", "--env_id"),
+    "rule without rungs": ({"early_terminate": {"type": "hyperband"}}, [], "early_terminate.min_iter: Field required"),
     "unknown goal": ({"metric": {"name": "loss", "goal": "max"}}, [], "metric.goal", "'minimize' or 'maximize'"),
     "no count": ({"method": "bayes"}, [], "--count 0", "number of trials"),
     "twenty digits of jobs": ({}, ["--jobs", "1" * 20], "--jobs 1111", "from 1 to 1000"),
     "unknown storage": ({}, ["--storage", "nosql://x"], "--storage nosql://x", "cannot be opened"),
+    "sampler of a grid": ({}, ["--sampler", "gp"], "--sampler gp", "is of method grid"),
+    "no PyTorch": ({"method": "bayes", "run_cap": 1}, ["--sampler", "gp"], "--sampler gp: needs PyTorch"),
     "values as text": (with_gamma({"values": "abc"}), [], "gamma.values", "valid list, it is 'abc'"),
-    "date": (with_gamma({"values": [date(2020, 1, 1)]}), [], "gamma.values.0: give a number", "2020"),
+    "date": (with_gamma({"values": [date(2020, 1, 1)]}), [], "gamma.values.0", "2020"),
     "number without a point": (with_range("1e-4", 1), [], "gamma.min: give a number", "1.0e-4"),
     "min above max": (with_range(2, 1), [], "gamma: min must not be above max", "SWEEP"),
     "logarithm of 0": (with_range(0, 1, distribution="log_uniform_values"), [], "gamma", "must be above 0"),
-    "unknown distribution": (with_range(0, 1, distribution="normal"), [], "normal", "q_uniform"),
-    "steps of 0": (with_range(0, 1, distribution="q_uniform", q=0), [], "gamma", "q must be above 0"),
+    "unknown distribution": (with_range(0, 1, distribution="normal"), [], "normal", "'log_uniform_values'"),
     "misspelt key": (with_range(0, 1, distribtion="uniform"), [], "gamma.distribtion", "not permitted"),
     "large grid": ({"parameters": WIDE}, [], "its grid has 10,000,000,000 cells", "at most 1,000"),
     "run of another": ({"parameters": {"resume": {"value": "/x"}}}, [], "resume={'value': '/x'}", "each run is given"),
@@ -625,10 +565,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_sweep_is_refused_in_one_sentence(case, tmp_path, capfd):
+def test_bad_sweep_is_refused_in_one_sentence(case, tmp_path, monkeypatch, capfd):
     changes, words, *parts = BAD[case]
+    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
     path = write_sweep(tmp_path / "s.yaml", **changes)
     assert_refused(sweep, [path, "--out", tmp_path / "out", *words], capfd, *parts)
+    assert case == "unknown storage" or not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -648,35 +590,33 @@ def test_damaged_sweep_file_is_refused_in_one_sentence(text, reason, tmp_path, c
     assert_refused(sweep, [tmp_path / "s", "--out", tmp_path / "out"], capfd, f"SWEEP {tmp_path / 's'}: ", reason)
 
 
-def test_sweep_of_every_kind_of_value_is_read(tmp_path):
-    """Both forms of Hyperband, and keys that only W&B's server reads."""
+def test_sweep_with_every_kind_of_value_is_read(tmp_path):
+    """Also with keys that only W&B's server reads."""
     parameters = {
         "gamma": {"values": [0.9, 1]}, "augment": {"values": ["", "flip"]}, "gap_stack": {"values": [True, False]},
-        "l2": {"min": 0, "max": 1.0}, "vf_coef": {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.25},
-        "learning_rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1}, "kl_coef": {"value": 0},
-        "ent_coef": {"distribution": "categorical", "values": [0, 0.1]}, "seed": {"min": 1, "max": 9},
+        "l2": {"min": 0, "max": 1.0}, "vf_coef": {"value": [1, 2.5]}, "kl_coef": {"value": 0},
+        "learning_rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1}, "seed": {"min": 1, "max": 9},
     }  # fmt: skip
-    for rule in ({"min_iter": 3, "eta": 2, "strict": True}, {"max_iter": 27, "s": 2}):
-        given = {"parameters": parameters, "method": "bayes", "early_terminate": {"type": "hyperband"} | rule}
-        mine = {"name": date(2024, 5, 1), "command": ["x"], "run_cap": 9}
-        read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **mine, **given)))
-        assert read["parameters"] == parameters
-        json.dumps(read)
-        assert [type(x) for x in read["parameters"]["gamma"]["values"]] == [float, int]
+    given = {"parameters": parameters, "method": "bayes", "name": date(2024, 5, 1), "project": "p", "run_cap": 9}
+    given["early_terminate"] = {"type": "hyperband", "min_iter": 3, "eta": 2}
+    read = sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **given)))
+    assert json.loads(json.dumps(read))["parameters"] == parameters
+    assert [type(x) for x in read["parameters"]["gamma"]["values"]] == [float, int]
+    assert [type(x) for x in read["parameters"]["gap_stack"]["values"]] == [bool, bool]
 
 
 def test_grid_with_a_cell_that_the_script_refuses_is_accepted(tmp_path):
     """512 minibatches are too many for 8 games of 16 steps, but not for 64."""
     parameters = {"num_envs": [8, 64], "num_minibatches": [4, 512], "num_steps": [16]}
     given = {"parameters": {name: {"values": values} for name, values in parameters.items()}}
-    sweep.ask_script(sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **given))))
+    sweep.check_values(sweep.read_sweep(str(write_sweep(tmp_path / "s.yaml", **given))))
 
 
 def test_fractions_for_an_integer_flag_are_refused_before_a_trial(tmp_path, capfd):
     """In tyro's words, as by the script itself."""
     given = {"parameters": {"hidden": {"min": 16, "max": 64, "distribution": "uniform"}}, "method": "random"}
     with pytest.raises(SystemExit) as stopped:
-        runs.cli(sweep.Args, sweep.main, [str(write_sweep(tmp_path / "s.yaml", **given)), "--count", "1"])
+        main(write_sweep(tmp_path / "s.yaml", **given), "--count", 1)
     assert stopped.value.code == 2
     assert re.search(r"--hidden: .*'16\.0'", capfd.readouterr().err)
 
@@ -684,19 +624,18 @@ def test_fractions_for_an_integer_flag_are_refused_before_a_trial(tmp_path, capf
 def test_study_with_other_settings_in_the_same_folder_is_refused(tmp_path, capfd):
     path, out = write_sweep(tmp_path / "s.yaml"), tmp_path / "out"
     out.mkdir()
-    study = sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
-    assert study.direction.name == "MAXIMIZE"
-    study.set_user_attr("sweep", study.user_attrs["sweep"] | {"name": "mine"})  # as an earlier version kept it
     sweep.open_study(sweep.Args(str(path)), sweep.read_sweep(str(path)), "s", out)
     (out / "0000").mkdir()
-
-    assert_refused(sweep, [path, "--out", out, "--set", "gamma=0.5"], capfd, "give another --out")
-    assert_refused(sweep, [path, "--out", out, "--seed", 1], capfd, "--seed 1: the study s", "has 0, give that")
-    assert_refused(sweep, [write_sweep(tmp_path / "t.yaml"), "--out", out], capfd, "has the study s, give another")
-    words = ["--out", tmp_path / "elsewhere", "--storage", f"sqlite:///{out / 'study.db'}"]
-    assert_refused(sweep, [path, *words], capfd, f"has its runs in {out}, give that")
-    (out / "study.db").unlink()
-    assert_refused(sweep, [path, "--out", out], capfd, "of a study that is gone")
-    for text in ("[]", '{"study": "s"}', '{"study": ["s"], "id": 1}', "{", "[" * 100_000):
+    storage = "--storage", f"sqlite:///{out / 'study.db'}"
+    for words, *parts in (
+        ([path, "--out", out, "--set", "gamma=0.5"], "give another --out"),
+        ([path, "--out", out, "--seed", 1], "--seed 1: the study s", "has 0, give that"),
+        ([write_sweep(tmp_path / "t.yaml"), "--out", out], "has trials of another study"),
+        ([path, "--out", tmp_path / "elsewhere", *storage], f"has its runs in {out}, give that"),
+    ):
+        assert_refused(sweep, words, capfd, *parts)
+    for text in ("[]", '{"study": "s"}', '{"id": 1}', "{", "[" * 100_000):
         (out / "study.json").write_text(text)
         assert_refused(sweep, [path, "--out", out], capfd, f"--out {out / 'study.json'}: ", "give another folder")
+    (out / "study.db").unlink()
+    assert_refused(sweep, [path, "--out", out], capfd, "or of one that is gone")
