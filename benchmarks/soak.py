@@ -221,7 +221,7 @@ def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
     Returns what went wrong with it; empty if nothing.
     """
     stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in runs.stop_signals():
         signal.signal(number, lambda *_: stopping.set())
     origin = {"script": args.script, "flags": args.flags} | trials.origin()
     process = start(args, folder, lock)

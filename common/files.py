@@ -65,7 +65,14 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
         else:
             import yaml
 
-            content = yaml.load(text, yaml.SafeLoader)  # not the one in C, which deep nesting crashes
+            class Loader(yaml.SafeLoader):  # not the one in C, which deep nesting crashes
+                def construct_mapping(self, node, deep=False):
+                    keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+                    if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+                        raise ValueError(f"{twice[0]} stands there twice")
+                    return super().construct_mapping(node, deep)
+
+            content = yaml.load(text, Loader)
         return TypeAdapter(kind).validate_python(content, strict=True)
     except OSError as error:
         why = error.strerror

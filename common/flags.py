@@ -408,11 +408,6 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
     return content
 
 
-def words_of(flag: str, value: Any) -> list[str]:
-    """A flag and its value as words of a command line: one, or the flag and those of a tuple (a list in JSON)."""
-    return [flag, *map(str, value)] if isinstance(value, list | tuple) else [f"{flag}={value}"]
-
-
 def saved_args(args_class: type, run_dir: str, source: str, script: str | None = None) -> Any:
     """The arguments of a run; fields that it does not have take their defaults. Raises UsageError.
 

@@ -522,7 +522,8 @@ def main(args: Args) -> None:
         files.write_json(token_of(study), place_of(out))
         files.write_json(out / "args.json", study)
         random.seed(f"{args.seed} {done}")
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
+        for number in runs.stop_signals()[1:]:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
         study |= {"out": str(out), "flags": flags, "ranges": list(ranges)}
         grid = make_tuner(args, out, ranges, study, results).fit()
         ray.shutdown()

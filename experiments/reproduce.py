@@ -500,6 +500,7 @@ def main(args: Args) -> list[dict]:
     check(len(set(args.seeds)) == len(args.seeds) > 0, f"--seeds {given}: give one or more, each once")
     cells = read_cells(args)
     for flag, folder in (("--runs", args.runs), ("--out", args.out)):
+        check(folder != "", f"{flag} '': give a folder")
         files.make_folder(Path(folder), flag)
     read_results(args)  # before anything is run
     asked = {  # by folder: cells that differ in their metric only share their runs

@@ -13,6 +13,7 @@ import importlib.util
 import io
 import itertools
 import math
+import re
 import uuid
 import warnings
 from collections.abc import Callable
@@ -208,11 +209,12 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     The caller holds the lock of `out`: SQLite's tables are created here too.
     """
     url = args.storage or f"sqlite:///{out / 'study.db'}"
+    shown = re.sub(r"(://[^/@]*:)[^/@]*@", r"\1***@", url)  # without a password
     try:
         patient = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
         storage = optuna.storages.RDBStorage(url, engine_kwargs=patient)
     except Exception as error:  # SQLAlchemy and drivers raise many kinds
-        raise runs.UsageError(f"--storage {url}: cannot be opened ({files.first_line(error)[:100]})") from None
+        raise runs.UsageError(f"--storage {shown}: cannot be opened ({files.first_line(error)[:100]})") from None
     path = out / "study.json"
     known = name in optuna.get_all_study_names(storage) or not any(out.glob("[0-9]*/"))
     check(known, f"--out {out}: has trials of another study or of one that is gone, give another folder")
@@ -228,7 +230,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
         for key, value in {"sweep": sweep, "out": str(out), **drawing, "id": study_id}.items():
             study.set_user_attr(key, value)
     known = study.user_attrs
-    which = f"the study {name} in {url}"
+    which = f"the study {name} in {shown}"
     check(known["id"] == study_id, f"--out {out}: {which} has its runs in {known['out']}, give that")
     for key, value in drawing.items():
         check(known[key] == value, f"--{key} {value}: {which} has {known[key]}, give that, or another --out")

@@ -21,8 +21,7 @@ import jax
 
 from common import checkpoints, runs
 from common.files import FailedError, FullError, check
-from common.flags import flag_of
-from common.flags import words_of as words_of_flag
+from common.flags import flag_of, leave_closed_terminal, stop_signals
 
 # Flags that have no influence on what a run learns.
 BESIDE = {
@@ -40,8 +39,10 @@ DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <
 # itself: one sent to the process group reaches the command too.
 SUPERVISOR = """
 import signal, subprocess, sys, threading
-signal.signal(signal.SIGINT, lambda *_: None)
-signal.signal(signal.SIGTERM, lambda *_: None)
+for name in ("INT", "TERM", "HUP", "USR1", "XCPU"):
+    number = getattr(signal, f"SIG{name}")
+    if name in ("INT", "TERM") or signal.getsignal(number) != signal.SIG_IGN:  # what nohup ignores stays ignored
+        signal.signal(number, lambda *_: None)
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, close_fds=False)
 threading.Thread(target=lambda: (sys.stdin.read(), child.send_signal(signal.SIGTERM)), daemon=True).start()
 code = child.wait()
@@ -102,8 +103,13 @@ def check_values(program: str, flags: dict) -> None:
 
 
 def words_of(flags: dict) -> list[str]:
-    """Flags as `wandb agent` writes them: --name=value."""
-    return [word for name, value in flags.items() for word in words_of_flag(f"--{name}", value)]
+    """Flags as `wandb agent` writes them, --name=value; those of tuples as --name value value. Raises UsageError."""
+    words = []
+    for name, value in flags.items():
+        several = list(map(str, value)) if isinstance(value, list | tuple) else []
+        check(not any(x.startswith("--") for x in several), f"{flag_of(name)} {several}: a value cannot begin with --")
+        words += [f"--{name}", *several] if isinstance(value, list | tuple) else [f"--{name}={value}"]
+    return words
 
 
 # ORIGINS
@@ -186,7 +192,7 @@ def seconds_of(folder: Path) -> float:
 
 
 def in_parallel(work: Callable[[threading.Event], None], jobs: int) -> bool:
-    """Calls work(stopping) on `jobs` threads and waits for them; returns whether SIGINT or SIGTERM came.
+    """Calls work(stopping) on `jobs` threads and waits for them; returns whether a stop signal came.
 
     These signals set `stopping` in place of ending this process, and so does an exception in one of the threads, which
     is raised here when the others have returned.
@@ -200,13 +206,16 @@ def in_parallel(work: Callable[[threading.Event], None], jobs: int) -> bool:
             stopping.set()
             raise
 
-    signals = signal.SIGINT, signal.SIGTERM
-    handlers = [signal.signal(number, lambda *_: stopping.set()) for number in signals]
+    def stop(*_):
+        leave_closed_terminal()
+        stopping.set()
+
+    handlers = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         with ThreadPoolExecutor(jobs) as pool:
             workers = [pool.submit(work_or_stop_all) for _ in range(jobs)]
     finally:
-        for number, handler in zip(signals, handlers, strict=True):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     for worker in workers:
         worker.result()
