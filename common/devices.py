@@ -49,7 +49,8 @@ def available_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> int:
 
 def describe(mesh: Mesh) -> str:
     """The learner devices in words, and a hint if CUDA's plugin is installed but finds no GPU."""
-    kind, stats = mesh.devices.flat[0].device_kind, mesh.devices.flat[0].memory_stats()
+    device = jax.local_devices()[0]  # another host's tells nothing of its memory
+    kind, stats = device.device_kind, device.memory_stats()
     if not on_cpu():
         return f"{mesh.size} x {kind}" + (f", {stats['bytes_limit'] / 1e9:.0f} GB each" if stats else "")
     plugins = [p.metadata["Name"] for p in metadata.distributions() if re.match("jax-cuda.*plugin", p.metadata["Name"])]
