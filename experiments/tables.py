@@ -6,26 +6,26 @@ Each goes between its two marks, wherever these are:
     python -m experiments.tables --check   # fails if a table is not that of its files
 """
 
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 
 import numpy as np
 
-from common import files, runs
+from common import envs, files, runs
 from experiments import plot, records, reproduce
 
 DOCS = records.ROOT / "docs"
 EXPERIMENTS = records.ROOT / "experiments"
 SPEED = records.ROOT / "benchmarks" / "results"
 RESULTS = EXPERIMENTS / "results"
-STUDIES = "cleanrl", "constant_actions", "original_games", "starpilot_study"
+REFERENCE = reproduce.REFERENCE.parent
 FROZEN = {  # tables of finished measurements, as they are shown
     **{name: SPEED / "tables" / f"{name}.csv" for name in ("throughput", "ppo_impala", "apex", "rnd")},
-    **{name: EXPERIMENTS / "studies" / name / "table.csv" for name in STUDIES},
+    "cleanrl": EXPERIMENTS / "studies" / "cleanrl" / "table.csv",
 }
 
 
@@ -68,32 +68,24 @@ def encoders() -> list[str]:
 
 
 def tables() -> list[str]:
-    """Each table of the studies that was reproduced, published beside ours."""
-    lines = []
+    """The cells of published tables that have run, beside the published value."""
+    rows = []
     for name in dict.fromkeys(row["table"] for row in reproduce.published()):
-        rows = records.read_rows(RESULTS / f"{name}.csv")
-        done = [row for row in rows if row["commit"]]
-        if done:
-            columns = {"cell": lambda row: row["cell"], "published": lambda row: row["published"]}
-            columns |= {"ours": number("ours", ".2f")}
-            if any(map(reproduce.has_interval, done)):
-                columns |= {"95 % from": number("low", ".2f"), "to": number("high", ".2f")}
-            columns |= {"seeds": number("seeds"), "steps": number("steps"), "seconds": number("seconds")}
-            if any(reproduce.notes_of(row) for row in rows):
-                columns["note"] = reproduce.notes_of
-            command = "`, `".join(dict.fromkeys(row["command"] for row in done))
-            where = f"[all columns](../experiments/results/{name}.csv); {reproduce.where_of(done)}"
-            lines += [f"**{name}** ({where}), `{command}`:", ""]
-            shown = [row for row in rows if row["commit"] or row["published"]]
-            lines += [*table(shown, columns), ""]
-            if len(shown) < len(rows):
-                lines += [f"Cells that have not run: {len(rows) - len(shown)}.", ""]
-            lines += [f"![{name}](../experiments/results/{name}.png)", ""]
-    return lines[:-1]
+        found = records.read_rows(RESULTS / f"{name}.csv")
+        rows += [{"table": name} | row for row in found if row["published"] and row["seeds"] != "0"]
+
+    def ours(row):
+        values = [f"{float(pair.split(':')[1]):.2f}" for pair in row["values"].split()]
+        return number("ours", ".2f")(row) + (f" ({', '.join(values)})" if len(values) > 1 else "")
+
+    columns = {"table": itemgetter("table"), "cell": itemgetter("cell"), "published": number("published", ".2f")}
+    columns |= {"ours (each seed)": ours, "seeds": number("seeds")}
+    columns["steps"] = lambda row: in_millions(row["steps"])
+    return table(rows, columns) if rows else []
 
 
 def side_by_side() -> list[str]:
-    """What each algorithm makes on unseen levels of two games, over seeds, with its error (`reproduce.pooled`)."""
+    """The score of each algorithm on unseen levels of two games, over seeds, with its error (`reproduce.pooled`)."""
     evaluated = records.read_rows(RESULTS / "algorithms_nature_evaluations.csv")
     rows = {}
     for row in evaluated:
@@ -110,8 +102,7 @@ def side_by_side() -> list[str]:
             found = at(row, game, steps)
             if not found:
                 return ""
-            mean, error = reproduce.pooled(found)
-            return f"{mean:.2f} ({error:.2f})" + (f", {len(found)} seeds" if len(found) > 1 else "")
+            return plus_minus(*reproduce.pooled(found)) + (" (1 seed)" if len(found) == 1 else "")
 
         return cell
 
@@ -137,7 +128,7 @@ def side_by_side() -> list[str]:
 
 
 def six_doors() -> list[str]:
-    """The study's measures of each method after six doors, published and ours."""
+    """HN-PPO's measures of each method after six doors, published and ours."""
     names = "studies/doorgym_six/matrices", "results/doorgym_gripper/matrices", "studies/doorgym_six/fresh_critic"
     names += ("studies/doorgym_six/ordinary",)
     rows = [row for name in names for row in records.read_rows(EXPERIMENTS / f"{name}.csv")]
@@ -157,53 +148,74 @@ def six_doors() -> list[str]:
     return table([row for row in rows if row["whose"] == "ours"], columns)
 
 
-def at_the_end(row: dict) -> tuple[float, float, int, str]:
-    """What we measured for a row of published.csv: value, steps, number of seeds, standard error.
+def at_the_end(row: dict) -> tuple[float, float, int, float]:
+    """What we measured for a row of published.csv: value, standard error, number of seeds, steps (NaN where unknown).
 
-    Value and steps (NaN where the file has none) are means over seeds; a curve's value is its mean over the last tenth
-    of its steps. The error, over an evaluation's episodes, is there for a single seed where the file has it, else "".
-    A reproduced table's cells are means over seeds already, and say of how many.
+    An evaluation's value is its mean, and its last one's where a file has several; a training curve's is the mean over
+    the last tenth of its steps. Of several seeds: see `reproduce.pooled`.
     """
+    path = EXPERIMENTS / row["file"]
+    if path.suffix == ".json":  # an evaluation of an exported agent
+        saved = json.loads(path.read_text())
+        of = saved["test_levels"]
+        return of["mean_return"], of["std"] / (of["episodes"] - 1) ** 0.5, 1, float(saved["global_step"])
     chosen = dict(pair.split("=") for pair in shlex.split(row["rows"]))
-    curves, error, seeds = {}, "", 0
-    for line in records.read_rows(EXPERIMENTS / row["file"]):
+    errors = "error" if row["column"] == "mean" else f"{row['column']} error"
+    curves = {}
+    for line in records.read_rows(path):
         if chosen.items() <= line.items() and line[row["column"]]:
-            step = float(line.get("global_step") or line.get("step") or line.get("steps") or "nan")
-            seeds = int(line.get("seeds", 0))
-            curves.setdefault(line.get("seed") or line.get("run", ""), []).append((step, float(line[row["column"]])))
-            error = line.get(f"{row['column']} error", "")
+            step = float(line.get("global_step") or line.get("step") or "nan")
+            point = step, float(line[row["column"]]), float(line.get(errors) or "nan")
+            curves.setdefault(line.get("seed") or line.get("run", ""), []).append(point)
     ends = []
     for curve in curves.values():
-        steps, values = np.array(curve).T
+        steps, values, error = np.array(sorted(curve)).T
         late = steps >= 0.9 * steps[-1] if row["column"] in ("episodic_return", "test_levels") else [-1]
-        ends.append((values[late].mean(), steps[-1]))
-    return *np.mean(ends, axis=0), seeds or len(ends), error if len(ends) == 1 else ""
+        ends.append({"step": steps[-1], "mean": values[late].mean(), "error": error[-1]})
+    mean, error = reproduce.pooled(ends)
+    return mean, error, len(ends), float(np.mean([end["step"] for end in ends]))
 
 
-def beside(chosen: Callable[[dict], bool] = lambda row: True) -> list[str]:
+def plus_minus(mean: float, error: float) -> str:
+    """25.1 ± 0.8, 9.39 ± 0.11; without an error where there is none."""
+    digits = 1 if error >= 0.195 else 2
+    return f"{mean:.3g}" if np.isnan(error) else f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
+def beside() -> list[dict]:
     """What was published beside ours: experiments/reference/published.csv says where each is."""
     rows = []
-    for row in filter(chosen, records.read_rows(reproduce.REFERENCE.parent / "published.csv")):
-        ours, step, seeds, error = at_the_end(row)
+    for row in records.read_rows(REFERENCE / "published.csv"):
+        mean, error, seeds, step = at_the_end(row)
         theirs, steps = row["published"], row["steps"]
         if theirs.startswith("openai "):
-            ((_, curve),) = plot.read_reference("easy-all", [theirs.split()[1]]).items()
+            curve = openai("easy-all", theirs.split()[1])
             late = np.linspace(0.9 * step, step, 101)  # as ours
-            theirs, steps = f"{np.interp(late, *curve).mean():.2f}", f"{step}"
-        where = (EXPERIMENTS / row["file"]).parent
-        where = where / ("" if (where / "README.md").exists() else Path(row["file"]).name)
-        rows.append({
-            "": f"[{row['what']}](../{where.relative_to(records.ROOT)})", "published": theirs,
-            "ours": f"{ours:.2f}" + (f" ({error})" if error else ""),
-            "their steps": millions(steps), "our steps": millions(step), "our seeds": str(seeds),
-            "why they differ": row["why"],
+            theirs, steps = f"{np.interp(late, *curve).mean():.1f}", step
+        steps = steps if isinstance(steps, str) and not steps.isdecimal() else in_millions(steps)
+        logs = (EXPERIMENTS / row["logs"]).resolve().relative_to(records.ROOT)
+        rows.append(row | {
+            "game and setting": f"[{row['setting']}](../{logs})", "published": theirs, "ours": plus_minus(mean, error),
+            "seeds": str(seeds), "steps": " / ".join(dict.fromkeys(filter(None, (steps, in_millions(step))))),
         })  # fmt: skip
-    return table(rows, {name: itemgetter(name) for name in rows[0]})
+    return rows
+
+
+def published() -> list[str]:
+    """`beside` as a table, with a numbered list of its notes below."""
+    rows = beside()
+    notes = list(dict.fromkeys(row["note"] for row in rows if row["note"]))
+    columns = {name: itemgetter(name) for name in ("game and setting", "published", "ours", "seeds", "steps")}
+    columns["note"] = lambda row: str(notes.index(row["note"]) + 1) if row["note"] else ""
+    return [*table(rows, columns), "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))]
 
 
 def headlines() -> list[str]:
-    """`beside`, of what the README shows."""
-    return beside(lambda row: row["readme"] == "yes")
+    """Of `beside` what the README shows."""
+    columns = {name: itemgetter(name) for name in ("game and setting", "published")}
+    columns["ours (seeds)"] = lambda row: f"{row['ours']} ({row['seeds']})"
+    columns["steps"] = itemgetter("steps")
+    return table([row for row in beside() if row["readme"] == "yes"], columns)
 
 
 def millions(steps: str | float) -> str:
@@ -211,38 +223,127 @@ def millions(steps: str | float) -> str:
     return "" if steps == "" or np.isnan(float(steps)) else f"{float(steps) / 1e6:.3g}M"
 
 
-def sweeps() -> list[str]:
-    """Each committed sweep: how many trials, and the best one."""
-    rows = []
-    for path in sorted((RESULTS / "sweeps").glob("*/results.csv")):
-        trials = records.read_rows(path)
-        columns = list(trials[0])
-        metric = columns[2]
-        names = columns[4 : columns.index("logged")]
-        sign = 1 if trials[0]["goal"] == "maximize" else -1
-        done = [row for row in trials if row["state"] == "complete"]
-        if not done:
-            continue
-        best = max(done, key=lambda row: sign * float(row[metric]))
-        link = f"[{path.parent.name}](../experiments/results/sweeps/{path.parent.name})"
-        pruned = sum(row["state"] == "pruned" for row in trials)
-        rows.append({"sweep": link, "trials": str(len(trials)), "pruned": str(pruned)})
-        rows[-1] |= {"metric": metric, "best": short(best[metric]), "commit": best["commit"]}
-        rows[-1]["at"] = ", ".join(f"{name} {short(best[name])}" for name in names)
-    return table(rows, {name: itemgetter(name) for name in rows[0]}) if rows else []
+def in_millions(steps: str | float) -> str:
+    """The same with one decimal at most, as published lengths are given: 8M for 8,004,073."""
+    return "" if steps == "" or np.isnan(float(steps)) else f"{float(steps) / 1e6:.1f}M".replace(".0M", "M")
 
 
-def short(text: str) -> str:
-    try:
-        return f"{float(text):.3g}"
-    except ValueError:
-        return text
+# PUBLIC SCORES, GAME BY GAME
+
+
+def openai(split: str, game: str) -> np.ndarray:
+    """The curve of OpenAI's PPO, float64 [2, points] (steps, return)."""
+    ((_, curve),) = plot.read_reference(split, [game]).items()
+    return curve
+
+
+def openai_at(split: str, steps: int) -> dict[str, float]:
+    """The return of OpenAI's PPO in each game after a number of steps that the curves have."""
+    curves = {game: openai(split, game) for game in envs.GAMES}
+    return {game: values[list(at).index(steps)] for game, (at, values) in curves.items() if steps in at}
+
+
+def ours_at_8m() -> dict[str, str]:
+    """What our exported agents of 8M steps score on unseen levels."""
+    found = {}
+    for name in ("ppo_bigfish", "ppo_coinrun_8M", "ppo_starpilot"):
+        mean, error, *_ = at_the_end({"file": f"../agents/{name}/eval.json", "rows": "", "column": ""})
+        found[name.split("_")[1]] = plus_minus(mean, error)
+    return found
+
+
+def public(setting: str, who: str, both: bool = False) -> dict[str, str]:
+    """A column of baselines.csv: the score in each game; of `both`, on training / unseen levels."""
+    found = {}
+    for row in records.read_rows(REFERENCE / "baselines.csv"):
+        if (row["setting"], row["who"]) == (setting, who):
+            score = f"{float(row['score']):.1f}" + (f" ± {float(row['error']):.1f}" if row["error"] else "")
+            found[row["game"]] = f"{float(row['train']):.1f} / {score}" if both else score
+    return found
+
+
+def shown(scores: dict[str, float]) -> dict[str, str]:
+    return {game: f"{score:.1f}" for game, score in scores.items()}
+
+
+def train_and_test(split: str, steps: int) -> dict[str, str]:
+    train, test = (openai_at(f"{split}-{part}", steps) for part in ("train", "test"))
+    return {game: f"{train[game]:.1f} / {test[game]:.1f}" for game in train if game in test}
+
+
+def by_game(columns: dict[str, dict[str, str]], mode: str) -> list[str]:
+    """A row for each game, and the normalised mean of each column that has all games."""
+    rows = [{"game": game} | {name: of.get(game, "") for name, of in columns.items()} for game in envs.GAMES]
+    means = {name: mean_normalized(of, mode) for name, of in columns.items()}
+    rows.append({"game": "normalised mean"} | means)
+    return table(rows, {name: itemgetter(name) for name in rows[0]})
+
+
+def mean_normalized(scores: dict[str, str], mode: str) -> str:
+    """.39, or .60 / .35 of a column with two scores a cell; nothing unless all games are there."""
+    if set(scores) != set(envs.GAMES):
+        return ""
+    pairs = np.array([[float(score) for score in scores[game].split(" / ")] for game in envs.GAMES])
+    low, high = np.array([envs.RETURN_RANGES[mode][game] for game in envs.GAMES]).T
+    means = ((pairs.T - low) / (high - low)).mean(-1)
+    return " / ".join(f"{mean:.2f}" for mean in means)
+
+
+def easy_all() -> list[str]:
+    """Easy, all levels."""
+    columns = {"OpenAI 8M": shown(openai_at("easy-all", 8_000_000))}
+    columns |= {"entry 8M": public("easy-all", "competition entry"), "**ours 8M**": ours_at_8m()}
+    columns |= {"OpenAI 25M": shown(openai_at("easy-all", 25_000_000)), "CleanRL 25M": public("easy-all", "CleanRL")}
+    columns |= {"OpenAI 50M": shown(openai_at("easy-all", 50_000_000))}
+    columns |= {"EpicPinkPenguin 50M": public("easy-all", "EpicPinkPenguin")}
+    return by_game(columns, "easy")
+
+
+def easy_200() -> list[str]:
+    """Easy, 200 training levels, 25M steps."""
+    columns = {"OpenAI": train_and_test("easy-200", 25_000_000), "PPO of CLOP": public("easy-200", "PPO of CLOP", True)}
+    columns |= {name: public("easy-200", name) for name in ("UCB-DrAC", "IDAAC", "CLOP")}
+    columns |= {"S-RYM": public("easy-200", "S-RYM", True), "DQL": public("easy-200", "quantile DQL")}
+    return by_game(columns, "easy")
+
+
+def hard() -> list[str]:
+    """Hard: all levels, and 500 training levels."""
+    columns = {"OpenAI 50M": shown(openai_at("hard-all", 50_000_000))}
+    columns |= {f"{who} 50M": public("hard-all", who) for who in ("PPG", "DreamerV3")}
+    columns |= {"OpenAI 200M": shown(openai_at("hard-all", 200_000_000))}
+    columns |= {"OpenAI 200M, 500 levels": train_and_test("hard-500", 200_000_000)}
+    return by_game(columns, "hard")
+
+
+def constant_actions() -> list[str]:
+    """Random play and the best constant action in each game, and when OpenAI's PPO leaves that behind."""
+    rows = records.read_rows(EXPERIMENTS / "studies" / "constant_actions" / "constant_actions.csv")
+    found = {game: {"game": game} for game in envs.GAMES}
+    for row in rows:
+        if row["action"] == "random" or row["action"].endswith("played anew"):
+            mean, error = float(row["mean"]), float(row["error"])
+            name = "random play" if row["action"] == "random" else "its return"
+            found[row["game"]][name] = plus_minus(mean, error)
+            if name == "its return":
+                found[row["game"]]["best constant action"] = row["action"].split(",")[0]
+                found[row["game"]]["OpenAI's PPO above it from"] = above(row["game"], mean + 2 * error)
+    names = "game", "random play", "best constant action", "its return", "OpenAI's PPO above it from"
+    return table([dict.fromkeys(names, "") | row for row in found.values()], {name: itemgetter(name) for name in names})
+
+
+def above(game: str, score: float) -> str:
+    """The steps from which OpenAI's PPO (easy, all levels) stays above a score."""
+    steps, values = openai("easy-all", game)
+    below = np.flatnonzero(values <= score)
+    first = 0 if not len(below) else below[-1] + 1
+    return millions(steps[first]) if first < len(steps) else ""
 
 
 PARTS = {
-    "doors_update": doors, "encoders": encoders, "tables": tables, "sweeps": sweeps, "published": beside,
-    "headlines": headlines, "six_doors": six_doors, "side_by_side": side_by_side,
-    **{name: partial(frozen, name) for name in FROZEN},
+    "doors_update": doors, "encoders": encoders, "tables": tables, "published": published, "headlines": headlines,
+    "six_doors": six_doors, "side_by_side": side_by_side, "constant_actions": constant_actions, "easy_all": easy_all,
+    "easy_200": easy_200, "hard": hard, **{name: partial(frozen, name) for name in FROZEN},
 }  # fmt: skip
 
 

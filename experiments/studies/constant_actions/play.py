@@ -3,6 +3,7 @@
     python -m experiments.studies.constant_actions.play bigfish coinrun
 
 The best of several means is biased upwards, so the best action is played again in four times as many other levels.
+Random play, which many pages cite, gets 16 episodes in each environment.
 """
 
 from dataclasses import dataclass
@@ -24,20 +25,20 @@ class Args:
     games: tyro.conf.Positional[tuple[envs.Game, ...]]
     """games, such as bigfish"""
     episodes: PositiveInt = 64
-    """episodes per action, each in an environment of its own, all levels, easy"""
+    """episodes per action, each in an environment of its own, all levels, easy; random play has 16 in each"""
     seed: Seed = 0
     """seed of the games and the random actions; the best action is played again with the next seed"""
     csv: str = str(Path(__file__).with_name("constant_actions.csv"))
     """table to write; rows of other games are kept"""
 
 
-def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) -> dict:
+def play(game: str, action: int | None, name: str, *, episodes: int, num_envs: int, seed: int) -> dict:
     """A row of the table: raw returns of a constant action, or of random ones."""
 
     def constant(frames, episode_step, key, hidden_state):
         return np.full(len(frames), action), None
 
-    env = envs.make_procgen(envs.GameArgs(env_id=game), episodes, seed)
+    env = envs.make_procgen(envs.GameArgs(env_id=game), num_envs, seed)
     policy = envs.random_policy if action is None else constant
     played = envs.play_episodes(env, policy, (0,), episodes=episodes, seed=seed)
     env.close()
@@ -49,12 +50,13 @@ def play(game: str, action: int | None, name: str, *, episodes: int, seed: int) 
 
 def main(args: Args) -> None:
     for game in args.games:
-        how = {"episodes": args.episodes, "seed": args.seed}
+        how = {"episodes": args.episodes, "num_envs": args.episodes, "seed": args.seed}
         rows = [play(game, i, name, **how) for i, name in enumerate(ACTIONS)]
         best = max(range(len(rows)), key=lambda i: float(rows[i]["mean"]))
         name = f"{ACTIONS[best]}, played anew"
-        rows.append(play(game, best, name, episodes=4 * args.episodes, seed=args.seed + 1))
-        rows.append(play(game, None, "random", **how))
+        again = {"episodes": 4 * args.episodes, "num_envs": 4 * args.episodes, "seed": args.seed + 1}
+        rows.append(play(game, best, name, **again))
+        rows.append(play(game, None, "random", **how | {"episodes": 16 * args.episodes}))
         print(f"{game}: {name} {rows[-2]['mean']} ({rows[-2]['error']}), random {rows[-1]['mean']}", flush=True)
         records.add_rows(Path(args.csv), [row | records.origin() for row in rows], ("game",))
 

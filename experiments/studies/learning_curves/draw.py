@@ -19,10 +19,10 @@ from matplotlib.ticker import EngFormatter
 
 RESULTS = records.ROOT / "experiments" / "results"
 PANELS = {  # title: curve, game, mean return of random play
-    "bigfish, defaults, one H100": ("ppo_8M/bigfish.csv", "bigfish", 0.92),
-    "coinrun, defaults, one H200": ("ppo_8M/coinrun.csv", "coinrun", 2.66),
-    "starpilot, OpenAI's setting, one H100": ("ppo_8M/starpilot.csv", "starpilot", 1.6),
-    "starpilot, make train, two CPU cores": ("ppo_starpilot_cpu/starpilot.csv", "starpilot", 1.6),
+    "bigfish, defaults, one H100": ("ppo_8M/bigfish.csv", "bigfish", 0.9),
+    "coinrun, defaults, one H200": ("ppo_8M/coinrun.csv", "coinrun", 2.8),
+    "starpilot, OpenAI's setting, one H100": ("ppo_8M/starpilot.csv", "starpilot", 1.4),
+    "starpilot, make train, two CPU cores": ("ppo_starpilot_cpu/starpilot.csv", "starpilot", 1.4),
 }
 
 
