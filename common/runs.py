@@ -219,7 +219,7 @@ class Run:
         self._console = Console(stderr=True, quiet=not self.is_main, emoji=False)  # a path may have a :x:
         self._console.on_broken_pipe = self._on_broken_pipe  # Rich's own would end the program
         self._progress = Progress(
-            "[progress.description]{task.description}",
+            "{task.description}",
             BarColumn(None),
             "{task.fields[status]}",
             TimeElapsedColumn(),
