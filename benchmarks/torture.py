@@ -240,7 +240,7 @@ def main(args: Args) -> None:
     runs.check(empty, f"--folder {args.folder}: give an empty folder")
     files.make_folder(root, "--folder")
     rng = random.Random(args.seed)
-    for number in runs.stop_signals()[1:]:
+    for number in set(runs.stop_signals()) - {signal.SIGINT}:
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # not without the process that we have started
     print(f"seed {args.seed}, {args.kills} kills, in {root}", flush=True)
     failed, done, turn, seconds = 0, 0, 0, {}

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO, Union, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -58,6 +58,8 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     set_up_jax()
     try:
         with _stop_signals_raise():
+            for text in (*argv, os.getcwd()):
+                check(text == text.encode(errors="ignore").decode(), f"{text!r}: is not UTF-8, give another name")
             argv = [_expand_home(word) for word in argv]
             flags = [word.partition("=")[0].replace("_", "-") for word in argv]
             _check_once(args_class, flags)
@@ -82,7 +84,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         _exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:  # as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         _exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt as error:
         number = signal.Signals(*error.args or [signal.SIGINT])
@@ -113,15 +115,20 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *(x for x in last_three if signal.getsignal(x) != signal.SIG_IGN)]
 
 
+def silence(file: TextIO) -> None:
+    """Sends whatever is written to a stream nowhere, since its reader has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
 def leave_closed_terminal() -> None:
-    """Redirects standard output and error to nowhere if their terminal is closed; writing to it would raise OSError."""
+    """Silences standard output and error if their terminal is closed, so that writing to them raises no OSError."""
     for file in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError):  # pytest's have no file
             try:
                 os.ttyname(file.fileno())
             except OSError as error:
                 if error.errno == errno.EIO:
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+                    silence(file)
 
 
 @contextlib.contextmanager
@@ -205,10 +212,7 @@ def plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
 
 
 def _expand_home(word: str) -> str:
-    """--run-dir=~/runs as --run-dir=/home/me/runs, which shells leave to us; raises UsageError if a word, or the path
-    of the current folder, is not UTF-8."""
-    for text in (word, os.getcwd()):
-        check(text == text.encode(errors="ignore").decode(), f"{text!r}: is not UTF-8, give another name")
+    """Expands --run-dir=~/runs to --run-dir=/home/me/runs, as shells do for a word of its own."""
     flag, equals, value = word.partition("=")
     return flag + equals + os.path.expanduser(value) if flag.startswith("--") else word
 

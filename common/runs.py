@@ -55,6 +55,7 @@ from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     read_args,
     saved_args,
     set_up_jax,
+    silence,
     stop_signals,
 )
 
@@ -336,7 +337,7 @@ class Run:
     def _on_broken_pipe(self) -> None:
         """Treats the end of stderr's reader, as in `| head`, as a signal."""
         self._console.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        silence(sys.stderr)
         self._request_stop("SIGPIPE")
 
     def _request_stop(self, name: str) -> None:

@@ -522,7 +522,7 @@ def main(args: Args) -> None:
         files.write_json(token_of(study), place_of(out))
         files.write_json(out / "args.json", study)
         random.seed(f"{args.seed} {done}")
-        for number in runs.stop_signals()[1:]:
+        for number in set(runs.stop_signals()) - {signal.SIGINT}:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
         study |= {"out": str(out), "flags": flags, "ranges": list(ranges)}
         grid = make_tuner(args, out, ranges, study, results).fit()
