@@ -9,12 +9,11 @@ activations stay in its cache.
 """
 
 import contextlib
+import importlib.util
 import math
 import os
-import re
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,9 @@ def describe(mesh: Mesh) -> str:
     kind, stats = device.device_kind, device.memory_stats()
     if not on_cpu():
         return f"{mesh.size} x {kind}" + (f", {stats['bytes_limit'] / 1e9:.0f} GB each" if stats else "")
-    plugins = [p.metadata["Name"] for p in metadata.distributions() if re.match("jax-cuda.*plugin", p.metadata["Name"])]
-    hint = f"; {plugins[0]} is installed, but JAX finds no GPU: see docs/troubleshooting.md" if plugins else ""
+    plugins = [version for version in (12, 13) if importlib.util.find_spec(f"jax_cuda{version}_plugin")]
+    hint = ", but JAX finds no GPU: see docs/troubleshooting.md"
+    hint = f"; jax-cuda{plugins[0]}-plugin is installed{hint}" if plugins else ""
     return f"CPU, {mesh.size} of its cores{hint}"
 
 
