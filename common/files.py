@@ -16,6 +16,7 @@ import shutil
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,9 +68,9 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
 
             class Loader(yaml.SafeLoader):  # not the one in C, which deep nesting crashes
                 def construct_mapping(self, node, deep=False):
-                    keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-                    if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-                        raise ValueError(f"{twice[0]} stands there twice")
+                    keys = Counter(self.construct_object(key, deep=True) for key, _ in node.value)
+                    if keys and (most := keys.most_common(1)[0])[1] > 1:
+                        raise ValueError(f"{most[0]} stands there twice")
                     return super().construct_mapping(node, deep)
 
             content = yaml.load(text, Loader)
