@@ -1,5 +1,5 @@
 """For MkDocs: pages link to files of the repository, such as ../ppo_procgen.py and pictures of results. In the site,
-pictures are copied, and other links lead to `repo_url` where mkdocs.yml has one, else they say which file and line."""
+pictures are copied, and other links lead to `repo_url` where mkdocs.yml has one, else they say which file."""
 
 import re
 from pathlib import Path
@@ -31,5 +31,5 @@ def target(link: re.Match, base: str) -> str:
     text, path = link.groups()
     if base:
         return f"[{text}]({base}/blob/main/{path})"
-    place = path.replace("#L", ":").removesuffix("/")
+    place = path.removesuffix("/")
     return text if place.split("#")[0] in text else f"{text} ({place})"
