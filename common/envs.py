@@ -55,9 +55,9 @@ RETURN_RANGES = {mode: {game: ranges[i] for game, ranges in _RANGES.items()} for
 GAMES = tuple(_RANGES)
 # Random play, 1,024 episodes on all easy levels (docs/baselines.md).
 RANDOM_RETURNS = {
-    "bigfish": 0.9, "bossfight": 0.0, "caveflyer": 2.5, "chaser": 0.7, "climber": 2.3, "coinrun": 2.8,
-    "dodgeball": 0.7, "fruitbot": -2.7, "heist": 3.1, "jumper": 3.3, "leaper": 2.5, "maze": 4.5, "miner": 1.2,
-    "ninja": 2.5, "plunder": 4.3, "starpilot": 1.4,
+    "bigfish": 0.9, "bossfight": 0.0, "caveflyer": 3.0, "chaser": 0.7, "climber": 2.3, "coinrun": 2.9,
+    "dodgeball": 0.6, "fruitbot": -2.3, "heist": 3.0, "jumper": 3.1, "leaper": 2.4, "maze": 4.4, "miner": 1.2,
+    "ninja": 2.7, "plunder": 4.2, "starpilot": 1.5,
 }  # fmt: skip
 Game = Literal[GAMES]
 

@@ -13,6 +13,13 @@ def test_tables_of_the_docs_match_the_committed_files():
     tables.main(tables.Args(check=True))
 
 
+def test_random_returns_of_the_code_are_those_of_the_table():
+    rows = records.read_rows(tables.EXPERIMENTS / "studies" / "constant_actions" / "constant_actions.csv")
+    measured = {row["game"]: float(row["mean"]) for row in rows if row["action"] == "random"}
+    assert {*measured} == {*envs.RANDOM_RETURNS} == {*envs.GAMES}
+    assert all(abs(measured[game] - value) <= 0.05 for game, value in envs.RANDOM_RETURNS.items())
+
+
 def test_new_number_changes_its_table_and_nothing_else(tmp_path, monkeypatch):
     for path in tables.SPEED.glob("*.csv"):
         (tmp_path / path.name).write_text(path.read_text().replace(",1595,", ",98765,"))

@@ -14,10 +14,9 @@ import numpy as np
 import tyro
 from matplotlib.ticker import EngFormatter
 
-from common import runs
+from common import envs, runs
 from experiments import plot, records, reproduce, trials
 
-RANDOM = {"starpilot": 1.75, "coinrun": 2.66}  # returns of random play
 PARTS = 20
 
 
@@ -89,8 +88,8 @@ def draw(games: dict[str, dict[str, tuple[list, list]]]) -> plt.Figure:
                 mark = {"mfc": style["color"], "mec": "k", "capsize": 3} | style | {"ls": "", "ms": 8}
                 over_steps.errorbar(step * (1.02 + 0.015 * i), mean, error, **mark)
         for axis in (over_steps, over_hours):
-            if game in RANDOM:
-                shown["random"] = axis.axhline(RANDOM[game], color="0.4", ls=":"), "random play"
+            if game in envs.RANDOM_RETURNS:
+                shown["random"] = axis.axhline(envs.RANDOM_RETURNS[game], color="0.4", ls=":"), "random play"
             axis.set(title=game, ylabel="return of an episode", xlabel="hours")
         over_steps.set(xlabel="environment steps; right: last evaluation, unseen levels")
         over_steps.xaxis.set_major_formatter(EngFormatter(sep=""))

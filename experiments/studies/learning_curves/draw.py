@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from common import runs
+from common import envs, runs
 from experiments import plot, records
 
 mpl.use("Agg")
@@ -18,11 +18,11 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter
 
 RESULTS = records.ROOT / "experiments" / "results"
-PANELS = {  # title: curve, game, mean return of random play
-    "bigfish, defaults, one H100": ("ppo_8M/bigfish.csv", "bigfish", 0.9),
-    "coinrun, defaults, one H200": ("ppo_8M/coinrun.csv", "coinrun", 2.8),
-    "starpilot, OpenAI's setting, one H100": ("ppo_8M/starpilot.csv", "starpilot", 1.4),
-    "starpilot, make train, two CPU cores": ("ppo_starpilot_cpu/starpilot.csv", "starpilot", 1.4),
+PANELS = {  # title: curve, game
+    "bigfish, defaults, one H100": ("ppo_8M/bigfish.csv", "bigfish"),
+    "coinrun, defaults, one H200": ("ppo_8M/coinrun.csv", "coinrun"),
+    "starpilot, OpenAI's setting, one H100": ("ppo_8M/starpilot.csv", "starpilot"),
+    "starpilot, make train, two CPU cores": ("ppo_starpilot_cpu/starpilot.csv", "starpilot"),
 }
 
 
@@ -41,13 +41,13 @@ def read_curve(path: Path) -> np.ndarray:
 
 def main(args: Args) -> None:
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.4), layout="constrained")
-    for axis, (title, (name, game, random_return)) in zip(axes, PANELS.items(), strict=True):
+    for axis, (title, (name, game)) in zip(axes, PANELS.items(), strict=True):
         steps, returns = read_curve(RESULTS / name)
         openai = plot.read_reference("easy-all", [game])["OpenAI's PPO, easy-all", game]
         openai = openai[:, openai[0] <= 1.05 * steps[-1]]
         axis.plot(*openai, color="0.45", ls="--", lw=1.5, label="OpenAI's PPO, mean of 3 seeds")
         axis.plot(steps, returns, color=plot.COLORS[0], lw=1.8, label="ppo_procgen.py, 1 seed")
-        axis.axhline(random_return, color="0.45", ls=":", label="random play")
+        axis.axhline(envs.RANDOM_RETURNS[game], color="0.45", ls=":", label="random play")
         axis.set(title=title, xlabel="environment steps", ylim=(0, None))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].set_ylabel("mean return of 100 episodes")
