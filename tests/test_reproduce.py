@@ -402,7 +402,7 @@ def stop_when_begun(**variables):
     process = shell("slurm.sh", "run", "ppo_procgen.py", **variables)
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
-    return process.communicate()[0].splitlines(), process.returncode
+    return process.communicate(timeout=60)[0].splitlines(), process.returncode
 
 
 def test_slurm_job_of_several_tasks_starts_them_by_srun(tmp_path):
@@ -439,11 +439,11 @@ def test_slurm_signal_reaches_several_tasks_by_scancel(tmp_path):
     """srun's own answer to SIGTERM is to kill them."""
     path = stand_ins(
         tmp_path,
-        srun=f"shift 2; \"$@\" &\necho $! > {tmp_path}/pid\ntrap 'kill -9 $!; exit 137' TERM\nwait $!",
+        srun="shift 2; \"$@\" &\ntrap 'kill -9 $!; exit 137' TERM\nwait $!",
         scancel=f"echo scancel $@; kill -TERM $(cat {tmp_path}/pid)",
         scontrol="echo scontrol $@",
         squeue="echo RUNNING",
-        python="trap 'echo written; exit 0' TERM\necho begun\nwhile :; do sleep 0.1; done",
+        python=f"trap 'echo written; exit 0' TERM\necho $$ > {tmp_path}/pid\necho begun\nwhile :; do sleep 0.1; done",
     )
     given = {"OUT": tmp_path, "SLURM_JOB_ID": 7, "SLURM_NTASKS": 2, "PYTHON": tmp_path / "python"}
     lines, code = stop_when_begun(**given, PATH=path)
