@@ -384,11 +384,12 @@ def test_a_run_that_ends_gives_signals_back_and_does_not_advise_a_resume_without
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
 def test_a_warning_signal_stops_a_run_unless_it_was_ignored_at_the_start(number, args):
-    with run_of(ppo, args) as run:
-        os.kill(os.getpid(), number)
-        assert run.stop == number.name
-    before = signal.signal(number, signal.SIG_IGN)  # nohup's way
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     try:
+        with run_of(ppo, args) as run:
+            os.kill(os.getpid(), number)
+            assert run.stop == number.name
+        signal.signal(number, signal.SIG_IGN)  # nohup's way
         with run_of(ppo, args) as run:
             os.kill(os.getpid(), number)
             assert run.stop is None
@@ -398,7 +399,8 @@ def test_a_warning_signal_stops_a_run_unless_it_was_ignored_at_the_start(number,
 
 def test_a_run_whose_terminal_is_closed_writes_a_checkpoint(tmp_path):
     words = flags_of(TINY | {"total_timesteps": 10**6, "checkpoint_every": 10**6, "run_dir": str(tmp_path)})
-    in_terminal = "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv = sys.argv[1:]; "
+    in_terminal = "import fcntl, runpy, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    in_terminal += "fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv = sys.argv[1:]; "
     command = [sys.executable, "-c", in_terminal + "runpy.run_path('ppo_procgen.py', run_name='__main__')"]
     terminal, its_end = pty.openpty()
     os.set_blocking(terminal, False)
