@@ -1,5 +1,6 @@
 """For MkDocs: pages link to files of the repository, such as ../ppo_procgen.py and pictures of results. In the site,
-pictures are copied, and other links lead to `repo_url` where mkdocs.yml has one, else they say which file."""
+pictures are copied and open in full size, and other links lead to `repo_url` where mkdocs.yml has one, else they say
+which file."""
 
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 PICTURE = re.compile(r"!\[([^\]]*)\]\(\.\./([^)]+\.png)\)")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)]*)\)")
+UNBROKEN = re.compile(r"-?[\d.]+(?: [±/] -?[\d.]+)+|(?<![\w-])--?\w[\w-]*|[\d.]+e-\d+|\d{4}-\d\d-\d\d")
 
 
 def on_files(files, config):
@@ -22,8 +24,18 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     markdown = re.sub(r"\(([\w/]+\.ipynb)\)", r"(../docs/\1)", markdown)  # a notebook is read in the repository
     base = (config["repo_url"] or "").rstrip("/")
-    markdown = PICTURE.sub(r"![\1](\2)", markdown)
+    markdown = PICTURE.sub(r"[![\1](\2)](\2)", markdown)
     return LINK.sub(lambda link: target(link, base), markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Lines break in losses/policy_loss, but not in 6.4 ± 0.3 or at the hyphens of a flag, 1e-4, 2026-11-29."""
+    pieces = re.split(r"(<[^>]*>)", html)
+    for i in range(0, len(pieces), 2):  # what is not a tag
+        pieces[i] = UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', pieces[i])
+        if i and pieces[i - 1] == "<code>":
+            pieces[i] = re.sub(r"(?<=\w)[/_](?=\w)", r"\g<0><wbr>", pieces[i])
+    return "".join(pieces)
 
 
 def target(link: re.Match, base: str) -> str:
@@ -31,5 +43,5 @@ def target(link: re.Match, base: str) -> str:
     text, path = link.groups()
     if base:
         return f"[{text}]({base}/blob/main/{path})"
-    place = path.removesuffix("/")
-    return text if place.split("#")[0] in text else f"{text} ({place})"
+    place = path.split("#")[0].removesuffix("README.md").removesuffix("/")
+    return text if place in text else f"{text} ({place.replace('/', '/<wbr>')})"

@@ -123,7 +123,8 @@ def side_by_side() -> list[str]:
         found = at(row, "starpilot", 500_000)
         return reproduce.pooled(found)[0] if found else 0.0
 
-    shown = [{"name": name, "of": of} for name, of in rows.items()]
+    names = {"penalty 0.5": "TRPO's script, `--penalty 0.5`"}
+    shown = [{"name": names.get(name, name), "of": of} for name, of in rows.items()]
     return table(sorted(shown, key=at_half, reverse=True), columns)
 
 
@@ -212,7 +213,8 @@ def published() -> list[str]:
 
 def headlines() -> list[str]:
     """Of `beside` what the README shows."""
-    columns = {name: itemgetter(name) for name in ("game and setting", "published")}
+    columns = {"game and setting": itemgetter("game and setting")}
+    columns["published"] = lambda row: f"{row['published']} ({row['who']})"
     columns["ours (seeds)"] = lambda row: f"{row['ours']} ({row['seeds']})"
     columns["steps"] = itemgetter("steps")
     return table([row for row in beside() if row["readme"] == "yes"], columns)
