@@ -220,6 +220,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     check(known, f"--out {out}: has trials of another study or of one that is gone, give another folder")
     if not path.exists():
         runs.write_json(path, {"id": str(uuid.uuid4())})
+    which = f"the study {name} in {shown}"
     study_id = files.read(path, TypedDict("Study", {"id": str}), "--out", "give another folder")["id"]
     study = optuna.create_study(
         study_name=name, storage=storage, pruner=make_pruner(sweep), direction=sweep["metric"]["goal"],
@@ -229,8 +230,8 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     if "id" not in study.user_attrs:
         for key, value in {"sweep": sweep, "out": str(out), **drawing, "id": study_id}.items():
             study.set_user_attr(key, value)
+    _check_whole(study, out, f"{which} is damaged; put a copy back, or give another --out")
     known = study.user_attrs
-    which = f"the study {name} in {shown}"
     check(known["id"] == study_id, f"--out {out}: {which} has its runs in {known['out']}, give that")
     for key, value in drawing.items():
         check(known[key] == value, f"--{key} {value}: {which} has {known[key]}, give that, or another --out")
@@ -239,6 +240,23 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
         for cell in grid_cells(sweep)[len(study.get_trials(deepcopy=False)) :]:
             study.enqueue_trial(cell)
     return study
+
+
+def _check_whole(study: optuna.Study, out: Path, sentence: str) -> None:
+    """Raises UsageError(sentence) if the study cannot be read, a trial that has a folder is not in it, or a finished
+    one lacks what each has: Optuna makes a table that is missing anew, empty."""
+    try:
+        drawn = {name for name, spec in study.user_attrs["sweep"]["parameters"].items() if "value" not in spec}
+        whole = all(
+            trial.params.keys() == drawn
+            and {"ended", "origin", "seconds"} <= trial.user_attrs.keys()
+            and (trial.state != TrialState.COMPLETE or trial.value is not None)
+            and (final_state(trial) == "fail" or trial.intermediate_values)
+            for trial in finished_trials(study)
+        ) and len(study.get_trials(deepcopy=False)) >= len(list(out.glob("[0-9]*/")))
+    except Exception:  # SQLAlchemy's and Optuna's, for what cannot be read
+        whole = False
+    check(whole, sentence)
 
 
 # TRIALS

@@ -1,10 +1,12 @@
 """Sweeps: files, kills and resumes, several processes, failures, pruning, results, and bad input."""
 
+import contextlib
 import importlib
 import json
 import re
 import shutil
 import signal
+import sqlite3
 import textwrap
 import threading
 from datetime import date
@@ -199,6 +201,24 @@ def test_study_of_a_process_that_died_is_completed(quick, tmp_path):
     (tmp_path / "out/results.csv").unlink()
     quick(parameters)
     assert read_results(tmp_path / "out") == whole
+
+
+def test_study_that_lacks_a_table_is_refused(quick, tmp_path, capfd):
+    """Optuna makes it anew, empty."""
+    parameters, path = {"x": {"values": [1, 2]}, "steps": {"value": 1}}, tmp_path / "out/study.db"
+    quick(parameters)
+    whole, results = path.read_bytes(), read_results(tmp_path / "out")
+    for table in ("trials", "trial_params", "trial_values", "trial_user_attributes", "trial_intermediate_values"):
+        path.write_bytes(whole)
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute(f"DROP TABLE {table}")
+        with pytest.raises(SystemExit) as stopped:
+            quick(parameters)
+        assert stopped.value.code == 2
+        assert "study.db is damaged; put a copy back" in capfd.readouterr().err
+    path.write_bytes(whole)
+    quick(parameters)
+    assert read_results(tmp_path / "out") == results
 
 
 def test_cells_of_a_grid_are_queued_once_though_a_process_died_between(tmp_path, monkeypatch):
