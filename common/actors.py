@@ -47,7 +47,7 @@ class FleetArgs(ActorArgs):
     """maximum policy lag of an unroll in learner iterations; 0 for actors and learner in turns"""
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
-    for bit on a CPU); without it the threads' timing decides how old (not at --max-lag 0)"""
+    for bit on a CPU) but charts/queue_size; without it the threads' timing decides how old (not at --max-lag 0)"""
 
     def check(self) -> None:
         what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"

@@ -1,5 +1,6 @@
 """Trained agents as small safetensors files, which hold no code; their upload to Hugging Face's hub, with a card."""
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +40,16 @@ def load(run_dir: str, init_state: Callable[[], Any], select: Callable[[Any], di
 
 def read(path: Path) -> dict:
     """A file's arrays, in nested dicts. Raises UsageError if it is damaged."""
-    from safetensors.numpy import load_file
+    from safetensors.numpy import load
 
     tree = {}
     try:
         files.check_regular(path, at_most=10**10)
-        for name, array in load_file(path).items():
+        data = path.read_bytes()
+        digest = runs.read_args(str(path.parent), "RUN_DIR").get("sha256")  # older agents have none
+        if digest not in (None, hashlib.sha256(data).hexdigest()):
+            raise ValueError("its SHA-256 is not that of args.json")
+        for name, array in load(data).items():
             *folders, last = name.split("/")
             if len(folders) > 20 or not np.isfinite(array).all():
                 raise ValueError(f"{name[:80]} is not finite or nested too deeply")
@@ -72,9 +77,10 @@ def write(folder: Path, content: dict, tree: dict) -> None:
 
     arrays = {"/".join(key.key for key in path): np.array(small(x), order="C") for path, x in leaves}
     files.make_folder(folder, "--export")
+    data = save(arrays)
     with files.atomic_write(folder / FILE) as temporary:
-        temporary.write_bytes(save(arrays))
-    files.write_json(folder / "args.json", content)
+        temporary.write_bytes(data)
+    files.write_json(folder / "args.json", content | {"sha256": hashlib.sha256(data).hexdigest()})
 
 
 # THE HUB

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 from common import files
 from common.files import UsageError, check
 
-VERSION = 2  # of a checkpoint's names
+VERSION = 3  # of a checkpoint's names
 TEMPORARY = ".orbax-checkpoint-tmp"  # after the step, in Orbax's name of an unfinished checkpoint
 # Errors of the machine, after which a checkpoint may still be whole.
 MACHINE_ERRORS = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
@@ -153,8 +154,13 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint. Raises UsageError for another format, any other error for a damaged one."""
+    """Reads a checkpoint. Raises UsageError for another format, or one of more bytes than this host has memory, any
+    other error for a damaged one."""
     with _orbax() as orbax:
+        arrays = jax.tree.leaves(orbax.metadata(path).item_metadata.tree)
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        check(size <= memory, f"checkpoint {path}: needs {size / 1e9:.1f} GB, this host has {memory / 1e9:.1f} GB")
         tree = orbax.restore(path)
     if not tree:
         raise ValueError("it is empty")

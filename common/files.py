@@ -74,7 +74,9 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
                     return super().construct_mapping(node, deep)
 
             content = yaml.load(text, Loader)
-        return TypeAdapter(kind).validate_python(content, strict=True)
+        content = TypeAdapter(kind).validate_python(content, strict=True)
+        json.dumps(content, ensure_ascii=False, default=str).encode()  # "\ud800" can be written nowhere
+        return content
     except OSError as error:
         why = error.strerror
     except RecursionError:
@@ -100,14 +102,17 @@ def check_regular(path: str | Path, at_most: int) -> None:
 # WRITING
 
 
-RUN_PARTS = "checkpoints", "damaged", "lock", "metrics.jsonl", "tensorboard", "videos", "wandb"
+RUN_FILES = "lock", "metrics.jsonl"
+RUN_FOLDERS = "checkpoints", "damaged", "tensorboard", "videos", "wandb"
 
 
 def check_parts(run_dir: str | Path, flag: str) -> None:
-    """Raises UsageError if a part of a run is a link, a FIFO or a device: a stranger's could lead to our files."""
-    for path in (Path(run_dir, name) for name in RUN_PARTS):
-        ours = not path.is_symlink() and (path.is_file() or path.is_dir() or not path.exists())
-        check(ours, f"{flag} {run_dir}: {path.name} is a link or no regular file; put a file or a folder in its place")
+    """Raises UsageError if a part of a run is of another kind, or a link: a stranger's could lead to our files."""
+    for name in RUN_FILES + RUN_FOLDERS:
+        path, kind = Path(run_dir, name), "regular file" if name in RUN_FILES else "folder"
+        right = path.is_file() if name in RUN_FILES else path.is_dir()
+        ours = not os.path.lexists(path) or (right and not path.is_symlink())
+        check(ours, f"{flag} {run_dir}: {name} is a link or no {kind}; move it away")
 
 
 def open_lock(path: Path) -> TextIO:
@@ -196,8 +201,10 @@ def full_disk(error: BaseException | None, path: Path | None = None) -> FullErro
         return None
     path = path or Path(getattr(error, "filename", None) or ".").absolute()
     there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free / 2**20
-    return FullError(f"cannot write {path}: {why}, {free:,.1f} MiB are free there")
+    disk = os.statvfs(there)
+    if disk.f_files and not disk.f_favail:
+        why = "the disk has no inodes left, delete some of its many files"
+    return FullError(f"cannot write {path}: {why}, {disk.f_frsize * disk.f_bavail / 2**20:,.1f} MiB are free there")
 
 
 def quarantine(path: Path, folder: Path, *, copy: bool = False) -> Path:

@@ -57,6 +57,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
+        _check_threads()
         with _stop_signals_raise():
             for text in (*argv, os.getcwd()):
                 check(text == text.encode(errors="ignore").decode(), f"{text!r}: is not UTF-8, give another name")
@@ -81,7 +82,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
                 _join_hosts()
             main(args)
     except (UsageError, FailedError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"error: {_one_line(str(error))}", file=sys.stderr, flush=True)
         _exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:  # as in `--help | head`
         silence(sys.stdout)
@@ -150,6 +151,11 @@ def _stop_signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _one_line(text: str) -> str:
+    """A text on one line; a stranger's escape sequences are shown, not sent to the terminal."""
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in " ".join(text.split()))
+
+
 def _exit(code: int) -> NoReturn:
     if jax.distributed.is_initialized():
         os._exit(code)  # not sys.exit, which would wait for the other hosts
@@ -176,6 +182,25 @@ def set_up_jax() -> None:
     jax.config.update("jax_threefry_partitionable", True)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's default is a second
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _check_threads() -> None:
+    """Raises FailedError if this user may not start the threads of JAX and EnvPool: XLA would abort the program."""
+    need, enough, started = 50 + 4 * devices.available_cores(), threading.Event(), []
+    try:
+        for _ in range(need):
+            started.append(threading.Thread(target=enough.wait))
+            started[-1].start()
+    except RuntimeError:
+        started.pop()
+        raise FailedError(
+            f"cannot start {need} threads, only {len(started)}: raise the user's limit of processes (ulimit -u) or the "
+            "container's (--pids-limit), or end other programs"
+        ) from None
+    finally:
+        enough.set()
+        for thread in started:
+            thread.join()
 
 
 def _check_given(args: Any, flags: Sequence[str]) -> None:

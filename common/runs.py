@@ -10,6 +10,7 @@ runs/<env_id>__<script>__<seed>__<time>/
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,7 @@ def load(init_checkpoint: Callable[[], dict], run_dir: str) -> dict[str, Any]:
     saved = _Checkpoint(saved)
     saved.run_dir = run_dir
     saved["run"]["step"] = step
+    _check_identity(saved["run"], run_dir)
     per_host = saved["hosts"]
     same_hosts = len(per_host) == jax.process_count()
     if same_hosts:
@@ -124,6 +126,20 @@ def load(init_checkpoint: Callable[[], dict], run_dir: str) -> dict[str, Any]:
         if same_hosts or name in saved:
             saved[name] = checkpoints.restore_tree(part, saved[name], run_dir)
     return saved
+
+
+def _identity(args: dict[str, Any], fixed: Iterable[str], run_id: str) -> np.ndarray:
+    """What a checkpoint says of its run, as JSON in uint8: its id, and the flags that a resume cannot change."""
+    return np.frombuffer(json.dumps({"wandb_id": run_id} | {x: args[x] for x in fixed}).encode(), np.uint8)
+
+
+def _check_identity(saved: dict[str, Any], run_dir: str) -> None:
+    """Raises UsageError if args.json is not that of the run which wrote the checkpoint."""
+    content = read_args(run_dir, "RUN_DIR")
+    here = content["args"] | {"wandb_id": content.get("wandb_id")}
+    for name, value in json.loads(saved["identity"].tobytes()).items():
+        differ = f"{name} is {here.get(name)!r} in its args.json and {value!r} in its checkpoint"
+        check(here.get(name) == value, f"{run_dir}: {differ}; put the run's own args.json back")
 
 
 def _load_for(args: Any, script: str, load: Callable) -> dict[str, Any]:
@@ -259,7 +275,7 @@ class Run:
         config = dataclasses.asdict(args) | {"resume": ""}
         run_id = known.get("wandb_id") or os.environ.get("WANDB_RUN_ID")
         run_id = run_id or f"{self.path.name}-{secrets.token_hex(4)}"  # other machines may have a folder of this name
-        (self.path / "checkpoints").mkdir(exist_ok=True)
+        files.make_folder(self.path / "checkpoints", "--resume" if args.resume else "--run-dir")
         checkpoints.remove_unfinished(self.path)
         self._metrics = (self.path / "metrics.jsonl").open("a")
         undo.callback(self._metrics.close)
@@ -277,6 +293,7 @@ class Run:
             self._board = tracking.start_tensorboard(self.path / "tensorboard", after)
             undo.callback(self._board.close)
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id} | about | {"args": config})
+        self._identity, self._logged = _identity(config, fixed(type(args)), run_id), hashlib.sha256()
 
     def __enter__(self) -> "Run":
         with contextlib.suppress(ValueError):  # only the main thread handles signals
@@ -365,8 +382,10 @@ class Run:
         """Writes metrics to metrics.jsonl and W&B or TensorBoard."""
         numbers = {name: float(value) for name, value in metrics.items()}
         clocks = {"global_step": step, "time": time.time(), "seconds": self._clock()}
-        self._metrics.write(json.dumps(clocks | numbers) + "\n")
+        line = json.dumps(clocks | numbers) + "\n"
+        self._metrics.write(line)
         self._metrics.flush()
+        self._logged.update(line.encode())
         self._lines += 1
         self._log_to_wandb(step, numbers)
         if self._board:
@@ -454,10 +473,20 @@ class Run:
             progress = {"lines": self._lines, "evaluated": self._evaluated, "seconds": self._clock()} | self._topology()
             content = multihost.gather(tree) | {"hosts": multihost.gather_per_host(per_host)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
+            content["run"] |= {"identity": self._identity, "logged": np.frombuffer(self._logged.digest(), np.uint8)}
             if self.is_main:
+                self._check_in_place(step)
                 os.fsync(self._metrics.fileno())  # the checkpoint has its number of lines
                 checkpoints.save(self.path, step, content, keep=self._args.keep_checkpoints)
         self._saved = self._written = step
+
+    def _check_in_place(self, step: int) -> None:
+        """Raises FailedError if somebody has removed, renamed or replaced the run directory or its metrics.jsonl."""
+        path = self.path / "metrics.jsonl"
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._metrics.fileno()), path.stat()):
+                return
+        raise FailedError(f"{path} was removed, renamed or replaced while the run wrote to it; stopped at step {step}")
 
     def _topology(self) -> dict[str, int]:
         return {"devices": self._mesh.size, "hosts": jax.process_count(), "cpu": int(devices.on_cpu())}
@@ -487,28 +516,32 @@ class Run:
             for step in checkpoints.steps_in(self.path):
                 if step > self._saved:  # it is damaged
                     files.quarantine(self.path / "checkpoints" / str(step), self.path / "damaged")
-            self._rewind_log(int(saved["lines"]))
+            self._rewind_log(int(saved["lines"]), saved["logged"].tobytes())
 
-    def _rewind_log(self, count: int) -> None:
+    def _rewind_log(self, count: int, digest: bytes) -> None:
         """Keeps the first `count` lines of metrics.jsonl, and an evaluation of the checkpoint itself that may follow.
-        Reports missing lines, and keeps a copy of a file with damaged ones."""
-        path = self.path / "metrics.jsonl"
+        Reports lines that are missing or not those of `digest`, and keeps a copy of the file as it was."""
+        path, good, sha = self.path / "metrics.jsonl", [], hashlib.sha256()
         with path.open("rb") as file:  # line by line: Ape-X writes millions
-            good = [_is_logged(line, self._saved) for line in itertools.islice(file, count)]
+            for line in itertools.islice(file, count):
+                good.append(_is_logged(line, self._saved))
+                sha.update(line)
             later = next(file, b"")
-        if missing := count - sum(good):
-            lost = f"{path}: {missing} of the {count} lines before step {self._saved} are missing"
-            if good:
-                aside = files.quarantine(path, self.path / "damaged", copy=True)
-                lost += f" or not readable; what was there is now {aside}"
-            self.print(lost)
+        missing = count - sum(good)
+        if sha.digest() != digest:
+            of = f"of the {count} lines before step {self._saved}"
+            wrong = f"{missing} {of} are missing or not readable" if missing else f"some {of} are not what was logged"
+            copy = f"; a copy: {files.quarantine(path, self.path / 'damaged', copy=True)}" if good else ""
+            self.print(f"{path}: {wrong}{copy}")
         evaluated = b'"eval/' in later and _is_logged(later, self._saved)
         if new := evaluated and self._evaluated < self._saved and not missing:
             self._evaluated = self._saved
             self._seconds = max(self._seconds, json.loads(later).get("seconds", 0.0))
         self._metrics.close()
         with files.atomic_write(path) as temporary, path.open("rb") as old, temporary.open("wb") as kept:
-            kept.writelines(itertools.compress(old, [*good, new]))
+            for line in itertools.compress(old, [*good, new]):
+                kept.write(line)
+                self._logged.update(line)
         self._metrics, self._lines = path.open("a"), sum(good) + new
 
     def replay_progress(self, what: str, total: int) -> Callable[[int], None]:

@@ -73,30 +73,35 @@ def test_a_policy_with_a_core_remembers_until_its_episode_ends(name):
 
 
 def test_large_agents_are_stored_as_float16_where_that_holds_their_numbers(tmp_path):
+    about = {"script": "ppo_procgen", "args": {}}
     large, few = np.float32(np.random.default_rng(0).normal(size=(600, 600))), np.float32([1 / 3])
-    agents.write(tmp_path, {}, {"a": {"large": large, "few": few}, "n": np.int32(7)})
+    agents.write(tmp_path, about, {"a": {"large": large, "few": few}, "n": np.int32(7)})
     tree = agents.read(tmp_path / agents.FILE)
     assert tree["a"]["large"].dtype == np.float16
     np.testing.assert_allclose(tree["a"]["large"], large, rtol=1e-3, atol=1e-6)
     np.testing.assert_array_equal(tree["a"]["few"], few)
     assert tree["n"].shape == ()
     wide = np.full(300_000, 1e5, np.float32)  # beyond float16; and a fork's tree may have more than dicts
-    agents.write(tmp_path, {}, {"filter": ReturnFilter(wide, few, few, few)})
+    agents.write(tmp_path, about, {"filter": ReturnFilter(wide, few, few, few)})
     np.testing.assert_array_equal(agents.read(tmp_path / agents.FILE)["filter"]["discounted"], wide)
-    agents.write(tmp_path, {}, {"a": {"large": large[:50, :50]}})
+    agents.write(tmp_path, about, {"a": {"large": large[:50, :50]}})
     np.testing.assert_array_equal(agents.read(tmp_path / agents.FILE)["a"]["large"], large[:50, :50])
 
 
 def test_an_agent_that_is_damaged_or_of_other_flags_is_refused(run_dir, tmp_path, capfd):
     export(run_dir, tmp_path, "--episodes", "1")
     content = json.loads((tmp_path / "args.json").read_text())
-    other = content | {"args": content["args"] | {"hidden": 16}}
+    unsigned = {name: value for name, value in content.items() if name != "sha256"}  # an older agent
+    other = unsigned | {"args": content["args"] | {"hidden": 16}}
     path, whole = tmp_path / agents.FILE, (tmp_path / agents.FILE).read_bytes()
     unreadable = safetensors.numpy.save({"a": np.zeros(1), "a/b": np.zeros(1)})  # impossible names
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
     for args, data, why in (
         (other, whole, "does not fit"),
-        (content, whole[:100], "cannot be read"),
-        (content, unreadable, "cannot be read"),
+        (content, flipped, "SHA-256"),
+        (unsigned, whole[:100], "cannot be read"),
+        (unsigned, unreadable, "cannot be read"),
     ):
         path.write_bytes(data)
         files.write_json(tmp_path / "args.json", args)

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -199,6 +200,14 @@ def test_a_run_whose_part_is_a_link_is_refused_and_writes_nothing(name, run_dir,
     assert [(path.name, path.read_text()) for path in other.iterdir()] == [("file", "mine")]
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "videos", "wandb"])
+def test_a_file_in_a_folders_place_is_refused(name, run_dir, capfd):
+    shutil.rmtree(run_dir / name, ignore_errors=True)
+    (run_dir / name).write_text("mine")
+    for script, words in ((ppo, ["--resume", run_dir, "--wandb-mode", "disabled"]), (evaluate, [run_dir, "--video"])):
+        assert_refused(script, words, capfd, f"{run_dir}: {name} is a link or no folder")
+
+
 @pytest.mark.parametrize("name", ["lock", "args.json", "metrics.jsonl"])
 def test_a_fifo_in_a_run_is_refused_and_not_waited_for(name, run_dir, capfd):
     (run_dir / name).unlink(missing_ok=True)
@@ -237,10 +246,14 @@ def test_an_error_that_is_not_the_checkpoints_fault_is_no_damage(run_dir, monkey
             with pytest.raises(runs.UsageError, match=r"cannot be read here and now") as refused:
                 checkpoints.load(run_dir)
         assert str(error) in str(refused.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sysconf", lambda name: 100)
+        with pytest.raises(runs.UsageError, match=r"needs 0\.0 GB, this host has 0\.0 GB"):
+            checkpoints.load(run_dir)
     old = tmp_path / "checkpoints" / "5"
     with checkpoints._orbax() as orbax:
         orbax.save(old, {"state": np.zeros(1)})
-    with pytest.raises(runs.UsageError, match=r"is of format 1, these scripts read 2"):
+    with pytest.raises(runs.UsageError, match=r"is of format 1, these scripts read 3"):
         checkpoints.load(tmp_path)
 
 
@@ -349,6 +362,12 @@ def test_a_full_disk_under_many_files_is_reported_once(tmp_path, caplog):
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_disk_without_inodes_is_told_from_a_full_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: mock.Mock(f_files=9, f_favail=0, f_frsize=2**20, f_bavail=5))
+    full = files.full_disk(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), tmp_path)
+    assert str(full).endswith("no inodes left, delete some of its many files, 5.0 MiB are free there")
+
+
 def test_a_full_disk_when_a_folder_is_locked_leaves_no_file_open(tmp_path):
     with small_files(0), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as refused:
         files.lock_run(tmp_path)
@@ -398,20 +417,22 @@ def test_a_full_disk_while_events_are_written_is_answered_in_one_sentence(tmp_pa
 # HISTORY
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "text", "binary", "headless", "one bad line"])
+@pytest.mark.parametrize("kind", ["missing", "empty", "text", "binary", "headless", "one bad line", "another run's"])
 def test_lost_history_is_reported_and_kept(run_dir, kind, capfd):
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     bad = {"text": b"hello\n" * 9, "binary": bytes(range(256)) * 20, "empty": b"", "headless": b"".join(lines[2:]),
-           "one bad line": b"".join([lines[0], b'{"global_step": tru\n', *lines[2:]])}  # fmt: skip
+           "one bad line": b"".join([lines[0], b'{"global_step": tru\n', *lines[2:]]),
+           "another run's": b"".join(lines).replace(b'"losses/loss": 1', b'"losses/loss": 2')}  # fmt: skip
     path.unlink()
     if kind in bad:
         path.write_bytes(bad[kind])
     with resumed(run_dir) as run:
         train_until(run, [500])
-    kept = {"headless": lines[2:], "one bad line": [lines[0], *lines[2:]]}.get(kind, [])
+    others = bad["another run's"].splitlines(keepends=True)
+    kept = {"headless": lines[2:], "one bad line": [lines[0], *lines[2:]], "another run's": others}.get(kind, [])
     said = capfd.readouterr().err
-    assert f"{path}: {4 - len(kept)} of the 4 lines before step 400" in said
+    assert f"{path}: {4 - len(kept) or 'some'} of the 4 lines before step 400" in said
     assert path.read_bytes().startswith(b"".join(kept))
     assert len(read_metrics(run_dir)) == len(kept) + 1
     if bad.get(kind):
@@ -420,7 +441,40 @@ def test_lost_history_is_reported_and_kept(run_dir, kind, capfd):
     # From here on the history is whole again.
     assert checkpoints.load(run_dir)[1]["run"]["lines"] == len(kept) + 1
     with resumed(run_dir):
-        assert "missing" not in capfd.readouterr().err
+        assert "of the" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"env_id": "coinrun"}, {"wandb_id": "another"}])
+def test_args_json_of_another_run_than_the_checkpoints_is_refused(change, run_dir, capfd):
+    content = json.loads((run_dir / "args.json").read_text())
+    (name, value), before = *change.items(), (run_dir / "metrics.jsonl").read_bytes()
+    (content if name in content else content["args"])[name] = value
+    if name == "env_id":
+        content["args"][name] = value
+    (run_dir / "args.json").write_text(json.dumps(content))
+    for script, words in ((ppo, ["--resume", run_dir, "--wandb-mode", "disabled"]), (evaluate, [run_dir])):
+        assert_refused(script, words, capfd, f"{run_dir}: {name} is '{value}'" if name != "seed" else "seed is 2")
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["run deleted", "run renamed", "log deleted", "log replaced"])
+def test_a_run_whose_files_are_taken_away_stops_at_its_next_checkpoint(change, run_dir):
+    path = run_dir / "metrics.jsonl"
+
+    def take_away_and_train(run):
+        if change == "run deleted":
+            shutil.rmtree(run_dir)
+        elif change == "run renamed":
+            run_dir.rename(run_dir.with_name("renamed"))
+        else:
+            path.unlink()
+        if change == "log replaced":
+            path.write_text("")
+        train_until(run, [500])
+
+    with pytest.raises(files.FailedError, match=r"metrics.jsonl was removed, .* at step 500"), resumed(run_dir) as run:
+        take_away_and_train(run)
+    assert run_dir.exists() == ("run" not in change)
 
 
 def test_history_is_not_lost_where_there_is_no_room_to_mend_it(run_dir, monkeypatch):
@@ -556,6 +610,14 @@ def test_a_closed_pipe_ends_a_run_as_a_signal_does(tmp_path, monkeypatch):
             run.save(0, STATE, {})
     assert run.stop == "SIGPIPE"
     assert checkpoints.steps_in(run.path) == [0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root alone becomes another user, and has no limit itself")
+def test_a_user_with_too_few_processes_is_told_so():
+    code = "import os, resource; from common import flags; resource.setrlimit(resource.RLIMIT_NPROC, (20, 20)); "
+    code += "os.setuid(65534); flags._check_threads()"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert re.search(r"FailedError: cannot start \d+ threads, only \d+: raise the user's limit", ended.stderr)
 
 
 def test_a_user_without_a_home_has_a_folder(monkeypatch):

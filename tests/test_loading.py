@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import assert_refused
 
 import evaluate
 import ppo_procgen as ppo
@@ -112,6 +113,12 @@ def test_args_json_of_a_stranger_sets_fields_alone(change, tmp_path, monkeypatch
     with pytest.raises(runs.UsageError, match=f"--{next(iter(change)).replace('_', '-')}: "):
         runs.saved_args(ppo.Args, str(tmp_path), "RUN_DIR")
     assert [path.name for path in tmp_path.iterdir()] == ["args.json"]
+
+
+def test_escape_sequences_of_a_stranger_do_not_reach_the_terminal(tmp_path, capfd):
+    content = {"script": "ppo_procgen", "args": {"\x1b]0;title\x07": 1}}
+    (tmp_path / "args.json").write_text(json.dumps(content))
+    assert_refused(evaluate, [tmp_path], capfd, r"--\x1b]0;title\x07: ")
 
 
 def test_the_watch_on_code_that_is_executed_sees_it(tmp_path):

@@ -428,7 +428,8 @@ def test_bad_run_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):
     [
         "[]", "{", "\0", "[" * 100_000, '{"script": "a"}', '{"script": 1, "args": {}}', '{"script": "a", "args": []}',
         '{"script": "a", "args": {"seed": "1"}}', '{"script": "a", "args": {"env_id": []}}',
-        '{"script": "a", "args": {"num_levels": "all"}}', '{"script": "a", "args": {"distribution_mode": {}}}',
+        '{"script": "a", "args": {"env_id": "\\ud800"}}', '{"script": "a", "args": {"num_levels": "all"}}',
+        '{"script": "a", "args": {"distribution_mode": {}}}',
     ],
 )  # fmt: skip
 def test_damaged_args_json_is_refused_in_one_sentence(content, tmp_path, capsys):
