@@ -11,19 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from common import devices
+from common import devices, gpu
 from common.derivatives import custom_vjp
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
     """`lax.conv_general_dilated` as `nn.Conv` calls it: x [B, H, W, C] and w [h, w, C / groups, features] ->
-    [B, H', W', features] in x's dtype. On a CPU square kernels without dilation, of one group or one per channel, take
-    a fast form."""
+    [B, H', W', features] in x's dtype. On a GPU it is `gpu.conv_general_dilated`; on a CPU square kernels without
+    dilation, of one group or one per channel, take a fast form."""
+    if not devices.on_cpu():
+        return gpu.conv_general_dilated(x, w, strides, padding, **options)
     size, stride, groups = len(w), strides[0], options.get("feature_group_count", 1)
     known = w.shape[0] == w.shape[1] and len(set(strides)) == 1 and padding in ("SAME", "VALID")
     known &= groups in (1, x.shape[3])
     known &= all(set(options.get(name) or (1,)) == {1} for name in ("lhs_dilation", "rhs_dilation"))
-    if not (devices.on_cpu() and known):
+    if not known:
         return lax.conv_general_dilated(x, w, strides, padding, **options)
     if size == stride == groups == 1:
         return (x.reshape(-1, x.shape[3]) @ w[0, 0]).reshape(*x.shape[:3], -1)

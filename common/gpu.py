@@ -1,5 +1,5 @@
-"""Max-pooling in a form that XLA compiles well on a GPU, and the memory layout of kernels there. cpu.py has a CPU's
-forms; benchmarks/gpu_plan.py shows what XLA makes of this one.
+"""Convolutions and max-pooling in forms that XLA compiles well on a GPU, and the memory layout of kernels there. cpu.py
+has a CPU's forms; benchmarks/gpu_plan.py shows what XLA makes of these.
 """
 
 import itertools
@@ -12,6 +12,16 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 
 from common.derivatives import custom_vjp
+
+
+def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
+    """`lax.conv_general_dilated` with channels of zeros up to a multiple of 8: in bfloat16 cuDNN would add them itself,
+    in kernels of its own."""
+    more = -x.shape[3] % 8
+    if more and x.dtype == jnp.bfloat16 and options.get("feature_group_count", 1) == 1:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))
+        w = jnp.pad(w, ((0, 0), (0, 0), (0, more), (0, 0)))
+    return lax.conv_general_dilated(x, w, strides, padding, **options)
 
 
 def max_pool(x: jax.Array) -> jax.Array:

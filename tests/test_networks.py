@@ -82,6 +82,22 @@ def test_max_pool_with_ties_equals_flax(pool, dtype, height, width, seed):
     jax.tree.map(np.testing.assert_array_equal, value_and_gradient(pool, x, g), value_and_gradient(flax, x, g))
 
 
+@pytest.mark.parametrize("channels", [3, 6, 8])
+def test_convolution_with_channels_of_zeros_on_gpu_equals_lax(channels):
+    """Bit for bit in bfloat16: small whole numbers, which add up in any order."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 6, 5, channels), (3, 3, channels, 4), (2, 6, 5, 4)
+    x, w, g = (jnp.asarray(rng.integers(-2, 3, shape), jnp.bfloat16) for shape in shapes)
+    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+    def value_and_gradients(convolve):
+        value, backward = jax.vjp(lambda x, w: convolve(x, w, (1, 1), "SAME", **numbers), x, w)
+        return value, *backward(g)
+
+    ours, want = value_and_gradients(gpu.conv_general_dilated), value_and_gradients(jax.lax.conv_general_dilated)
+    jax.tree.map(np.testing.assert_array_equal, ours, want)
+
+
 def test_max_pool_on_gpu_of_nan_is_nan():
     x = np.zeros((1, 8, 8, 1), np.float32)
     x[0, 3, 4] = np.nan
