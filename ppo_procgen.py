@@ -59,6 +59,8 @@ class Args(
     """number of parallel environments, over all devices"""
     num_steps: PositiveInt = 128
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
+    rollout_threads: PositiveInt = 1
+    """threads that play, each with its part of the environments; on a GPU one plays while another computes actions"""
     num_minibatches: PositiveInt = 8
     """number of minibatches per epoch"""
     update_epochs: Iterations = 3
@@ -95,7 +97,13 @@ class Args(
     def check(self) -> None:
         """Raises UsageError for inconsistent flags."""
         runs.check_batch(self)
+        divide = f"must divide the number of environments, {self.num_envs}"
+        runs.check(self.num_envs % self.rollout_threads == 0, f"--rollout-threads {self.rollout_threads}: {divide}")
         runs.check_needs(self, self.kl_coef, "--kl-coef", ("kl_target",))
+
+    def sharded_sizes(self) -> dict[str, int]:
+        """Sizes that the number of devices must divide."""
+        return super().sharded_sizes() | {"the games of a rollout thread": self.num_envs // self.rollout_threads}
 
 
 # NETWORK
@@ -277,18 +285,21 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
         partial(end_rollout, args), in_specs=(ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED), out_specs=ROLLOUT_SPECS
     )
     end = jax.jit(end, donate_argnums=0)
+    split, join = envs.make_split_and_join(mesh, ROLLOUT_SPECS, args.rollout_threads)
 
-    def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, i: int, watch: runs.Stopwatch):
+    def collect(vec_env: envs.ThreadedVecEnv, params: dict, env_state: envs.EnvState, i: int, watch: runs.Stopwatch):
         params = networks.acting_params(agent, params)  # cast to the encoder's dtype, once for all steps
-        rollout = begin(env_state, i)
+        rollouts = [begin(part, i) for part in split(env_state)]
 
-        def choose_actions(obs, episode_step):
-            nonlocal rollout
-            rollout, actions = step(params, rollout, *devices.to_device(mesh, (obs, episode_step)))
+        def choose_actions(thread, obs, episode_step):
+            rollouts[thread], actions = step(params, rollouts[thread], *devices.to_device(mesh, (obs, episode_step)))
             return actions
 
         timesteps = vec_env.play(choose_actions, args.num_steps, watch)
-        return end(rollout, *devices.to_device(mesh, (vec_env.obs, vec_env.episode_step))), timesteps
+        for thread, part in enumerate(vec_env.parts):
+            last = devices.to_device(mesh, (part.obs, part.episode_step))
+            rollouts[thread] = end(rollouts[thread], *last)
+        return join(rollouts), timesteps
 
     return collect
 
@@ -576,10 +587,11 @@ def main(args: Args) -> runs.Run:
     agent, mesh = make_agent(args), devices.make_mesh(args)
     collect, update = make_collect(args, agent, mesh.local_mesh), make_update(args, agent, mesh)
     policy = make_policy(args, agent, mesh.local_mesh)
+    make_envs = partial(envs.make_train_envs, args)
 
     with (
         runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent)) as run,
-        closing(envs.make_train_envs(args)) as vec_env,
+        closing(envs.ThreadedVecEnv(make_envs, devices.local_env_ids(args), args.rollout_threads)) as vec_env,
     ):
         episodes, watch = envs.EpisodeStatistics(vec_env.num_envs), runs.Stopwatch()
         state = multihost.distribute(mesh, run.checkpoint["state"], STATE_SPECS)

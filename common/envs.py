@@ -7,8 +7,10 @@ step", which `Timesteps.is_reset` marks and learners leave out.
 
 import ctypes
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -240,6 +242,37 @@ def join_envs(parts: Sequence, axis: int):
     return jax.tree.map(join, *parts)
 
 
+def join_by_specs(specs, parts: Sequence):
+    """`join_envs` along the axis that `specs`, a prefix of the pytrees, shard; of other arrays the first part's."""
+
+    def join(spec, *x):
+        return join_envs(x, spec.index("device")) if "device" in spec else x[0]
+
+    return jax.tree.map(join, specs, *parts)
+
+
+def split_by_specs(specs, tree, count: int) -> list:
+    """The inverse of `join_by_specs`: `count` pytrees, the i-th of every count-th environment from the i-th on."""
+
+    def part(i, spec, x):
+        places = (*[slice(None)] * spec.index("device"), slice(i, None, count)) if "device" in spec else ...
+        return jax.tree.map(lambda array: array[places], x)
+
+    return [jax.tree.map(partial(part, i), specs, tree) for i in range(count)]
+
+
+def make_split_and_join(mesh: Mesh, rollout_specs, count: int) -> tuple[Callable, Callable]:
+    """For `count` rollout threads: split(EnvState) -> a list of them, and join(list of rollouts) -> one rollout."""
+    if count == 1:
+        return lambda env_state: [env_state], lambda rollouts: rollouts[0]
+    shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    split = partial(split_by_specs, ENV_STATE_SPECS, count=count)
+    split = shard_map(split, in_specs=(ENV_STATE_SPECS,), out_specs=[ENV_STATE_SPECS] * count)
+    join = partial(join_by_specs, rollout_specs)
+    join = shard_map(join, in_specs=([rollout_specs] * count,), out_specs=rollout_specs)
+    return jax.jit(split), jax.jit(join)
+
+
 class EnvSnapshot(NamedTuple):
     """A point in time that a ReplayableVecEnv can be restored to."""
 
@@ -326,10 +359,44 @@ class ReplayableVecEnv:
         self._env.close()
 
 
-def make_train_envs(args) -> ReplayableVecEnv:
-    """This host's training environments of a Procgen script (`args`: GameArgs, num_envs, seed)."""
-    env_ids, seed = devices.local_env_ids(args), derive_seed(args.seed, 0)
-    return ReplayableVecEnv(partial(make_procgen, args), env_ids, seed, args.restart_every)
+class ThreadedVecEnv:
+    """ReplayableVecEnvs that play at the same time, each in a thread of its own. Snapshots are those of a single one
+    with all environments, so that a run can be resumed with another number of threads."""
+
+    def __init__(self, make: Callable[[Sequence[int]], ReplayableVecEnv], env_ids: Sequence[int], count: int):
+        """`make(env_ids)` returns one of `count` parts, the i-th with every count-th environment from the i-th on."""
+        self.parts = [make(env_ids[i::count]) for i in range(count)]
+        self.num_envs = len(env_ids)
+
+    def play(self, act: Callable, num_steps: int, watch: Stopwatch) -> Timesteps:
+        """As ReplayableVecEnv.play, with act(i, obs, episode_step) for the i-th part; `watch` times the first."""
+
+        def play(i, part):
+            return part.play(partial(act, i), num_steps, Stopwatch() if i else watch)
+
+        with ThreadPoolExecutor(len(self.parts)) as threads:
+            return join_by_specs(TIMESTEP_SPECS, list(threads.map(play, itertools.count(), self.parts)))
+
+    def snapshot(self) -> EnvSnapshot:
+        snapshots = [part.snapshot() for part in self.parts]
+        actions = [join_envs(rows, axis=0) for rows in zip(*(x.actions for x in snapshots), strict=True)]
+        return EnvSnapshot(snapshots[0].seed, actions, len(actions))
+
+    def restore(self, saved: dict[str, np.ndarray], run: Run) -> None:
+        count = len(self.parts)
+        for i, part in enumerate(self.parts):
+            actions = {"actions": saved["actions"][:, i::count]} if "actions" in saved else {}
+            part.restore({"seed": saved["seed"]} | actions, run)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+def make_train_envs(args, env_ids: Sequence[int] | None = None) -> ReplayableVecEnv:
+    """This host's training environments of a Procgen script, or some of them (`args`: GameArgs, num_envs, seed)."""
+    env_ids = devices.local_env_ids(args) if env_ids is None else env_ids
+    return ReplayableVecEnv(partial(make_procgen, args), env_ids, derive_seed(args.seed, 0), args.restart_every)
 
 
 def step_keys(key: jax.Array, t: jax.Array, env_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,10 @@
 """The actions drawn, played and recorded by a uniform or a certain policy, in all scripts that draw."""
 
+import threading
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +15,7 @@ import impala_procgen as impala
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import trpo_procgen as trpo
-from common import devices
+from common import devices, envs, runs
 
 scripts = pytest.mark.parametrize("script", [ppo, impala, trpo, rnd], ids=lambda script: script.SCRIPT)
 PARAMS = {"policy": None, "value": None}
@@ -73,3 +78,46 @@ def test_evaluation_with_one_key_draws_for_each_game(script):
         drawn[certain] = set(np.asarray(policy(PARAMS, frames, episode_step, jax.random.PRNGKey(0), None)[0]).tolist())
     assert len(drawn[False]) > 8
     assert drawn[True] == {3}
+
+
+@pytest.mark.parametrize(("num_devices", "core"), [(1, "gru"), (2, "none")])
+def test_rollout_in_two_threads_equals_that_in_one(num_devices, core):
+    """Bit for bit but for the network, whose batch is smaller; from a restart on too. A snapshot of either restores the
+    other."""
+    played = {}
+    for threads in (1, 2, 1):
+        args = ppo.Args(
+            env_id="bigfish", num_envs=8, num_steps=6, restart_every=6, rollout_threads=threads, core=core,
+            encoder="nature", width=1, hidden=8, pool="avg", num_devices=num_devices, sticky_actions=0.5,
+        )  # fmt: skip
+        agent, mesh = ppo.make_agent(args), devices.make_mesh(args)
+        collect, params = ppo.make_collect(args, agent, mesh), ppo.init_state(args, agent).params["agent"]
+        make_envs, env_ids = partial(envs.make_train_envs, args), devices.local_env_ids(args)
+        env_state = jax.device_put(ppo.init_env_state(args, env_ids), devices.shardings(mesh, envs.ENV_STATE_SPECS))
+        results = []
+        with closing(envs.ThreadedVecEnv(make_envs, env_ids, threads)) as vec_env:
+            if played:
+                vec_env.restore(played["snapshot"], SimpleNamespace(replay_progress=lambda what, total: lambda i: None))
+            else:
+                collect(vec_env, params, env_state, 0, runs.Stopwatch())
+                played["snapshot"] = vec_env.snapshot().save()
+            for i in (1, 2):
+                rollout, timesteps = collect(vec_env, params, env_state, i, runs.Stopwatch())
+                env_state = rollout.env_state
+                results.append(jax.device_get((rollout, timesteps, vec_env.snapshot().save())))
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), results, played.setdefault("one", results)
+        )
+
+
+def test_rollout_threads_act_at_the_same_time():
+    both = threading.Barrier(2)
+
+    def act(thread, obs, episode_step):
+        both.wait(timeout=60)  # for the other thread
+        return np.full(2, thread)
+
+    make_envs = partial(envs.make_train_envs, ppo.Args(env_id="bigfish"))
+    with closing(envs.ThreadedVecEnv(make_envs, np.arange(4), 2)) as vec_env:
+        vec_env.play(act, 3, runs.Stopwatch())
+        assert vec_env.snapshot().save()["actions"].tolist() == [[0, 1, 0, 1]] * 3
