@@ -86,8 +86,8 @@ def test_max_pool_with_ties_equals_flax(pool, dtype, height, width, seed):
 def test_convolution_with_channels_of_zeros_on_gpu_equals_lax(channels):
     """Bit for bit in bfloat16: small whole numbers, which add up in any order."""
     rng = np.random.default_rng(0)
-    shapes = (2, 6, 5, channels), (3, 3, channels, 4), (2, 6, 5, 4)
-    x, w, g = (jnp.asarray(rng.integers(-2, 3, shape), jnp.bfloat16) for shape in shapes)
+    shapes = (513, 6, 5, channels), (3, 3, channels, 4), (513, 6, 5, 4)
+    x, w, g = (jnp.asarray(rng.integers(-1, 2, shape) * (rng.random(shape) < 0.01), jnp.bfloat16) for shape in shapes)
     numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 
     def value_and_gradients(convolve):
