@@ -66,7 +66,7 @@ for seed in $seeds; do
         failed=1
         continue
       fi
-      grep -m 1 '^run directory: ' "$folder/output.txt" | cut -d ' ' -f 3- > "$folder/done.tmp"
+      sed -n 's/^run directory: \(.*\), devices: .*/\1/p' "$folder/output.txt" > "$folder/done.tmp"
       mv "$folder/done.tmp" "$folder/done"
     fi
     runs+=("$(cat "$folder/done")")
