@@ -128,7 +128,8 @@ def difference(whole: Path, run: Path) -> str:
             return f"line {i + 1} of metrics, step {b['global_step']}: {one} ({len(names)} differ)"
     (step, a), (its_step, b) = checkpoints.load(whole), checkpoints.load(run)
     for tree in (a, b):
-        tree["run"].pop("seconds")
+        for own in ("seconds", "identity", "logged"):  # of the run itself: clocks and W&B's id are in them
+            tree["run"].pop(own, None)
     if step != its_step or jax.tree.structure(a) != jax.tree.structure(b):
         return f"the last checkpoint is of step {its_step}, {step} if left alone, or has other parts"
     for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
