@@ -51,7 +51,8 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
-    FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
+    # The games and the first statistics are of these.
+    FIXED: ClassVar = ("num_envs", "num_actors", "obs_norm_init_steps")
 
     total_timesteps: StepCount = 163_840_000
     """total number of environment steps"""
@@ -61,6 +62,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """play the next rollout while the learner learns from this one, with parameters that are one update behind"""
+    num_actors: Annotated[int, Interval(ge=1, le=256)] = 1
+    """with async: number of actor threads, which share the environments"""
     vtrace: bool = False
     """with async: correct both values and their advantages for the policy's age by V-trace, ratios clipped at 1"""
     obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
@@ -122,9 +125,17 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
-        runs.check_needs(self, self.async_, "--async", ("vtrace", "actor_devices"))
-        check(self.actor_devices <= 1, f"--actor-devices {self.actor_devices}: give at most 1, for the one actor")
+        runs.check_needs(self, self.async_, "--async", ("num_actors", "vtrace", "actor_devices"))
+        what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
+        check(self.num_envs % self.num_actors == 0, what)
+        each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
+        check(self.actor_devices <= self.num_actors, each)
         runs.check_batch(self)
+
+    def sharded_sizes(self) -> dict[str, int]:
+        """The sizes that are divided among the devices that learn, by their descriptions."""
+        games = self.num_envs // self.num_actors
+        return super().sharded_sizes() | {"an actor's games, --num-envs / --num-actors": games}
 
     def check_training(self) -> None:
         """Raises UsageError if so many devices leave the predictor nothing to learn from."""
@@ -793,18 +804,20 @@ def observe_random_play(args: Args, run: runs.Run, stats: FrameStatistics) -> Fr
 
 
 def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
-    """A single actor: with --async it plays while the learner learns, else they take turns on the same devices."""
+    """With --async the actors play while the learner learns, else a single one and the learner take turns on the same
+    devices. The i-th of n actors has every n-th game from the i-th on."""
     seed, env_ids = envs.derive_seed(args.seed, 1), devices.local_env_ids(args)
+    parts = [env_ids[i :: args.num_actors] for i in range(args.num_actors)]
     if args.async_:
-        param_sharding = env_state_sharding = devices.actor_devices(args, 1)[0]
+        param_shardings = env_state_shardings = devices.actor_devices(args, args.num_actors)
     else:
-        param_sharding, env_state_sharding = devices.shardings(mesh, (REPLICATED, ENV_STATE_SPECS))
+        param_shardings, env_state_shardings = ([x] for x in devices.shardings(mesh, (REPLICATED, ENV_STATE_SPECS)))
     return Fleet(
         make_collect(args, agent, mesh),
-        [envs.ReplayableVecEnv(partial(atari.make_montezuma, args), env_ids, seed, args.restart_every)],
-        [init_env_state(args, env_ids)],
-        param_shardings=[param_sharding],
-        env_state_shardings=[env_state_sharding],
+        [envs.ReplayableVecEnv(partial(atari.make_montezuma, args), part, seed, args.restart_every) for part in parts],
+        [init_env_state(args, part) for part in parts],
+        param_shardings=param_shardings,
+        env_state_shardings=env_state_shardings,
         max_lag=int(args.async_),
         deterministic=True,
     )
@@ -820,7 +833,7 @@ def main(args: Args) -> runs.Run:
     runs.check_args(args, SCRIPT)
     args.check_training()
     agent, mesh = make_agent(args), devices.make_mesh(args)
-    update = make_update(args, agent, mesh)
+    update, (_, join) = make_update(args, agent, mesh), envs.make_split_and_join(mesh, ROLLOUT_SPECS, args.num_actors)
     state_sharding, rollout_sharding, timestep_sharding = devices.shardings(
         mesh, (STATE_SPECS, ROLLOUT_SPECS, envs.TIMESTEP_SPECS)
     )
@@ -851,17 +864,19 @@ def main(args: Args) -> runs.Run:
                 batches = fleet.get(run, save)
             if batches is None:
                 break
-            unroll, updates = batches[0].unroll, int(state.updates)
+            rollouts, timesteps, rooms, pictures = zip(*(batch.unroll for batch in batches), strict=True)
+            updates, timesteps = int(state.updates), envs.join_by_specs(envs.TIMESTEP_SPECS, timesteps)
             with watch("transfer"):
-                inputs = jax.device_put((unroll.rollout, unroll.timesteps), (rollout_sharding, timestep_sharding))
-                inputs = jax.block_until_ready(inputs)
+                rollout = join(jax.device_put(list(rollouts), [rollout_sharding] * args.num_actors))
+                inputs = jax.block_until_ready((rollout, jax.device_put(timesteps, timestep_sharding)))
             with watch("update"):
                 state, metrics, bonus = update(state, *inputs)
                 metrics, bonus = jax.device_get((metrics, bonus))
             fleet.publish(updates + 1, state.params["agent"])
             step = int(state.global_step)
             run.check_finite(step, metrics)
-            statistics.add(unroll.timesteps, bonus, unroll.rooms, unroll.pictures)
+            pictures = {room: picture for part in pictures for room, picture in part.items()}
+            statistics.add(timesteps, bonus, envs.join_envs(rooms, axis=1), pictures)
             metrics |= statistics.metrics() | fleet.metrics(updates, batches) | watch.fractions()
             run.log(step, metrics | {"charts/SPS": run.steps_per_second(step)})
             if run.checkpoint_due(step):

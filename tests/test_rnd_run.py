@@ -134,6 +134,15 @@ def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
     assert "losses/policy_loss" in read_metrics(path)[-1]
 
 
+def test_two_actors_play_as_one(train, uninterrupted, tmp_path):
+    """Each has every second game; over a resume too."""
+    run_dir = train(**ASYNC, num_actors=2)
+    for line, want in zip(read_metrics(run_dir), read_metrics(uninterrupted(**ASYNC)), strict=True):
+        assert line == pytest.approx(want, rel=1e-3, abs=1e-5)
+    copy = cut_back(run_dir, 2, tmp_path)
+    assert_same_run(run_dir, train(**ASYNC, num_actors=2, resume=str(copy)))
+
+
 @pytest.mark.slow
 def test_an_actor_with_a_device_of_its_own_plays_the_same(train, uninterrupted, monkeypatch):
     """The learner has the first two of four devices, and the actor the last."""

@@ -388,7 +388,7 @@ BAD = [
     ("impala", "--num-actors 8 --actor-devices 4", "--actor-devices 4", "leaves none"),
     ("impala", "--num-actors 8 --actor-devices 5", "--actor-devices 5", "leaves none"),
     ("impala", "--num-devices 4 --num-envs 16 --num-minibatches 8", "a minibatch's unrolls, 2", "1 or 2"),
-    ("rnd", "--async --actor-devices 2", "--actor-devices 2", "at most 1"),
+    ("rnd", "--async --actor-devices 2", "--actor-devices 2", "at most --num-actors, 1"),
     ("ppo", "--num-devices 3 --num-envs 8", "--num-devices 3: does not divide the games", "give 1 or 2 or 4"),
     ("ppo", "--num-devices 4 --num-envs 8 --core gru", "a minibatch's games, 1", "give 1"),
     ("ppo", "--num-devices 5", "--num-devices 5", "there are 4"),
