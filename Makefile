@@ -1,6 +1,6 @@
 # The newest of these that is there; `make PYTHON=python3.11` takes another.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11,$(shell $(p) -c "print('$(p)')" 2>/dev/null)) python3.11)
-# What the scripts run on: cpu, or cuda12 on a machine with a GPU.
+# What the scripts run on: cpu, or on a machine with a GPU cuda13 or cuda12 (docs/gpu.md).
 EXTRA ?= cpu
 # What `make train` trains: a small network that learns all levels of starpilot on a laptop. No policy that does not look
 # scores there, as one does on coinrun.
@@ -28,6 +28,13 @@ docs: .venv/with-docs
 # Runs that are killed with kill -9 and resumed, for every night: make torture ARGS="--kills 100 --seed 2"
 torture: .venv/with-$(EXTRA)
 	.venv/bin/python -m benchmarks.torture $(ARGS)
+
+# JAX as it was measured on GPUs, in place of the one in requirements.txt, for Python 3.12 and newer.
+.venv/with-cuda13: requirements.txt
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	grep -v '^jax' requirements.txt > .venv/requirements.txt
+	.venv/bin/pip install --quiet --disable-pip-version-check -r .venv/requirements.txt "jax[cuda13]==0.11.2"
+	@touch $@
 
 # .venv with an extra of pyproject.toml, such as .venv/with-dev; to change its Python, delete it first.
 .venv/with-%: pyproject.toml requirements.txt
