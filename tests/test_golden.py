@@ -50,7 +50,8 @@ def test_metrics_are_the_golden_ones(name, tmp_path):
     assert [list(line) for line in lines] == [list(line) for line in golden]
     assert [line["global_step"] for line in lines] == [line["global_step"] for line in golden]
     # Another processor rounds otherwise, which MuJoCo's contacts amplify.
-    tolerance = {"rtol": 3e-2, "atol": 2e-3} if "hnppo" in name else {"rtol": 1e-3, "atol": 1e-5}
+    rtol, atol, of_shares = (5e-2, 1e-4, 0.025) if "hnppo" in name else (1e-3, 1e-5, 1e-5)
     for i, (line, expected) in enumerate(zip(lines, golden, strict=True)):
         for metric, value in expected.items():
-            np.testing.assert_allclose(line[metric], value, **tolerance, err_msg=f"line {i + 1}: {metric}")
+            least = of_shares if metric in ("losses/clipfrac", "losses/explained_variance") else atol
+            np.testing.assert_allclose(line[metric], value, rtol, least, err_msg=f"line {i + 1}: {metric}")
