@@ -361,13 +361,13 @@ def test_a_full_disk_under_many_files_is_reported_once(tmp_path, caplog):
     assert not caplog.records
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_disk_without_inodes_is_told_from_a_full_one(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: mock.Mock(f_files=9, f_favail=0, f_frsize=2**20, f_bavail=5))
     full = files.full_disk(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), tmp_path)
     assert str(full).endswith("no inodes left, delete some of its many files, 5.0 MiB are free there")
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_full_disk_when_a_folder_is_locked_leaves_no_file_open(tmp_path):
     with small_files(0), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as refused:
         files.lock_run(tmp_path)
