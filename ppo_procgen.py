@@ -587,11 +587,10 @@ def main(args: Args) -> runs.Run:
     agent, mesh = make_agent(args), devices.make_mesh(args)
     collect, update = make_collect(args, agent, mesh.local_mesh), make_update(args, agent, mesh)
     policy = make_policy(args, agent, mesh.local_mesh)
-    make_envs = partial(envs.make_train_envs, args)
 
     with (
         runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent)) as run,
-        closing(envs.ThreadedVecEnv(make_envs, devices.local_env_ids(args), args.rollout_threads)) as vec_env,
+        closing(envs.make_threaded_envs(args)) as vec_env,
     ):
         episodes, watch = envs.EpisodeStatistics(vec_env.num_envs), runs.Stopwatch()
         state = multihost.distribute(mesh, run.checkpoint["state"], STATE_SPECS)
@@ -603,7 +602,7 @@ def main(args: Args) -> runs.Run:
             vec_env.restore(run.checkpoint["snapshot"], run)
 
         def save():
-            per_host = {"env_state": env_state, "snapshot": vec_env.snapshot().save(), "episodes": episodes.save()}
+            per_host = {"env_state": env_state, "snapshot": vec_env.save(), "episodes": episodes.save()}
             run.save(step, {"state": state}, per_host)
 
         while True:

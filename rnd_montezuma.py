@@ -865,7 +865,7 @@ def main(args: Args) -> runs.Run:
             if batches is None:
                 break
             rollouts, timesteps, rooms, pictures = zip(*(batch.unroll for batch in batches), strict=True)
-            updates, timesteps = int(state.updates), envs.join_by_specs(envs.TIMESTEP_SPECS, timesteps)
+            updates, timesteps = int(state.updates), envs.join_envs(timesteps, axis=-1)
             with watch("transfer"):
                 rollout = join(jax.device_put(list(rollouts), [rollout_sharding] * args.num_actors))
                 inputs = jax.block_until_ready((rollout, jax.device_put(timesteps, timestep_sharding)))

@@ -360,13 +360,13 @@ class ReplayableVecEnv:
 
 
 class ThreadedVecEnv:
-    """ReplayableVecEnvs that play at the same time, each in a thread of its own. Snapshots are those of a single one
+    """ReplayableVecEnvs that play at the same time, each in a thread of its own. What it saves is as of a single one
     with all environments, so that a run can be resumed with another number of threads."""
 
-    def __init__(self, make: Callable[[Sequence[int]], ReplayableVecEnv], env_ids: Sequence[int], count: int):
-        """`make(env_ids)` returns one of `count` parts, the i-th with every count-th environment from the i-th on."""
-        self.parts = [make(env_ids[i::count]) for i in range(count)]
-        self.num_envs = len(env_ids)
+    def __init__(self, parts: Sequence[ReplayableVecEnv]):
+        """The i-th of n parts has every n-th environment from the i-th on."""
+        self.parts = parts
+        self.num_envs = sum(part.num_envs for part in parts)
 
     def play(self, act: Callable, num_steps: int, watch: Stopwatch) -> Timesteps:
         """As ReplayableVecEnv.play, with act(i, obs, episode_step) for the i-th part; `watch` times the first."""
@@ -375,12 +375,13 @@ class ThreadedVecEnv:
             return part.play(partial(act, i), num_steps, Stopwatch() if i else watch)
 
         with ThreadPoolExecutor(len(self.parts)) as threads:
-            return join_by_specs(TIMESTEP_SPECS, list(threads.map(play, itertools.count(), self.parts)))
+            return join_envs(list(threads.map(play, itertools.count(), self.parts)), axis=-1)
 
-    def snapshot(self) -> EnvSnapshot:
-        snapshots = [part.snapshot() for part in self.parts]
-        actions = [join_envs(rows, axis=0) for rows in zip(*(x.actions for x in snapshots), strict=True)]
-        return EnvSnapshot(snapshots[0].seed, actions, len(actions))
+    def save(self) -> dict[str, np.ndarray]:
+        """As EnvSnapshot.save."""
+        saved = [part.snapshot().save() for part in self.parts]
+        actions = {"actions": join_envs([x["actions"] for x in saved], axis=1)} if "actions" in saved[0] else {}
+        return {"seed": saved[0]["seed"]} | actions
 
     def restore(self, saved: dict[str, np.ndarray], run: Run) -> None:
         count = len(self.parts)
@@ -393,10 +394,15 @@ class ThreadedVecEnv:
             part.close()
 
 
-def make_train_envs(args, env_ids: Sequence[int] | None = None) -> ReplayableVecEnv:
-    """This host's training environments of a Procgen script, or some of them (`args`: GameArgs, num_envs, seed)."""
-    env_ids = devices.local_env_ids(args) if env_ids is None else env_ids
-    return ReplayableVecEnv(partial(make_procgen, args), env_ids, derive_seed(args.seed, 0), args.restart_every)
+def make_train_envs(args, first: int = 0, every: int = 1) -> ReplayableVecEnv:
+    """This host's training environments of a Procgen script (`args`: GameArgs, num_envs, seed), or one in `every`."""
+    env_ids, seed = devices.local_env_ids(args)[first::every], derive_seed(args.seed, 0)
+    return ReplayableVecEnv(partial(make_procgen, args), env_ids, seed, args.restart_every)
+
+
+def make_threaded_envs(args) -> ThreadedVecEnv:
+    """The same for `args.rollout_threads` threads."""
+    return ThreadedVecEnv([make_train_envs(args, i, args.rollout_threads) for i in range(args.rollout_threads)])
 
 
 def step_keys(key: jax.Array, t: jax.Array, env_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

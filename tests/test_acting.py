@@ -92,19 +92,19 @@ def test_rollout_in_two_threads_equals_that_in_one(num_devices, core):
         )  # fmt: skip
         agent, mesh = ppo.make_agent(args), devices.make_mesh(args)
         collect, params = ppo.make_collect(args, agent, mesh), ppo.init_state(args, agent).params["agent"]
-        make_envs, env_ids = partial(envs.make_train_envs, args), devices.local_env_ids(args)
-        env_state = jax.device_put(ppo.init_env_state(args, env_ids), devices.shardings(mesh, envs.ENV_STATE_SPECS))
+        env_state = ppo.init_env_state(args, devices.local_env_ids(args))
+        env_state = jax.device_put(env_state, devices.shardings(mesh, envs.ENV_STATE_SPECS))
         results = []
-        with closing(envs.ThreadedVecEnv(make_envs, env_ids, threads)) as vec_env:
+        with closing(envs.make_threaded_envs(args)) as vec_env:
             if played:
                 vec_env.restore(played["snapshot"], SimpleNamespace(replay_progress=lambda what, total: lambda i: None))
             else:
                 collect(vec_env, params, env_state, 0, runs.Stopwatch())
-                played["snapshot"] = vec_env.snapshot().save()
+                played["snapshot"] = vec_env.save()
             for i in (1, 2):
                 rollout, timesteps = collect(vec_env, params, env_state, i, runs.Stopwatch())
                 env_state = rollout.env_state
-                results.append(jax.device_get((rollout, timesteps, vec_env.snapshot().save())))
+                results.append(jax.device_get((rollout, timesteps, vec_env.save())))
         jax.tree.map(
             partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), results, played.setdefault("one", results)
         )
@@ -117,7 +117,7 @@ def test_rollout_threads_act_at_the_same_time():
         both.wait(timeout=60)  # for the other thread
         return np.full(2, thread)
 
-    make_envs = partial(envs.make_train_envs, ppo.Args(env_id="bigfish"))
-    with closing(envs.ThreadedVecEnv(make_envs, np.arange(4), 2)) as vec_env:
+    args = ppo.Args(env_id="bigfish", num_envs=4, rollout_threads=2)
+    with closing(envs.make_threaded_envs(args)) as vec_env:
         vec_env.play(act, 3, runs.Stopwatch())
-        assert vec_env.snapshot().save()["actions"].tolist() == [[0, 1, 0, 1]] * 3
+        assert vec_env.save()["actions"].tolist() == [[0, 1, 0, 1]] * 3

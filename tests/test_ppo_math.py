@@ -83,9 +83,7 @@ def play(script, args, updates, change=lambda state: state, again=False):
     state = multihost.distribute(mesh, change(init_state(script, args, agent)), script.STATE_SPECS)
     env_state = jax.device_put(init_env_state(script, args), devices.shardings(mesh, envs.ENV_STATE_SPECS))
     states, lines, played = [jax.device_get(state)], [], []
-    make_envs = partial(envs.make_train_envs, args)
-    threaded = partial(envs.ThreadedVecEnv, make_envs, devices.local_env_ids(args), 1)
-    with closing(threaded() if script is ppo else make_envs()) as vec_env:
+    with closing((envs.make_threaded_envs if script is ppo else envs.make_train_envs)(args)) as vec_env:
         for i in range(updates):
             if i == 0 or not again:
                 rollout, steps = collect(vec_env, acting_params(script, state), env_state, i, runs.Stopwatch())
