@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,10 +128,9 @@ def load(init_checkpoint: Callable[[], dict], run_dir: str) -> dict[str, Any]:
     return saved
 
 
-def _identity(args: Any, run_id: str) -> np.ndarray:
+def _identity(args: dict[str, Any], fixed: Iterable[str], run_id: str) -> np.ndarray:
     """What a checkpoint says of its run, as JSON in uint8: its id, and the flags that a resume cannot change."""
-    flags = {name: getattr(args, name) for name in fixed(type(args))}
-    return np.frombuffer(json.dumps({"wandb_id": run_id} | flags).encode(), np.uint8)
+    return np.frombuffer(json.dumps({"wandb_id": run_id} | {x: args[x] for x in fixed}).encode(), np.uint8)
 
 
 def _check_identity(saved: dict[str, Any], run_dir: str) -> None:
@@ -294,7 +293,7 @@ class Run:
             self._board = tracking.start_tensorboard(self.path / "tensorboard", after)
             undo.callback(self._board.close)
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id} | about | {"args": config})
-        self._identity, self._logged = _identity(args, run_id), hashlib.sha256()
+        self._identity, self._logged = _identity(config, fixed(type(args)), run_id), hashlib.sha256()
 
     def __enter__(self) -> "Run":
         with contextlib.suppress(ValueError):  # only the main thread handles signals
