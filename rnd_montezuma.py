@@ -51,8 +51,7 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
-    # The games and the first statistics are of these.
-    FIXED: ClassVar = ("num_envs", "num_actors", "obs_norm_init_steps")
+    FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
 
     total_timesteps: StepCount = 163_840_000
     """total number of environment steps"""
@@ -126,10 +125,6 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         runs.check_needs(self, self.async_, "--async", ("num_actors", "vtrace", "actor_devices"))
-        what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
-        check(self.num_envs % self.num_actors == 0, what)
-        each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
-        check(self.actor_devices <= self.num_actors, each)
         runs.check_batch(self)
 
     def sharded_sizes(self) -> dict[str, int]:

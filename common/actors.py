@@ -27,20 +27,28 @@ from common.flags import NonNegativeInt, Size
 
 @dataclass(frozen=True)
 class ActorArgs:
-    """The actors' devices."""
+    """Actor threads and their devices."""
 
+    FIXED: ClassVar = ("num_actors",)  # each has games of its own
+
+    num_actors: Annotated[int, Interval(ge=1, le=256)] = 2
+    """number of actor threads, which share the environments"""
     actor_devices: NonNegativeInt = 0
     """number of devices, the last ones of this host, for actors alone; 0 to share the learner's"""
+
+    def check(self) -> None:
+        what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
+        check(self.num_envs % self.num_actors == 0, what)
+        each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
+        check(self.actor_devices <= self.num_actors, each)
 
 
 @dataclass(frozen=True)
 class FleetArgs(ActorArgs):
-    """Actor threads and policy lag."""
+    """Environments of actor threads, and policy lag."""
 
-    FIXED: ClassVar = ("num_envs", "num_actors")  # each has games of its own
+    FIXED: ClassVar = ("num_envs",)  # an actor's games are its own
 
-    num_actors: Annotated[int, Interval(ge=1, le=256)] = 2
-    """number of actor threads, which share the environments"""
     num_envs: Size = 32
     """number of parallel environments, over all actors"""
     max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
@@ -48,12 +56,6 @@ class FleetArgs(ActorArgs):
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
     for bit on a CPU) but charts/queue_size; without it the threads' timing decides how old (not at --max-lag 0)"""
-
-    def check(self) -> None:
-        what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
-        check(self.num_envs % self.num_actors == 0, what)
-        each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
-        check(self.actor_devices <= self.num_actors, each)
 
 
 class ActorError(RuntimeError):
