@@ -57,7 +57,6 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
-        _check_threads()
         with _stop_signals_raise():
             for text in (*argv, os.getcwd()):
                 check(text == text.encode(errors="ignore").decode(), f"{text!r}: is not UTF-8, give another name")
@@ -76,6 +75,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             args = tyro.cli(args_class, args=argv, default=default, description=module.__doc__)
             _check_given(args, flags)
             _check_ranges(args)
+            _check_threads()
             if getattr(args, "distributed", False):
                 # Before JAX starts, which a dtype that depends on the device would do: not every script can.
                 check_flags(dataclasses.replace(args, dtype="float32") if hasattr(args, "dtype") else args)
