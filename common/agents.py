@@ -49,7 +49,7 @@ def read(path: Path) -> dict:
         digest = runs.read_args(str(path.parent), "RUN_DIR").get("sha256")  # older agents have none
         if digest not in (None, hashlib.sha256(data).hexdigest()):
             raise ValueError("its SHA-256 is not that of args.json")
-        for name, array in load(data).items():
+        for name, array in sorted(load(data).items()):  # a name before those within it
             *folders, last = name.split("/")
             if len(folders) > 20 or not np.isfinite(array).all():
                 raise ValueError(f"{name[:80]} is not finite or nested too deeply")
