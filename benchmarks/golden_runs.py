@@ -88,6 +88,12 @@ CASES = {
     "trpo, 2 processes": Case(
         "trpo_procgen", ON_POLICY + "--env-id bigfish --value-epochs 1 --cg-iterations 3", FIRST, THEN, 2
     ),
+    "ppg, 4 devices": Case(
+        "ppg_procgen",
+        ON_POLICY + "--num-devices 4 --env-id starpilot --learning-rate 0.003 --policy-iterations 2 --aux-epochs 2 "
+        "--aux-minibatches 1 --augment translate --dropout 0.1 --separate-value --max-grad-norm 0.5",
+        FIRST, THEN,
+    ),
     "impala, 1 device": Case(
         "impala_procgen",
         RESIDUAL + "--deterministic --num-devices 1 --env-id starpilot --learning-rate 0.003 --core lstm --max-lag 2 "

@@ -43,6 +43,10 @@ FLAGS = {
     "trpo_procgen.py": {k: v for k, v in (PROCGEN | NATURE).items() if k != "update_epochs"} | {
         "value_epochs": 2, "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,
     },
+    "ppg_procgen.py": {k: v for k, v in (PROCGEN | NATURE).items() if k != "update_epochs"} | {
+        "policy_iterations": 3, "aux_epochs": 2, "aux_minibatches": 2, "augment": "translate", "dropout": 0.1,
+        "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,
+    },
     "impala_procgen.py": PROCGEN | NATURE | {
         "core": "lstm", "replay_fraction": 0.5, "replay_size": 16, "max_lag": 2, "deterministic": True,
         "total_timesteps": 1000, "eval_every": 600, "checkpoint_every": 100,

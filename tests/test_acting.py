@@ -12,12 +12,13 @@ import pytest
 from test_ppo_math import init_env_state
 
 import impala_procgen as impala
+import ppg_procgen as ppg
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import trpo_procgen as trpo
 from common import devices, envs, runs
 
-scripts = pytest.mark.parametrize("script", [ppo, impala, trpo, rnd], ids=lambda script: script.SCRIPT)
+scripts = pytest.mark.parametrize("script", [ppo, impala, trpo, ppg, rnd], ids=lambda script: script.SCRIPT)
 PARAMS = {"policy": None, "value": None}
 
 
@@ -25,12 +26,15 @@ class FixedAgent:
     """Logits that do not depend on the frames: all 0, or certain of action 3; values are 0."""
 
     def __init__(self, script, certain):
+        self.script = script
         self.logits = np.zeros(18 if script is rnd else 15, np.float32)
         self.logits[3] = 50 * certain
         self.values = np.zeros(2 if script is rnd else (), np.float32)
 
     def apply(self, params, x, is_first=None, hidden_state=None, method=None):
         logits, values = (jnp.broadcast_to(y, (len(x), *y.shape)) for y in (self.logits, self.values))
+        if self.script is ppg:
+            return logits, values, values
         if method == "decode":
             return logits[:, None], values[:, None], hidden_state
         return logits if method is None else jnp.zeros((len(x), 1))
@@ -41,7 +45,7 @@ def make(script, certain, **flags):
     return script.Args(num_devices=1, **flags), trpo.Agent(agent, agent) if script is trpo else agent
 
 
-@pytest.mark.parametrize("script", [ppo, impala, trpo], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("script", [ppo, impala, trpo, ppg], ids=lambda script: script.SCRIPT)
 def test_acting_with_uniform_policy_draws_anew_each_step_and_records_choice(script):
     args, agent = make(script, False, num_envs=8, num_steps=12, sticky_actions=0.5)
     frames, steps = np.zeros((8, 3, 64, 64), np.uint8), []

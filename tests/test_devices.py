@@ -25,6 +25,7 @@ from conftest import (
 import apex_procgen as apex
 import hnppo_doorgym as hnppo
 import impala_procgen as impala
+import ppg_procgen as ppg
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import sac_procgen as sac
@@ -47,6 +48,10 @@ SCRIPTS = {
     },
     trpo: {k: v for k, v in ACTOR_CRITIC.items() if k not in ("update_epochs", "learning_rate")} | {
         "num_steps": 8, "fisher_fraction": 1.0, "value_epochs": 1, "total_timesteps": 120,
+    },
+    ppg: {k: v for k, v in ACTOR_CRITIC.items() if k != "update_epochs"} | {
+        "num_steps": 8, "policy_iterations": 1, "aux_epochs": 1, "aux_minibatches": 1, "augment": "translate",
+        "dropout": 0.1, "learning_rate": "0.001", "total_timesteps": 120,
     },
     impala: ACTOR_CRITIC | {
         "num_steps": 8, "deterministic": True, "core": "lstm", "clip_coef": 0.2, "total_timesteps": 120,

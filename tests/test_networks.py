@@ -16,6 +16,7 @@ from test_ppo_math import FULL_PRECISION, matmuls, relaxed, seeds
 
 import apex_procgen as apex
 import impala_procgen as impala
+import ppg_procgen as ppg
 import ppo_procgen as ppo
 import sac_procgen as sac
 import trpo_procgen as trpo
@@ -318,7 +319,7 @@ def test_cost_of_encoder_counts_parameters_arithmetic_and_memory(spec, parameter
         assert kept < cost["KiB kept"] < 1.5 * kept
 
 
-@pytest.mark.parametrize("script", [ppo, trpo, impala, apex, sac], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("script", [ppo, trpo, ppg, impala, apex, sac], ids=lambda script: script.SCRIPT)
 def test_agent_with_another_encoder_flag_is_another_network(script):
     def agent(**flags):
         return script.make_agent(script.Args(**{"channels": "4,4"} | flags))

@@ -52,6 +52,9 @@ FLAGS = {
         "update_epochs": 2, "kl_target": 1e-4, "core": "gru", "rnd_coef": 0.5, "rnd_normalize": True,
     },
     "trpo_procgen": ON_POLICY | {"value_epochs": 2, "fisher_fraction": 0.5},
+    "ppg_procgen": ON_POLICY | {
+        "policy_iterations": 2, "aux_epochs": 2, "aux_minibatches": 2, "augment": "translate", "dropout": 0.1,
+    },
     "impala_procgen": ON_POLICY | DRAC | {
         "update_epochs": 2, "core": "lstm", "replay_fraction": 0.5, "replay_size": 16, "max_lag": 2,
         "deterministic": True,
@@ -155,6 +158,7 @@ def slow(*values):
     [
         # After the update after which the games restart, before it, and at it: there SIGTERM stops them too, below.
         ("ppo_procgen", 3), slow("ppo_procgen", 1), slow("ppo_procgen", 2), slow("trpo_procgen", 3),
+        ("ppg_procgen", 3), slow("ppg_procgen", 2),  # in a policy phase, and after an auxiliary one
         slow("impala_procgen", 3), slow("impala_procgen", 2), ("rnd_montezuma", 1), slow("rnd_montezuma", 2),
         # Before learning starts, and after.
         ("apex_procgen", 2), slow("apex_procgen", 5), slow("sac_procgen", 2), slow("sac_procgen", 5),
@@ -225,7 +229,7 @@ def test_evaluation_plays_what_a_script_trained(name, observed):
 # Flags that the runs above do not read: those of runs.cli (tests/test_devices.py) and of W&B (tests/test_run.py), and
 # what other networks have, or values without atoms (tests/test_apex_math.py).
 UNREAD = {"distributed", "wandb_project", "wandb_entity"}
-UNREAD_BY = {name: {"blocks"} for name in ("ppo_procgen", "trpo_procgen", "impala_procgen")}
+UNREAD_BY = {name: {"blocks"} for name in ("ppo_procgen", "trpo_procgen", "ppg_procgen", "impala_procgen")}
 UNREAD_BY |= {"apex_procgen": {"width", "munchausen_tau"}, "sac_procgen": {"width"}}
 
 
@@ -312,6 +316,8 @@ BAD = [
     ("ppo", "--core lstm --num-minibatches 128", "--num-minibatches 128", "64 (a recurrent core"),
     ("ppo", "--num-envs 65536 --num-steps 1024", "--num-envs 65536", "at most 16777216"),
     ("trpo", "--num-minibatches 7", "--num-minibatches 7", "8192"),
+    ("ppg", "--aux-minibatches 7", "--aux-minibatches 7", "environments, 64"),
+    ("ppg", "--policy-iterations 1000 --num-envs 4096", "--policy-iterations 1000", "this host has"),
     ("impala", "--num-minibatches 3", "--num-minibatches 3", "16"),
     ("impala", "--replay-fraction 0.2 --num-minibatches 3", "--num-minibatches 3", "20"),
     ("impala", "--num-envs 65536 --num-steps 1024", "--num-envs 65536", "at most"),

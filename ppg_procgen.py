@@ -1,0 +1,675 @@
+"""PPG on Procgen: phasic policy gradient, PPO with auxiliary phases that distil the value into the policy's network.
+
+Cobbe et al. 2020 (arXiv 2009.04416), with its hyper-parameters; network and frames are a 2020 Procgen competition
+entry's, as in ppo_procgen.py. Try:
+
+    python ppg_procgen.py --env-id bigfish
+    python ppg_procgen.py --env-id coinrun --separate-value --num-levels 200
+"""
+
+import math
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from common import agents, augment, devices, envs, networks, runs
+from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
+from common.files import check
+from common.flags import (
+    Iterations,
+    NonNegativeFloat,
+    NonNegativeSchedule,
+    PositiveFloat,
+    PositiveInt,
+    StepCount,
+    UnitInterval,
+    UnitSchedule,
+)
+from common.rewards import (
+    RETURN_FILTER_SPECS,
+    NormalizeArgs,
+    ReturnFilter,
+    init_return_filter,
+    masked_moments,
+    prepare_rewards,
+)
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclass(frozen=True)
+class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArgs):
+    # Another network; and a checkpoint may have the rollouts and the progress of an unfinished phase.
+    FIXED: ClassVar = ("separate_value", "num_steps", "policy_iterations", "aux_epochs", "aux_minibatches")
+
+    total_timesteps: StepCount = 25_000_000
+    """total number of environment steps"""
+    num_envs: PositiveInt = 64
+    """number of parallel environments, over all devices"""
+    num_steps: PositiveInt = 256
+    """steps per environment in a rollout; the batch is num_envs x num_steps"""
+    num_minibatches: PositiveInt = 8
+    """number of minibatches per epoch of a policy phase"""
+    update_epochs: Iterations = 1
+    """epochs over each rollout in a policy phase (the paper's E_pi and E_V)"""
+    policy_iterations: Iterations = 32
+    """rollouts in a policy phase, all of which the next auxiliary phase learns from (N_pi)"""
+    aux_epochs: Iterations = 6
+    """epochs of an auxiliary phase over the policy phase's rollouts (E_aux)"""
+    aux_minibatches: PositiveInt = 16
+    """minibatches per rollout in an auxiliary epoch, each of num_envs / aux_minibatches environments' rollouts"""
+    beta_clone: NonNegativeFloat = 1.0
+    """coefficient of the KL divergence from the policy before an auxiliary phase"""
+    separate_value: bool = False
+    """a network of its own for the value (the paper's two networks); if off, the value is a head on the policy's
+    features whose gradient stops there"""
+    learning_rate: NonNegativeSchedule = "5e-4"
+    """Adam's learning rate in both phases: a number, or a schedule "step:value,..." in environment steps"""
+    gamma: UnitSchedule = "0.999"
+    """discount: a number, or a schedule like the learning rate's"""
+    gae_lambda: UnitInterval = 0.95
+    """lambda of generalised advantage estimation (GAE)"""
+    clip_coef: PositiveFloat = 0.2
+    """clip the probability ratio to 1 +- this"""
+    vf_coef: NonNegativeFloat = 1.0
+    """coefficient of the value loss in a policy phase, half the mean squared error"""
+    ent_coef: NonNegativeSchedule = "0.01"
+    """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
+    max_grad_norm: NonNegativeFloat = 0.0
+    """maximum global norm of the gradient; 0 for no clipping"""
+    adam_eps: PositiveFloat = 1e-8
+    """Adam's epsilon"""
+
+    checkpoint_every: PositiveInt = 524_288
+    normalize_rewards: bool = True
+
+    def check(self) -> None:
+        """Raises UsageError for inconsistent flags."""
+        runs.check_batch(self)
+        check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
+        divide = f"must divide the number of environments, {self.num_envs}"
+        check(self.num_envs % self.aux_minibatches == 0, f"--aux-minibatches {self.aux_minibatches}: {divide}")
+
+    def sharded_sizes(self) -> dict[str, int]:
+        """The sizes that are divided among the learner devices, by their descriptions."""
+        size = self.num_envs // self.aux_minibatches
+        return super().sharded_sizes() | {"an auxiliary minibatch, --num-envs / --aux-minibatches": size}
+
+
+# NETWORK
+
+
+class Agent(nn.Module):
+    """A policy and an auxiliary value head on one encoder, and a value head on that or on an encoder of its own."""
+
+    encoder: nn.Module
+    value_encoder: nn.Module | None
+    dropout: float
+
+    @nn.compact
+    def __call__(self, frames: jax.Array, keys: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> logits float32 [B, 15], values float32 [B] and
+        auxiliary values float32 [B]."""
+        # Heads in full float32, on a GPU too; a small first policy, and values near 0, as in the paper's code.
+        dense = partial(nn.Dense, precision="highest", kernel_init=nn.initializers.orthogonal(0.1))
+        x = networks.dropout(self.encoder(frames), keys, self.dropout)
+        value_features = self.value_encoder(frames) if self.value_encoder else jax.lax.stop_gradient(x)
+        value = dense(1, name="value")(value_features)[:, 0]
+        return dense(envs.NUM_ACTIONS, name="policy")(x), value, dense(1, name="aux_value")(x)[:, 0]
+
+
+def make_agent(args: Args) -> Agent:
+    """The network that these flags describe."""
+    value_encoder = networks.make_encoder(args) if args.separate_value else None
+    return Agent(networks.make_encoder(args), value_encoder, args.dropout)
+
+
+def forward(agent: Agent, params: dict, frames: jax.Array, keys: jax.Array | None = None):
+    """Logits [B, 15], values [B] and auxiliary values [B] for stacked frames [B, 64, 64, C], with dropout keys [B]."""
+    return devices.map_in_chunks(lambda x: agent.apply(params, *x), (frames, keys))
+
+
+# TRAINING STATE
+
+
+class TrainState(NamedTuple):
+    """State of the learner."""
+
+    params: dict
+    opt_state: optax.OptState  # of policy phases
+    aux_opt_state: optax.OptState  # of auxiliary phases
+    key: jax.Array
+    global_step: jax.Array  # int32 []: transitions learnt from
+    updates: jax.Array  # int32 []: rollouts learnt from
+    aux_updates: jax.Array  # int32 []: minibatches of auxiliary phases
+    aux_terms: dict[str, jax.Array]  # float32 []: of their loss, summed over the latest epoch
+    reward_filter: ReturnFilter
+
+
+STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SPECS)
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    """Adam's direction, without step size and sign: a step multiplies it by -learning_rate, from a schedule."""
+    return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
+
+
+def init_state(args: Args, agent: Agent) -> TrainState:
+    """The learner's state before its first update, from `args.seed`."""
+    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
+    params = agent.init(init_key, jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8))
+    return TrainState(
+        params=params,
+        opt_state=make_optimizer(args).init(params),
+        aux_opt_state=make_optimizer(args).init(params),
+        key=key,
+        global_step=jnp.int32(0),
+        updates=jnp.int32(0),
+        aux_updates=jnp.int32(0),
+        aux_terms=dict.fromkeys(AUX_TERMS, jnp.float32(0)),
+        reward_filter=init_return_filter(args.num_envs),
+    )
+
+
+# ROLLOUT
+
+
+class Rollout(NamedTuple):
+    """T steps of N environments, collected on the device."""
+
+    frames: envs.Frames  # of T + 1 steps
+    actions: jax.Array  # int32 [T, N]
+    logits: jax.Array  # float32 [T, N, 15]
+    values: jax.Array  # float32 [T, N]
+    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
+    key: jax.Array
+    t: jax.Array  # int32 []
+
+
+ROLLOUT_SPECS = devices.partition_specs(
+    Rollout,
+    frames=TIME_ENV_SHARDED,
+    actions=TIME_ENV_SHARDED,
+    logits=TIME_ENV_SHARDED,
+    values=TIME_ENV_SHARDED,
+    env_state=envs.ENV_STATE_SPECS,
+)
+
+
+def begin_rollout(args: Args, env_state: envs.EnvState, i: int) -> Rollout:
+    """The run's i-th rollout, before its first step."""
+    shape = (args.num_steps, len(env_state.env_ids))
+    return Rollout(
+        frames=envs.Frames.after(env_state.history, args.num_steps + 1, args.stack_offsets),
+        actions=jnp.zeros(shape, jnp.int32),
+        logits=jnp.zeros((*shape, envs.NUM_ACTIONS)),
+        values=jnp.zeros(shape),
+        env_state=env_state,
+        key=jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 0)), i),
+        t=jnp.int32(0),
+    )
+
+
+def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, episode_step: jax.Array):
+    """Chooses actions for obs uint8 [N, 3, 64, 64] and episode_step int32 [N]; returns the rollout and actions [N]."""
+    t, env_state = rollout.t, rollout.env_state
+    frames = rollout.frames.write(t, obs, episode_step)
+    logits, values, _ = forward(agent, params, frames.stack(t))
+    policy_keys, sticky_keys = envs.step_keys(rollout.key, t, env_state.env_ids)
+    actions = jax.vmap(jax.random.categorical)(policy_keys, logits)
+    played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
+    rollout = rollout._replace(
+        frames=frames,
+        actions=rollout.actions.at[t].set(actions),
+        logits=rollout.logits.at[t].set(logits),
+        values=rollout.values.at[t].set(values),
+        env_state=env_state._replace(last_action=played),
+        t=t + 1,
+    )
+    return rollout, played
+
+
+def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, episode_step: jax.Array) -> Rollout:
+    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their episode_step int32 [N]."""
+    frames = rollout.frames.write(args.num_steps, obs, episode_step)
+    env_state = rollout.env_state._replace(history=frames.history(args.num_steps))
+    return rollout._replace(frames=frames, env_state=env_state)
+
+
+def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns collect(vec_env, params, env_state, i, watch) -> Rollout, envs.Timesteps: it plays the i-th rollout,
+    num_steps steps of each environment, each device with its own environments."""
+    shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    begin = jax.jit(partial(begin_rollout, args), out_shardings=devices.shardings(mesh, ROLLOUT_SPECS))
+    step = shard_map(
+        partial(act, args, networks.acting_agent(agent)),
+        in_specs=(REPLICATED, ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
+        out_specs=(ROLLOUT_SPECS, ENV_SHARDED),
+    )
+    step = jax.jit(step, donate_argnums=1)
+    end = shard_map(
+        partial(end_rollout, args), in_specs=(ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED), out_specs=ROLLOUT_SPECS
+    )
+    end = jax.jit(end, donate_argnums=0)
+
+    def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, i: int, watch: runs.Stopwatch):
+        params = networks.acting_params(agent, params)  # cast to the encoder's dtype, once for all steps
+        rollout = begin(env_state, i)
+
+        def choose_actions(obs, episode_step):
+            nonlocal rollout
+            rollout, actions = step(params, rollout, *devices.to_device(mesh, (obs, episode_step)))
+            return actions
+
+        timesteps = vec_env.play(choose_actions, args.num_steps, watch)
+        return end(rollout, *devices.to_device(mesh, (vec_env.obs, vec_env.episode_step))), timesteps
+
+    return collect
+
+
+# POLICY PHASE
+
+
+def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Array:
+    """Generalised advantage estimates of one sequence (Schulman et al. 2016, equation 16).
+
+    Args:
+      rewards: float32 [T], terminated, truncated: bool [T], of the transition from step t to t + 1.
+      values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
+      gamma, gae_lambda: float32 [].
+
+    Returns advantages float32 [T]; those of junk steps are meaningless and reach no other step.
+    """
+    chex.assert_rank([rewards, values, terminated, truncated], 1)
+    chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
+    deltas = rewards + gamma * jnp.where(terminated, 0.0, values[1:]) - values[:-1]
+    decay = gamma * gae_lambda * (1.0 - (terminated | truncated))
+
+    def backward(advantage, step):
+        delta, decay = step
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    return jax.lax.scan(backward, jnp.float32(0), (deltas, decay), reverse=True, unroll=devices.scan_unroll())[1]
+
+
+class Batch(NamedTuple):
+    """Transitions to learn from: over a rollout [T, N]; in a minibatch [B]."""
+
+    actions: jax.Array  # int32; all else is float32
+    logits: jax.Array  # [..., 15], of the policy that acted
+    advantages: jax.Array  # normalised over the rollout
+    returns: jax.Array  # targets of the values
+
+
+class Inputs(NamedTuple):
+    """Network inputs of B samples."""
+
+    frames: jax.Array  # uint8 [B, 64, 64, C]
+    keys: jax.Array | None  # uint32 [B, 2], for augmentation and dropout
+
+    def augmented(self, args: Args) -> "Inputs":
+        """Frames after augmentation, and the keys for dropout."""
+        if self.keys is None:
+            return self
+        augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.random.split)(self.keys), 1, 0)
+        return Inputs(augment.augment(args, augment_keys, self.frames), dropout_keys)
+
+
+def policy_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, ent_coef):
+    """PPO's loss (Cobbe et al. 2020, equation 1 and algorithm 1) per sample: a dict of float32 [B]. `devices.gradient`
+    weights and averages the terms over samples and devices; "loss" is differentiated, the others are logged."""
+    inputs, batch = minibatch
+    logits, values, _ = forward(agent, params, *inputs.augmented(args))
+    chex.assert_equal_shape([logits, batch.logits])
+    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
+    log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=-1)[:, 0]
+    ratio = jnp.exp(log_ratio)
+    ratio_clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    terms = {
+        "policy_loss": -jnp.minimum(ratio * batch.advantages, ratio_clipped * batch.advantages),
+        "value_loss": 0.5 * (values - batch.returns) ** 2,
+        "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact, under its usual name
+        "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
+    }
+    return terms | {"loss": terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]}
+
+
+def compute_advantages(
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps, gamma: jax.Array
+):
+    """Shaped rewards and GAE: returns the state with its running statistics updated, a Batch [T, N] and metrics []."""
+    mask = ~timesteps.is_reset
+    reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
+    last_value = forward(agent, state.params, rollout.frames.stack(args.num_steps))[1]
+    advantages = jax.vmap(partial(gae, gamma=gamma, gae_lambda=args.gae_lambda), 1, 1)(
+        rewards, jnp.concatenate([rollout.values, last_value[None]]), timesteps.terminated, timesteps.truncated
+    )
+    returns = advantages + rollout.values
+    mean, var = masked_moments(advantages, mask)
+    _, return_var = masked_moments(returns, mask)
+    batch = Batch(rollout.actions, rollout.logits, (advantages - mean) / jnp.sqrt(var + 1e-8), returns)
+    metrics = {
+        "charts/return_std": jnp.sqrt(reward_filter.var),
+        "losses/explained_variance": 1 - var / jnp.maximum(return_var, 1e-8),  # advantages are returns - values
+    }
+    return state._replace(reward_filter=reward_filter), batch, metrics
+
+
+def sample_keys(args: Args, key: jax.Array, ids: jax.Array) -> jax.Array | None:
+    """Keys uint32 [B, 2] for samples with these numbers int32 [B]; None if nothing is drawn."""
+    return devices.fold_in_ids(key, ids) if args.augment or args.dropout else None
+
+
+def optimize(
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, learning_rate, ent_coef, key
+):
+    """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
+
+    Args:
+      batch, weight: [T, N]; the weight is 0 for junk steps.
+      learning_rate, ent_coef: float32 [].
+    """
+    chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
+    env_ids, tx = rollout.env_state.env_ids, make_optimizer(args)
+    minibatch_loss = partial(policy_phase_loss, args, agent, ent_coef=ent_coef)
+
+    def train_minibatch(learner, key, index):
+        params, opt_state = learner
+        time, env = index // len(env_ids), index % len(env_ids)
+        # By the sample's number among all devices, so that its draws are the same on whichever device it is.
+        keys = sample_keys(args, key, time * args.num_envs + env_ids[env])
+        minibatch = Inputs(rollout.frames.stack(time, env), keys), jax.tree.map(lambda x: x[time, env], batch)
+        grads, terms, _ = devices.gradient(minibatch_loss, params, minibatch, weight[time, env])
+        direction, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        return (params, opt_state), terms | {"grad_norm": devices.global_norm(grads)}
+
+    def train_epoch(learner, key):
+        shuffle_key, sample_key = jax.random.split(key)
+        order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), weight.size)  # of this device's samples
+        order = order.reshape(args.num_minibatches, -1)
+        learner, terms = jax.lax.scan(lambda learner, x: train_minibatch(learner, sample_key, x), learner, order)
+        return learner, jax.tree.map(jnp.mean, terms)
+
+    keys = jax.random.split(key, args.update_epochs)
+    (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
+
+
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps):
+    """One iteration of a policy phase, on each device's part of the rollout: returns the next TrainState, the values'
+    targets float32 [T, N] and metrics, float32 []."""
+    learning_rate, ent_coef, gamma = (
+        runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
+    )
+    key, shuffle_key = jax.random.split(state.key)
+    weight = ~timesteps.is_reset
+    state, batch, metrics = compute_advantages(args, agent, state, rollout, timesteps, gamma)
+    params, opt_state, terms = optimize(
+        args, agent, state, rollout, batch,
+        weight=weight, learning_rate=learning_rate, ent_coef=ent_coef, key=shuffle_key,
+    )  # fmt: skip
+    metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
+        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
+        "charts/learning_rate": learning_rate,
+        "charts/ent_coef": ent_coef,
+        "charts/gamma": gamma,
+    }
+    state = state._replace(
+        params=params,
+        opt_state=opt_state,
+        key=key,
+        global_step=state.global_step + devices.psum(weight.sum()),
+        updates=state.updates + 1,
+    )
+    return state, batch.returns, metrics
+
+
+def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns the jitted update(state, rollout, timesteps) -> TrainState, value targets, metrics; donates the state."""
+    return jax.jit(
+        jax.shard_map(
+            partial(update, args, agent),
+            mesh=mesh,
+            in_specs=(STATE_SPECS, ROLLOUT_SPECS, envs.TIMESTEP_SPECS),
+            out_specs=(STATE_SPECS, TIME_ENV_SHARDED, REPLICATED),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
+
+
+# AUXILIARY PHASE
+# Its rollouts stay in the host's memory, each frame once, as bytes: 32 of the default size are 6.5 GB. A minibatch is
+# put together there while the devices learn from the one before.
+
+
+class AuxBatch(NamedTuple):
+    """What an auxiliary phase learns from, T steps each: of N environments in one rollout; in a minibatch of M of the
+    environments in any of the rollouts."""
+
+    frames: envs.Frames  # of T + 1 steps
+    returns: jax.Array  # float32 [T, N]: targets of both values
+    weight: jax.Array  # bool [T, N]: False for junk steps
+    logits: jax.Array | None  # float32 [T, N, 15]: of the policy before the phase, once that begins
+
+
+AUX_SPECS = AuxBatch(*[TIME_ENV_SHARDED] * 4)
+AUX_TERMS = "aux_value_loss", "aux_phase_value_loss", "aux_phase_kl"
+
+
+def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, jax.Array, jax.Array]):
+    """The joint loss and the value loss (Cobbe et al. 2020, section 2, algorithm 1) per sample, a dict of float32 [B],
+    from inputs, value targets [B] and the logits [B, 15] of the policy to stay close to."""
+    inputs, returns, old_logits = minibatch
+    logits, values, aux_values = forward(agent, params, *inputs.augmented(args))
+    chex.assert_equal_shape([logits, old_logits])
+    chex.assert_equal_shape([values, aux_values, returns])
+    log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
+    terms = {
+        "aux_value_loss": 0.5 * (aux_values - returns) ** 2,
+        "aux_phase_value_loss": 0.5 * (values - returns) ** 2,
+        "aux_phase_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+    }
+    total = terms["aux_value_loss"] + args.beta_clone * terms["aux_phase_kl"] + terms["aux_phase_value_loss"]
+    return terms | {"loss": total}
+
+
+def minibatches_per_aux_epoch(args: Args) -> int:
+    return args.policy_iterations * args.aux_minibatches
+
+
+def aux_update(args: Args, agent: Agent, state: TrainState, batch: AuxBatch, ids: jax.Array) -> TrainState:
+    """One step of an auxiliary phase, on each device's part of a minibatch; ids int32 [M] number its rollouts of single
+    environments in the phase."""
+    learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
+    time, env = jnp.divmod(jnp.arange(batch.weight.size), len(ids))
+    keys = sample_keys(args, jax.random.fold_in(state.key, state.aux_updates), ids[env] * args.num_steps + time)
+    minibatch = Inputs(batch.frames.stack(time, env), keys), batch.returns[time, env], batch.logits[time, env]
+    minibatch_loss = partial(aux_phase_loss, args, agent)
+    grads, terms, _ = devices.gradient(minibatch_loss, state.params, minibatch, batch.weight[time, env])
+    direction, aux_opt_state = make_optimizer(args).update(grads, state.aux_opt_state, state.params)
+    is_first = state.aux_updates % minibatches_per_aux_epoch(args) == 0
+    return state._replace(
+        params=optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction)),
+        aux_opt_state=aux_opt_state,
+        aux_updates=state.aux_updates + 1,
+        aux_terms={name: jnp.where(is_first, 0, state.aux_terms[name]) + terms[name] for name in AUX_TERMS},
+    )
+
+
+def act_on_rollout(agent: Agent, params: dict, frames: envs.Frames) -> jax.Array:
+    """The policy's logits float32 [T, N, 15] on frames of T + 1 steps."""
+    return jax.lax.map(lambda t: forward(agent, params, frames.stack(t))[0], jnp.arange(len(frames.episode_steps) - 1))
+
+
+def gather(rollouts: list[AuxBatch], ids: np.ndarray) -> AuxBatch:
+    """A minibatch [T, M] of single environments' rollouts: number i is environment i % N of rollout i // N."""
+    num_envs = rollouts[0].weight.shape[1]
+    parts = [jax.tree.map(lambda x, env=i % num_envs: x[:, env], rollouts[i // num_envs]) for i in ids]
+    return jax.tree.map(lambda *x: np.stack(x, axis=1), *parts)
+
+
+def make_auxiliary_phase(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns auxiliary_phase(run, state, rollouts) -> TrainState, which empties the list of rollouts at its end. If a
+    signal comes it returns early; another call, in the resumed run, continues it."""
+    shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    evaluate = jax.jit(
+        shard_map(partial(act_on_rollout, agent), in_specs=(REPLICATED, TIME_ENV_SHARDED), out_specs=TIME_ENV_SHARDED)
+    )
+    in_specs = STATE_SPECS, AUX_SPECS, ENV_SHARDED
+    step = shard_map(partial(aux_update, args, agent), in_specs=in_specs, out_specs=STATE_SPECS)
+    step = jax.jit(step, donate_argnums=0)
+    frame_sharding, *minibatch_shardings = devices.shardings(mesh, (TIME_ENV_SHARDED, AUX_SPECS, ENV_SHARDED))
+    per_epoch = minibatches_per_aux_epoch(args)
+
+    def auxiliary_phase(run: runs.Run, state: TrainState, rollouts: list[AuxBatch]) -> TrainState:
+        for i, rollout in enumerate(rollouts):
+            if rollout.logits is None and not run.interrupted:
+                logits = evaluate(state.params, jax.device_put(rollout.frames, frame_sharding))
+                rollouts[i] = rollout._replace(logits=jax.device_get(logits))
+        total = args.aux_epochs * per_epoch
+        for i in range(int(state.aux_updates) % total, total):
+            if run.interrupted:
+                return state
+            rng = np.random.default_rng(envs.derive_seed(args.seed, 5, int(state.updates), i // per_epoch))
+            order = rng.permutation(args.policy_iterations * args.num_envs).reshape(per_epoch, -1)
+            ids = order[i % per_epoch]
+            minibatch = jax.device_put((gather(rollouts, ids), ids.astype(np.int32)), tuple(minibatch_shardings))
+            state = step(jax.block_until_ready(state), *minibatch)  # one minibatch at a time waits for the devices
+        rollouts.clear()
+        return state
+
+    return auxiliary_phase
+
+
+def check_memory(args: Args) -> None:
+    """Raises UsageError if a policy phase's frames do not fit the host's memory."""
+    frames = args.policy_iterations * args.num_envs * (args.num_steps + 1 + max(args.stack_offsets))
+    size, there = frames * math.prod(envs.FRAME_SHAPE), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needs = f"the rollouts of a phase need {size / 1e9:.1f} GB, this host has {there / 1e9:.1f} GB"
+    check(size <= there, f"--policy-iterations {args.policy_iterations}: {needs}; give fewer")
+
+
+def save_rollouts(rollouts: list[AuxBatch]) -> dict:
+    """A policy phase's rollouts so far as dicts of arrays."""
+
+    def save(rollout):
+        fields = rollout._asdict() | vars(rollout.frames)
+        return {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
+
+    return {str(i): save(rollout) for i, rollout in enumerate(rollouts)}
+
+
+def restore_rollouts(args: Args, saved: dict) -> list[AuxBatch]:
+    """The inverse of `save_rollouts`."""
+
+    def restore(x):
+        frames = envs.Frames(x["images"], x["episode_steps"], tuple(args.stack_offsets))
+        return AuxBatch(frames, x["returns"], x["weight"], x.get("logits"))
+
+    return [restore(saved[str(i)]) for i in range(len(saved))]
+
+
+# EVALUATION
+
+
+def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
+    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+
+    def sample_actions(params, frames, episode_step, keys, hidden_state):
+        return jax.vmap(jax.random.categorical)(keys, forward(agent, params, frames)[0]), hidden_state
+
+    return envs.jit_policy(mesh, sample_actions)
+
+
+def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
+    """{"params", "global_step"} of a run's newest checkpoint or an exported agent."""
+    return agents.load(run_dir, partial(init_state, args, agent), lambda state: {"params": state.params})
+
+
+# MAIN
+
+
+def init_checkpoint(args: Args, agent: Agent) -> dict:
+    """What `main` saves besides the environments and a phase's rollouts, as it is before the first step."""
+    env_ids = devices.local_env_ids(args)
+    return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
+
+
+def main(args: Args) -> runs.Run:
+    """Trains; returns the run, finished or stopped by a signal (`run.stop`)."""
+    runs.check_args(args, SCRIPT)
+    check_memory(args)
+    agent, mesh = make_agent(args), devices.make_mesh(args)
+    collect, update = make_collect(args, agent, mesh), make_update(args, agent, mesh)
+    auxiliary_phase, policy = make_auxiliary_phase(args, agent, mesh), make_policy(args, agent, mesh)
+    state_sharding, env_state_sharding, *rollout_shardings = devices.shardings(
+        mesh, (STATE_SPECS, envs.ENV_STATE_SPECS, ROLLOUT_SPECS, envs.TIMESTEP_SPECS)
+    )
+
+    with (
+        runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent)) as run,
+        closing(envs.make_train_envs(args)) as vec_env,
+    ):
+        episodes, watch = envs.EpisodeStatistics(vec_env.num_envs), runs.Stopwatch()
+        state = jax.device_put(run.checkpoint["state"], state_sharding)
+        env_state = jax.device_put(run.checkpoint["env_state"], env_state_sharding)
+        rollouts = restore_rollouts(args, run.checkpoint.get("rollouts", {}))  # of this policy phase
+        step = int(state.global_step)
+        if run.resumed:
+            episodes.restore(run.checkpoint["episodes"])
+            vec_env.restore(run.checkpoint["snapshot"], run)
+
+        def save():
+            parts = {"env_state": env_state, "snapshot": vec_env.snapshot().save(), "episodes": episodes.save()}
+            run.save(step, {"state": state}, parts | ({"rollouts": save_rollouts(rollouts)} if rollouts else {}))
+
+        while True:
+            envs.evaluate_if_due(args, mesh, run, step, partial(policy, state.params))
+            if run.finished(step):
+                break
+            if len(rollouts) == args.policy_iterations:
+                with watch("auxiliary"):
+                    state = jax.block_until_ready(auxiliary_phase(run, state, rollouts))
+            else:
+                i = int(state.updates)
+                rollout, timesteps = collect(vec_env, state.params, env_state, i, watch)
+                env_state = rollout.env_state
+                with watch("update"):
+                    state, returns, metrics = update(
+                        state, *jax.device_put((rollout, timesteps), tuple(rollout_shardings))
+                    )
+                    metrics, frames, returns = jax.device_get((metrics, rollout.frames, returns))
+                rollouts.append(AuxBatch(frames, returns, ~timesteps.is_reset, None))
+                if i and i % args.policy_iterations == 0:  # the first rollout after an auxiliary phase
+                    means = jax.device_get(state.aux_terms)
+                    metrics |= {f"losses/{name}": x / minibatches_per_aux_epoch(args) for name, x in means.items()}
+                step = int(state.global_step)
+                run.check_finite(step, metrics)
+                episodes.add(timesteps)
+                speed = {"charts/SPS": run.steps_per_second(step)}
+                run.log(step, metrics | episodes.metrics() | speed | watch.fractions())
+            # Not before an auxiliary phase: its rollouts would be most of the checkpoint.
+            if run.checkpoint_due(step) and len(rollouts) < args.policy_iterations:
+                save()
+        save()
+    return run
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
