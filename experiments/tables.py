@@ -313,6 +313,8 @@ def hard() -> list[str]:
     """Hard: all levels, and 500 training levels."""
     columns = {"OpenAI 50M": shown(openai_at("hard-all", 50_000_000))}
     columns |= {f"{who} 50M": public("hard-all", who) for who in ("PPG", "DreamerV3")}
+    authors = {"PPO": "PPO of PPG's code", "PPG": "PPG's code", "PPG, one network,": "PPG's code, one network"}
+    columns |= {f"{name} 100M": public("hard-all", who) for name, who in authors.items()}
     columns |= {"OpenAI 200M": shown(openai_at("hard-all", 200_000_000))}
     columns |= {"OpenAI 200M, 500 levels": train_and_test("hard-500", 200_000_000)}
     return by_game(columns, "hard")
