@@ -21,6 +21,8 @@ import matplotlib as mpl
 import numpy as np
 import tyro
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
+from rich.console import Console
+from rich.table import Table
 from typing_extensions import TypedDict
 
 from common import files, runs, tracking
@@ -71,6 +73,9 @@ class Args:
     """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
     reference: tuple[str, ...] = ()
     """OpenAI's PPO, such as easy-all, easy-200-test or hard-500-train, or a CSV of env_steps, mean_return"""
+    time_to: str = ""
+    """print when each run passes the last score of OpenAI's PPO on such levels (25M steps, hard: 200M), such as
+    easy-all"""
     hours: bool = False
     """draw the curves over hours of training too"""
     metrics: tuple[str, ...] = ("charts/episodic_return",)
@@ -94,6 +99,7 @@ class Logged(NamedTuple):
     game: str
     args: dict
     lines: list[dict]
+    devices: str
     flags: str = ""  # those that define its group
 
 
@@ -115,6 +121,7 @@ class Saved(TypedDict):
 
     script: str
     env_id: NotRequired[str]
+    devices: NotRequired[str]
     args: SavedArgs
 
 
@@ -142,7 +149,7 @@ def read_run(run_dir: str) -> Logged:
     runs.check(len(lines) > 0, f"RUN_DIRS {run_dir}: has no line of metrics yet, give runs that have logged something")
     game = content["args"].get("env_id") or content.get("env_id") or Path(run_dir).resolve().name.split("__")[0]
     args = {name: tracking.as_number(value) for name, value in content["args"].items()}  # 5e-4 is 0.0005
-    return Logged(run_dir, content["script"], game, args, lines)
+    return Logged(run_dir, content["script"], game, args, lines, content.get("devices", ""))
 
 
 def default_of(script: str, name: str) -> object:
@@ -289,6 +296,21 @@ def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
         return np.stack([mean, mean * np.nan, mean * np.nan])
     shares = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), draws) / count
     return np.stack([mean, *np.quantile(np.tensordot(shares, values, 1), (0.025, 0.975), axis=0)])
+
+
+def times_to(name: str, everything: list[Logged], games: list[str]) -> list[dict]:
+    """A row for each run: at which step, and after how many minutes of its own clock, the mean return of the last 100
+    episodes first was OpenAI's at the end ("" if it never was)."""
+    length = 25e6 if name.startswith("easy") else 200e6
+    targets = {game: np.interp(length, *points) for (_, game), points in read_reference(name, games).items()}
+    rows = []
+    for run in everything:
+        runs.check(run.game in targets, f"--time-to {name}: has no curve of {run.game}, leave {run.path} out")
+        above = [x for x in run.lines if x.get("charts/episodic_return", -np.inf) >= targets[run.game]]
+        row = {"game": run.game, "script": run.script, "seed": run.args.get("seed", "")}
+        row |= {"score": f"{targets[run.game]:.1f}", "steps": f"{above[0]['global_step']:,}" if above else ""}
+        rows.append(row | {"minutes": f"{60 * above[0]['hours']:.1f}" if above else "", "devices": run.devices})
+    return rows
 
 
 # FILES AND PICTURES
@@ -519,6 +541,8 @@ def check_args(args: Args) -> None:
     for flag, given in (("--random", args.random is not None), ("--reference", len(args.reference) > 0)):
         fits = not given or first_return(args.metrics) is not None
         runs.check(fits, f"{flag}: is of returns, give one in --metrics, such as charts/episodic_return")
+    valid = f"give {', '.join(REFERENCES)}"
+    runs.check(args.time_to in ("", *REFERENCES), f"--time-to {args.time_to}: has no curve, {valid}")
     same = len({Path(name).stem for name in args.reference}) == len(args.reference)
     runs.check(same, f"--reference {' '.join(args.reference)}: a file's name names its line, give each its own")
     runs.check_needs(args, args.aggregate, "--aggregate", ["score_metric"])
@@ -553,6 +577,12 @@ def main(args: Args) -> None:
         check_metrics("--score-metric", [args.score_metric], everything)
         scores = {name: scores_of(name, group, games, args.score_metric) for name, group in groups.items()}
         write_aggregate(args, groups, games, scores)
+    if args.time_to:
+        rows = times_to(args.time_to, everything, games)
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+        Console().print(table)
     write_curves(args, groups, games)
     write_picture(args.out, ".png", draw_curves(args, groups, games, references))
 

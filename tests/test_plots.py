@@ -342,6 +342,14 @@ def test_reference_is_drawn_up_to_the_end_of_the_runs(tmp_path):
 # SCORES
 
 
+def test_time_to_a_published_score_is_that_of_the_first_line_above_it(tmp_path):
+    """OpenAI's PPO has 18.8 on bigfish after 25M steps; the run's return is its step / 1000."""
+    runs = read([write_run(tmp_path / "runs", steps=steps) for steps in ((9000, 20_000, 1000, 30_000), (9000, 18_000))])
+    passed, never = plot.times_to("easy-all", runs, ["bigfish"])
+    assert (passed["score"], passed["steps"], passed["minutes"]) == ("18.8", "20,000", "1200.0")
+    assert (never["steps"], never["minutes"]) == ("", "")
+
+
 def test_scores_of_several_games_are_normalised_as_in_the_competition(tmp_path, capsys):
     """The newest evaluation counts, and the lowest seeds that all games have."""
     wanted = {"bigfish": (0.0, 0.5, 0.9), "coinrun": (1.0, -0.2), "starpilot": (0.25, 0.75)}
@@ -383,6 +391,7 @@ def test_scores_of_hard_games_use_their_own_range(tmp_path):
         ({"reference": "empty.csv"}, "--reference empty.csv", "env_steps and mean_return"),
         ({"reference": "maze.csv"}, "--reference maze.csv", "bigfish"),
         ({"points": 0}, "--points 0", "1 or more"),
+        ({"time_to": "easy"}, "--time-to easy", "easy-all"),
         ({"aggregate": True}, f"--score-metric {EVALUATION}", "charts/episodic_return"),
         ({"score_metric": "charts/episodic_return"}, "--score-metric charts/episodic_return", "--aggregate"),
         ({"random": "nan"}, "--random nan", "not a number"),
