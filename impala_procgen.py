@@ -63,6 +63,8 @@ class Args(
     """minibatches in an epoch, each of whole unrolls"""
     update_epochs: Iterations = 3
     """epochs over each batch"""
+    update_pieces: PositiveInt = 1
+    """number of programs that an update runs one after the other; actors that share the learner's GPU act in between"""
     replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
     """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
     replay_size: PositiveInt = 128
@@ -113,6 +115,12 @@ class Args(
         check(
             batch % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches}: must divide a batch's unrolls, {batch}{both}",
+        )
+        pieces, epochs = self.update_pieces, self.update_epochs
+        check(
+            epochs % pieces == 0 or (pieces % epochs == 0 and self.num_minibatches % (pieces // epochs) == 0),
+            f"--update-pieces {pieces}: must divide --update-epochs, {epochs}, or be {epochs} x a divisor of "
+            f"--num-minibatches, {self.num_minibatches}",
         )
         if self.replay_fraction:
             one, most = 1 / (self.num_envs + 1), 2**24 // self.num_steps
@@ -598,10 +606,22 @@ def fix_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBatch, *,
     return unrolls._replace(batch=unrolls.batch._replace(targets_before=targets))
 
 
-def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, *, learning_rate, ent_coef, gamma, key):
-    """Epochs of minibatches; returns parameters, the optimizer's state and the last epoch's mean metrics."""
+def schedules(args: Args, step: jax.Array) -> tuple[jax.Array, ...]:
+    """Learning rate, entropy coefficient and discount at an environment step, float32 []."""
+    return tuple(runs.parse_schedule(text)(step) for text in (args.learning_rate, args.ent_coef, args.gamma))
+
+
+def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, piece: int | jax.Array):
+    """Piece number `piece` of args.update_pieces: whole epochs of minibatches, or some minibatches of one epoch.
+
+    Returns the state with new parameters, the batch with the V-trace targets of `clip_coef`, and the mean metrics of
+    the piece's last epoch.
+    """
+    learning_rate, ent_coef, gamma = schedules(args, state.global_step)
+    epochs = max(args.update_epochs // args.update_pieces, 1)
+    num_minibatches = args.num_minibatches * args.update_epochs // (args.update_pieces * epochs)  # of each
     tx = make_optimizer(args)
-    if args.clip_coef:
+    if args.clip_coef and unrolls.batch.targets_before is None:
         unrolls = fix_targets(args, agent, state.params, unrolls, gamma=gamma)
     minibatch_loss = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
 
@@ -619,15 +639,39 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
         num_unrolls = unrolls.batch.is_reset.shape[1]  # of this device, which has its part of each minibatch
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), num_unrolls)
         order = order.reshape(args.num_minibatches, -1)
+        order = jax.lax.dynamic_slice_in_dim(order, piece * num_minibatches % args.num_minibatches, num_minibatches)
         sample_key = devices.fold_in_axis_index(sample_key)
         learner, terms = jax.lax.scan(
             lambda learner, index: train_minibatch(learner, sample_key, index), learner, order
         )
         return learner, jax.tree.map(jnp.mean, terms)
 
-    keys = jax.random.split(key, args.update_epochs)
+    keys = jax.random.split(jax.random.split(state.key)[1], args.update_epochs)
+    keys = jax.lax.dynamic_slice_in_dim(keys, piece * args.update_epochs // args.update_pieces, epochs)
     (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
-    return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
+    return state._replace(params=params, opt_state=opt_state), unrolls.batch, jax.tree.map(lambda x: x[-1], terms)
+
+
+def finish_update(args: Args, state: TrainState, is_reset: jax.Array, terms: list[dict]) -> tuple[TrainState, dict]:
+    """The next TrainState and metrics, float32 [], from the terms of the last epoch's pieces."""
+    learning_rate, ent_coef, gamma = schedules(args, state.global_step)
+    terms = jax.tree.map(lambda *x: sum(x) / len(x), *terms)
+    target_var = terms.pop("target_square") - terms.pop("target") ** 2
+    error_var = terms.pop("value_error_square") - terms.pop("value_error") ** 2
+    metrics = {f"losses/{name}": value for name, value in terms.items()} | {
+        "losses/explained_variance": 1 - error_var / jnp.maximum(target_var, 1e-8),
+        "losses/param_norm": devices.global_norm(state.params),  # not finite if the last step diverged
+        "charts/learning_rate": learning_rate,
+        "charts/ent_coef": ent_coef,
+        "charts/gamma": gamma,
+    }
+    new = args.num_envs // devices.axis_size()  # this device's unrolls that are not replayed
+    state = state._replace(
+        key=jax.random.split(state.key)[0],
+        global_step=state.global_step + devices.psum((~is_reset[:, :new]).sum()),
+        updates=state.updates + 1,
+    )
+    return state, metrics
 
 
 def update(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch) -> tuple[TrainState, dict]:
@@ -636,45 +680,34 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch) ->
     Losses are means over the last epoch, replayed unrolls included. So rho and approx_kl measure how far the policy has
     moved since it acted, this update's own steps included.
     """
-    learning_rate, ent_coef, gamma = (
-        runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
-    )
-    key, shuffle_key = jax.random.split(state.key)
-    params, opt_state, terms = optimize(
-        args, agent, state, unrolls, learning_rate=learning_rate, ent_coef=ent_coef, gamma=gamma, key=shuffle_key
-    )
-    target_var = terms.pop("target_square") - terms.pop("target") ** 2
-    error_var = terms.pop("value_error_square") - terms.pop("value_error") ** 2
-    metrics = {f"losses/{name}": value for name, value in terms.items()} | {
-        "losses/explained_variance": 1 - error_var / jnp.maximum(target_var, 1e-8),
-        "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
-        "charts/learning_rate": learning_rate,
-        "charts/ent_coef": ent_coef,
-        "charts/gamma": gamma,
-    }
-    new = args.num_envs // devices.axis_size()  # this device's unrolls that are not replayed
-    state = state._replace(
-        params=params,
-        opt_state=opt_state,
-        key=key,
-        global_step=state.global_step + devices.psum((~unrolls.batch.is_reset[:, :new]).sum()),
-        updates=state.updates + 1,
-    )
-    return state, metrics
+    state, _, terms = optimize(args, agent, state, unrolls, 0)
+    return finish_update(args, state, unrolls.batch.is_reset, [terms])
 
 
 def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns the jitted update(state, unrolls) -> TrainState, metrics, which donates the state."""
-    return jax.jit(
-        jax.shard_map(
-            partial(update, args, agent),
-            mesh=mesh,
-            in_specs=(REPLICATED, TIME_ENV_SHARDED),
-            out_specs=(REPLICATED, REPLICATED),
-            check_vma=False,
-        ),
-        donate_argnums=0,
-    )
+    """Returns update(state, unrolls) -> TrainState, metrics, which donates the state: a jitted program, or several."""
+
+    def jit(function, in_specs, out_specs):
+        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(function, donate_argnums=0)
+
+    state_and_metrics = REPLICATED, REPLICATED
+    if args.update_pieces == 1:
+        return jit(partial(update, args, agent), (REPLICATED, TIME_ENV_SHARDED), state_and_metrics)
+    in_specs = REPLICATED, TIME_ENV_SHARDED, REPLICATED
+    train = jit(partial(optimize, args, agent), in_specs, in_specs)
+    finish = jit(partial(finish_update, args), in_specs, state_and_metrics)
+
+    def update_in_pieces(state: TrainState, unrolls: UnrollBatch):
+        terms = []
+        for piece in range(args.update_pieces):
+            state, batch, piece_terms = train(state, unrolls, piece)
+            unrolls = unrolls._replace(batch=batch)
+            # A GPU runs programs in the order of their launches: with all pieces queued, no actor would come between.
+            terms.append(jax.block_until_ready(piece_terms))
+        return finish(state, batch.is_reset, terms[-max(args.update_pieces // args.update_epochs, 1) :])
+
+    return update_in_pieces
 
 
 # EVALUATION

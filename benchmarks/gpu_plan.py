@@ -16,7 +16,7 @@ import math
 import re
 import unittest.mock
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -117,6 +117,8 @@ def lowerings(script: ModuleType, args: Any, mesh: Mesh) -> dict[str, Callable[[
     act = jax.jit(partial(script.act, args, acting_agent), donate_argnums=1)
     programs = {"act": partial(act.lower, params, rollout, frames, episode_step)}
 
+    if script is impala:
+        args = replace(args, update_pieces=1)  # else there is no program of the whole
     update = script.make_update(args, agent, mesh)
     actor_rollouts, actor_timesteps = (rollout,) * num_actors, (timesteps,) * num_actors
     if script is impala:

@@ -315,6 +315,24 @@ def test_update_with_other_junk_steps_gives_the_same_parameters(tiny):
     assert before[0].global_step == (~junk).sum()
 
 
+@pytest.mark.parametrize(
+    ("pieces", "flags"),
+    [
+        (4, {"num_devices": 2, "dropout": 0.1, "clip_coef": 0.2}),
+        pytest.param(2, {"num_devices": 1, "core": "gru"}, marks=pytest.mark.slow),
+    ],
+)
+def test_update_in_pieces_equals_that_in_one(pieces, flags):
+    """Of one minibatch each, so that the metrics are means over two pieces, or of one epoch each."""
+    whole, results = make_args(**flags), []
+    agent, unrolls = impala.make_agent(whole), random_unrolls(np.random.default_rng(3), whole)
+    for args in (whole, replace(whole, update_pieces=pieces)):
+        args.check()
+        update = impala.make_update(args, agent, devices.make_mesh(args))
+        results.append(jax.device_get(update(init_state(impala, args, agent), unrolls)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), *results)
+
+
 def test_update_from_a_batch_steps_against_the_gradient_and_draws_new_minibatches(tiny, monkeypatch):
     """Its step is against the gradient of the loss, and the next one's minibatches are other ones."""
     unrolls = random_unrolls(tiny.rng, tiny.args)

@@ -320,6 +320,8 @@ BAD = [
     ("ppg", "--policy-iterations 1000 --num-envs 4096", "--policy-iterations 1000", "this host has"),
     ("impala", "--num-minibatches 3", "--num-minibatches 3", "16"),
     ("impala", "--replay-fraction 0.2 --num-minibatches 3", "--num-minibatches 3", "20"),
+    ("impala", "--update-pieces 2", "--update-pieces 2", "--update-epochs, 3, or be 3 x a divisor"),
+    ("impala", "--update-pieces 12", "--update-pieces 12", "a divisor of --num-minibatches, 2"),
     ("impala", "--num-envs 65536 --num-steps 1024", "--num-envs 65536", "at most"),
     ("impala", "--num-envs 512 --num-steps 65536 --replay-fraction 0.5", "--num-envs 512", "at most"),
     ("rnd", "--num-minibatches 7", "--num-minibatches 7", "16384"),
