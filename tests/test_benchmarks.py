@@ -4,12 +4,13 @@ import json
 import os
 import types
 
+import jax
 import numpy as np
 import pytest
 from conftest import assert_refused
 
 import ppo_procgen
-from benchmarks import doors, encoders, gpu_profile, scaling, soak, throughput, torture
+from benchmarks import doors, encoders, gpu_profile, gpu_trials, scaling, soak, throughput, torture
 from common import runs
 from experiments import records
 
@@ -176,3 +177,22 @@ def test_flags_of_a_variant_are_parsed_as_by_the_script():
     assert records.parse_flags(ppo_procgen, "--gap-stack=False").gap_stack is False
     _, args = throughput.read_variant("ppo_procgen --seed 5", "--gap-stack=False")
     assert (args.gap_stack, args.seed) == (False, 5)
+
+
+def test_pallas_convolution_equals_xlas_between_relu_and_residual_sum():
+    """Interpreted, on a CPU, where Triton does not run."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 8, 8, 3), (3, 3, 3, 5), (5,), (2, 8, 8, 5)
+    x, kernel, bias, residual = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    found = gpu_trials.pallas_conv(x, kernel, bias, residual, relu=True)
+    dimensions = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    want = jax.lax.conv_general_dilated(x.clip(0), kernel, (1, 1), "SAME", **dimensions) + bias + residual
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_gpu_trial_is_described_beside_the_shipped_form():
+    shipped = {"takes": np.float64(2), "outputs": np.zeros(4), "actions": np.arange(4)}
+    assert gpu_trials.describe(shipped, shipped) == "takes 2.000 ms (1.00 x), equal"
+    other = {"takes": np.float64(1), "outputs": np.float32([0, 0, 0, 0.5]), "actions": np.arange(4) % 3}
+    words = "takes 1.000 ms (0.50 x), outputs differ by up to 0.5, 75.0% of actions equal"
+    assert gpu_trials.describe(other, shipped) == words

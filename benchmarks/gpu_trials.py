@@ -1,0 +1,256 @@
+"""Other forms of PPO's `act`, transfers and `update`, timed beside the shipped ones: five minutes on one GPU, no games.
+
+XLA launches `act` as 23 operations, as it records no convolution in a CUDA graph; a step's transfers take as long. Each
+trial runs in a process of its own and prints a line: milliseconds, their ratio to the shipped form's, and whether the
+outputs are equal. Take a form of `act` if it is launched in under 0.15 ms and a step without the game falls by 0.15 ms
+or more, with 99 % of actions equal; one of transfers if the step falls as much; `unpadded` if the update is faster.
+
+    python -m benchmarks.gpu_trials
+    python -m benchmarks.gpu_trials act --flags="--num-envs 256 --num-steps 32"
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu_trials --flags="--num-envs 4 --num-steps 4 --num-minibatches 2 --width 1"
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+from jax.experimental import pallas
+from jax.experimental.pallas import triton
+from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding
+
+import ppo_procgen as ppo
+from benchmarks.gpu_profile import median_ms
+from common import devices, envs, gpu, networks, runs
+from common.devices import ENV_SHARDED, REPLICATED
+from experiments import records
+
+# All commands that XLA records by default, and convolutions. cuDNN must be set up before the recording: by a first call
+# under a profiler, which makes XLA launch each command by itself (warm), or with kernels that are loaded early (eager).
+GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION"}
+COMPILER = {"warm": GRAPH, "eager": GRAPH, "fusion": {"xla_gpu_experimental_enable_conv_fusion": True}}
+CLIENT = {"tfrt": {"use_tfrt_gpu_client": True}, "unstaged": {"should_stage_host_to_device_transfers": False}}
+ENVIRONMENT = {"eager": {"CUDA_MODULE_LOADING": "EAGER"}, "spin": {"TF_CUDA_PLATFORM_GPU_DEVICE_SCHEDULE": "spin"}}
+TRIALS = {  # the shipped form first; pallas, pinned and unpadded are in the functions below
+    "act": ("shipped", "warm", "eager", "fusion", "pallas"),
+    "transfers": ("shipped", "pinned", "tfrt", "unstaged", "spin"),
+    "update": ("shipped", "unpadded"),
+}
+TIMEOUT = 120  # seconds of a trial
+
+
+@dataclass(frozen=True)
+class Args:
+    groups: tyro.conf.Positional[tuple[Literal["act", "transfers", "update"], ...]] = tuple(TRIALS)
+    """groups of trials"""
+    flags: str = ""
+    """flags of ppo_procgen.py, in one string, after a =; pallas knows the default network and its --width"""
+
+
+# A CONVOLUTION
+
+
+def _conv_kernel(x, w, bias, *rest, height, width, block, relu):
+    """Outputs [block, O] of x [B * H * W, C] and w [9, C, O]: a product for each of the nine pixels of the kernel."""
+    residual, y = rest if len(rest) == 2 else (None, rest[0])
+    pixel = pallas.program_id(0) * block + jnp.arange(block)
+    row, column = pixel // width % height, pixel % width
+    total = jnp.zeros((block, w.shape[2]), jnp.float32)
+    for tap in range(9):
+        i, j = tap // 3 - 1, tap % 3 - 1
+        inside = (row + i >= 0) & (row + i < height) & (column + j >= 0) & (column + j < width)
+        source = jnp.where(inside, pixel + i * width + j, 0)
+        if devices.on_cpu():  # interpreted, where Pallas cannot gather from a reference
+            seen = jnp.where(inside[:, None], x[...][source], 0)
+        else:
+            mask = jnp.broadcast_to(inside[:, None], (block, x.shape[1]))
+            seen = triton.load(x.at[source, :], mask=mask, other=0)
+        seen = jnp.maximum(seen, 0) if relu else seen
+        total += jnp.dot(seen, w[tap], preferred_element_type=jnp.float32)
+    total += bias[...].astype(jnp.float32)[None]
+    if residual is not None:
+        total += residual[...].astype(jnp.float32)
+    y[...] = total.astype(y.dtype)
+
+
+def pallas_conv(x, kernel, bias, residual=None, *, relu=False):
+    """A 3 x 3 convolution, SAME, of relu(x), plus the residual: x [B, H, W, C], kernel [3, 3, C, O] -> [B, H, W, O]."""
+    height, width, channels, features = *x.shape[1:], kernel.shape[3]
+    block = 64 if height > 8 else 32  # pixels, of few at 8 x 8
+    inputs = [x.reshape(-1, channels), kernel.reshape(9, channels, features), bias]
+    specs = [pallas.BlockSpec(y.shape, lambda i, axes=y.ndim: (0,) * axes) for y in inputs]
+    of_block = pallas.BlockSpec((block, features), lambda i: (i, 0))
+    if residual is not None:
+        inputs, specs = [*inputs, residual.reshape(-1, features)], [*specs, of_block]
+    pixels = len(inputs[0])
+    y = pallas.pallas_call(
+        partial(_conv_kernel, height=height, width=width, block=block, relu=relu),
+        grid=(pixels // block,),
+        in_specs=specs,
+        out_specs=of_block,
+        out_shape=jax.ShapeDtypeStruct((pixels, features), x.dtype),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=devices.on_cpu(),
+    )(*inputs)
+    return y.reshape(*x.shape[:3], features)
+
+
+def policy_and_value(agent, params, frames, is_first, hidden_state):
+    """`ppo.policy_and_value` of the default IMPALA CNN, with `pallas_conv`."""
+    layers, encoder = agent.encoder.layers, params["params"]["encoder"]
+    x = layers.pixels(frames)
+    more = -x.shape[3] % 16  # a Triton product takes at least 16 channels
+
+    def conv(i, x, *residual, relu=False):
+        kernel, bias = encoder[f"Conv_{i}"]["kernel"], encoder[f"Conv_{i}"]["bias"]
+        kernel = kernel if i else jnp.pad(kernel, ((0, 0), (0, 0), (0, more), (0, 0)))
+        return pallas_conv(x, kernel, bias, *residual, relu=relu)
+
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))
+    for i in (0, 5, 10):
+        x = networks.max_pool(conv(i, x))
+        for j in (i + 1, i + 3):
+            x = conv(j + 1, conv(j, x, relu=True), x, relu=True)
+    x = layers.act(layers.reduce(x)).astype(layers.dtype)
+    features = layers.act(x @ encoder["Dense_0"]["kernel"] + encoder["Dense_0"]["bias"]).astype(jnp.float32)
+    inputs = features[:, None], is_first[:, None], hidden_state
+    logits, values, hidden_state = agent.apply(params, *inputs, method="decode")
+    return logits[:, 0], values[:, 0], hidden_state
+
+
+# TRIALS
+
+
+def make_rollout(args: ppo.Args, mesh) -> ppo.Rollout:
+    env_state = ppo.init_env_state(args, np.arange(args.num_envs, dtype=np.int32))
+    begin = partial(ppo.begin_rollout, args, env_state, 0)
+    return jax.jit(begin, out_shardings=devices.shardings(mesh, ppo.ROLLOUT_SPECS))()
+
+
+def measure_act(args: ppo.Args, name: str) -> dict[str, Any]:
+    """Milliseconds of a launch and of a step without the game, and the outputs of the first steps."""
+    agent, mesh, options = ppo.make_agent(args), devices.make_mesh(args), {}
+    params = jax.jit(partial(ppo.init_state, args, agent))().params["agent"]
+    acting_params = networks.acting_params(agent, params)
+    if name == "pallas":  # it reads kernels as they are, not in cuDNN's order
+        ppo.policy_and_value = policy_and_value
+        acting_params = networks.cast_encoder(agent.encoder.layers, params)
+    if name == "pinned":
+        pinned = NamedSharding(mesh, ENV_SHARDED, memory_kind="pinned_host")
+        options["out_shardings"] = devices.shardings(mesh, ppo.ROLLOUT_SPECS), pinned
+    step = jax.shard_map(
+        partial(ppo.act, args, networks.acting_agent(agent)),
+        mesh=mesh,
+        in_specs=(REPLICATED, ppo.ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
+        out_specs=(ppo.ROLLOUT_SPECS, ENV_SHARDED),
+        check_vma=False,
+    )
+    step = jax.jit(step, donate_argnums=1, compiler_options=COMPILER.get(name), **options)  # as in `make_collect`
+
+    def act(obs, episode_step):
+        nonlocal rollout
+        rollout, actions = step(acting_params, rollout, obs, episode_step)
+        return actions
+
+    steps = min(8, args.num_steps)
+    frames = np.random.default_rng(0).integers(0, 256, (steps, args.num_envs, 3, 64, 64), np.uint8)
+    age = np.ones(args.num_envs, np.int32)
+    rollout = make_rollout(args, mesh)
+    if name == "warm":
+        with tempfile.TemporaryDirectory() as folder, jax.profiler.trace(folder):
+            act(frames[0], age).block_until_ready()
+        rollout = make_rollout(args, mesh)
+    actions = np.array([act(obs, age) for obs in frames])
+    outputs = np.array(rollout.logits[:steps])
+    on_device = jax.device_put((frames[0], age), devices.shardings(mesh, ENV_SHARDED))
+    return {
+        "launched in": median_ms(lambda: act(*on_device), 50),
+        "a step without the game": median_ms(lambda: np.asarray(act(frames[0], age)), 50),
+        "outputs": outputs,
+        "actions": actions,
+    }
+
+
+def measure_update(args: ppo.Args, name: str) -> dict[str, Any]:
+    """Milliseconds of an update from random frames and rewards, and the parameters after the first."""
+    if name == "unpadded":
+        gpu.conv_general_dilated = lax.conv_general_dilated
+    agent, mesh, rng = ppo.make_agent(args), devices.make_mesh(args), np.random.default_rng(0)
+    state, rollout = jax.jit(partial(ppo.init_state, args, agent))(), make_rollout(args, mesh)
+    images = rng.integers(0, 256, rollout.frames.images.shape, np.uint8)
+    rollout = rollout._replace(frames=rollout.frames.replace(images=images))
+    rewards = rng.normal(size=(args.num_steps, args.num_envs)).astype(np.float32)
+    no, age = np.zeros(rewards.shape, bool), np.ones((len(rewards) + 1, args.num_envs), np.int32)
+    timesteps = envs.Timesteps(rewards, terminated=no, truncated=no, is_reset=no, episode_step=age, forced_reset=no[0])
+    specs = ppo.STATE_SPECS, ppo.ROLLOUT_SPECS, envs.TIMESTEP_SPECS
+    state, rollout, timesteps = jax.device_put((state, rollout, timesteps), devices.shardings(mesh, specs))
+    update = ppo.make_update(args, agent, mesh)
+
+    def run():
+        nonlocal state
+        state, metrics = update(state, rollout, timesteps)
+        jax.block_until_ready(metrics)
+
+    run()
+    outputs = np.array(ravel_pytree(state.params)[0])
+    return {"takes": median_ms(run, 5), "outputs": outputs}
+
+
+def measure(group: str, name: str, flags: str, file: str) -> None:
+    """A trial in a process of its own: writes times and outputs to a file."""
+    runs.set_up_jax()
+    if name in CLIENT:
+        jax.config.update("jax_pjrt_client_create_options", CLIENT[name])
+    args = replace(records.read_flags(ppo, flags), num_devices=1)
+    if devices.on_cpu() and (name in CLIENT or name in ENVIRONMENT):
+        sys.exit("skipped: its options are CUDA's")
+    np.savez(file, **(measure_update if group == "update" else measure_act)(args, name))
+
+
+def describe(found: dict[str, np.ndarray], shipped: dict[str, np.ndarray]) -> str:
+    """Times with their ratios to the shipped form's, and how far the outputs are from its own."""
+    words = [f"{part} {x:.3f} ms ({x / shipped[part]:.2f} x)" for part, x in found.items() if np.ndim(x) == 0]
+    difference = np.abs(found["outputs"] - shipped["outputs"]).max()
+    words.append(f"outputs differ by up to {difference:.2g}" if difference else "equal")
+    if difference and "actions" in found:
+        words.append(f"{(found['actions'] == shipped['actions']).mean():.1%} of actions equal")
+    return ", ".join(words)
+
+
+def run(group: str, name: str, flags: str, file: Path) -> str:
+    """Runs `measure` in another process; returns why it wrote no file."""
+    code = f"from benchmarks import gpu_trials; gpu_trials.measure{group, name, flags, str(file)}"
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"} | ENVIRONMENT.get(name, {})
+    how = {"env": environment, "cwd": records.ROOT, "timeout": TIMEOUT, "capture_output": True, "text": True}
+    try:
+        process = subprocess.run([sys.executable, "-c", code], check=False, **how)
+    except subprocess.TimeoutExpired:
+        return f"not done after {TIMEOUT} s"
+    return (process.stderr.strip() or f"exit status {process.returncode}").splitlines()[-1][:300]
+
+
+def main(args: Args) -> None:
+    records.parse_flags(ppo, args.flags)  # without starting JAX, which would take the GPU's memory
+    with tempfile.TemporaryDirectory() as folder:
+        for group in args.groups:
+            shipped = None
+            for name in TRIALS[group]:
+                file = Path(folder, f"{group}_{name}.npz")
+                why = run(group, name, args.flags, file)
+                found = dict(np.load(file)) if file.exists() else None
+                shipped = found if name == "shipped" else shipped
+                print(f"{group} {name}: {describe(found, shipped) if found and shipped else why}", flush=True)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
