@@ -108,6 +108,9 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     """units of the dense layers (half as many in the policy's first) and of the core, and the target's features"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core of the policy; minibatches then are of whole rollouts"""
+    separate_value: bool = False
+    """give both values a network of their own, as large as the policy's: with sparse rewards a shared trunk can lose
+    rank, and clipping then no longer bounds the policy (Moalla et al. 2024, arXiv 2405.00662)"""
     predictor_depth: Annotated[int, Interval(ge=0, le=16)] = 2
     """dense layers that the predictor has besides the target's one; 0 for equal depth"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -123,6 +126,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
+        no_core = "--separate-value: the values' own network has no recurrent core; leave --core at none"
+        check(self.core == "none" or not self.separate_value, no_core)
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         runs.check_needs(self, self.async_, "--async", ("num_actors", "vtrace", "actor_devices"))
         runs.check_batch(self)
@@ -157,13 +162,33 @@ def encoder_args(args: Args) -> networks.EncoderArgs:
     )
 
 
+Encoded = tuple[jax.Array, jax.Array | None]  # the policy's features, and the values if they have their own network
+
+
+class ValueNetwork(nn.Module):
+    """With --separate-value: both values, by layers of the policy's kind and size, none of them shared."""
+
+    encoder: nn.Module
+    hidden: int
+
+    @nn.compact
+    def __call__(self, frames: jax.Array) -> jax.Array:
+        """Frames uint8 [B, 84, 84, C] -> values float32 [B, 2]."""
+        dense = partial(nn.Dense, precision="highest")
+        x = self.encoder(frames)
+        for name in ("trunk", "critic"):
+            x = nn.relu(dense(self.hidden, kernel_init=networks.INITS["orthogonal"], name=name)(x))
+        return dense(2, kernel_init=nn.initializers.orthogonal(0.01), name="values")(x)
+
+
 class Agent(nn.Module):
     """A policy and two value heads, of the game's reward and of the bonus, on the Nature CNN, with a recurrent core
-    between them."""
+    between them; with a value network the policy alone."""
 
     encoder: nn.Module
     core: networks.Recurrent
     hidden: int
+    value_network: ValueNetwork | None
 
     def setup(self):
         dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
@@ -174,33 +199,39 @@ class Agent(nn.Module):
         self.policy = dense(atari.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.values = dense(2, kernel_init=nn.initializers.orthogonal(0.01))
 
-    def encode(self, frames: jax.Array) -> jax.Array:
-        """Frames uint8 [B, 84, 84, C] -> features float32 [B, hidden]."""
-        return nn.relu(self.trunk(self.encoder(frames)))
+    def encode(self, frames: jax.Array) -> Encoded:
+        """Frames uint8 [B, 84, 84, C] -> features float32 [B, hidden] and a value network's values float32 [B, 2]."""
+        values = self.value_network(frames) if self.value_network else None
+        return nn.relu(self.trunk(self.encoder(frames))), values
 
-    def decode(self, x: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
-        """Features [B, S, hidden] of S steps, whether each is its episode's first [B, S], and the hidden state before
-        them -> logits float32 [B, S, 18], values float32 [B, S, 2], and the hidden state after them."""
+    def decode(self, encoded: Encoded, is_first: jax.Array, hidden_state: networks.HiddenState):
+        """Encoded frames [B, S, ...] of S steps, whether each is its episode's first [B, S], and the hidden state
+        before them -> logits float32 [B, S, 18], values float32 [B, S, 2], and the hidden state after them."""
+        x, values = encoded
         x, hidden_state = self.core(x, is_first, hidden_state)
-        return self.policy(nn.relu(self.actor(x))), self.values(nn.relu(self.critic(x))), hidden_state
+        if values is None:
+            values = self.values(nn.relu(self.critic(x)))
+        return self.policy(nn.relu(self.actor(x))), values, hidden_state
 
     def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
         """Encodes and decodes frames [B, 84, 84, C] of one step."""
-        return self.decode(self.encode(frames)[:, None], is_first[:, None], hidden_state)
+        encoded = jax.tree.map(lambda x: x[:, None], self.encode(frames))
+        return self.decode(encoded, is_first[:, None], hidden_state)
 
 
 def make_agent(args: Args) -> Agent:
     """The network that these flags describe."""
-    core = networks.Recurrent(args.core, args.hidden)
-    return Agent(networks.make_encoder(encoder_args(args)), core, args.hidden)
+    core, value_network = networks.Recurrent(args.core, args.hidden), None
+    if args.separate_value:
+        value_network = ValueNetwork(networks.make_encoder(encoder_args(args)), args.hidden)
+    return Agent(networks.make_encoder(encoder_args(args)), core, args.hidden, value_network)
 
 
 def policy_and_value(agent: Agent, params: dict, frames: jax.Array, is_first: jax.Array, hidden_state):
     """Logits [N, 18], values [N, 2] and the next hidden state for stacked frames [N, 84, 84, C] of one step."""
-    features = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
-    logits, values, hidden_state = agent.apply(
-        params, features[:, None], is_first[:, None], hidden_state, method="decode"
-    )
+    encoded = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
+    encoded = jax.tree.map(lambda x: x[:, None], encoded)
+    logits, values, hidden_state = agent.apply(params, encoded, is_first[:, None], hidden_state, method="decode")
     return logits[:, 0], values[:, 0], hidden_state
 
 
@@ -581,9 +612,9 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
 def forward(agent: Agent, params: dict, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The learner's log-probabilities float32 [B, S, 18] and values [B, S, 2]."""
     frames = inputs.frames.reshape(-1, *inputs.frames.shape[2:])
-    features = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
-    features = features.reshape(*inputs.is_first.shape, -1)
-    logits, values, _ = agent.apply(params, features, inputs.is_first, inputs.hidden_state, method="decode")
+    encoded = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
+    encoded = jax.tree.map(lambda x: x.reshape(*inputs.is_first.shape, -1), encoded)
+    logits, values, _ = agent.apply(params, encoded, inputs.is_first, inputs.hidden_state, method="decode")
     return jax.nn.log_softmax(logits), values
 
 

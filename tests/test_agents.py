@@ -60,7 +60,8 @@ def test_a_policy_with_a_core_remembers_until_its_episode_ends(name):
     episode_steps, key = np.int32([[0, 4], [1, 5], [2, 0]]), jax.random.PRNGKey(1)
     agent, start = script.make_agent(args), networks.init_hidden_state("gru", 8, 2)
     params = agent.init(jax.random.PRNGKey(0), frames[0], episode_steps[0] == 0, start)
-    features = np.stack([agent.apply(params, frame, method="encode") for frame in frames], axis=1)
+    encoded = [agent.apply(params, frame, method="encode") for frame in frames]
+    features = jax.tree.map(lambda *x: np.stack(x, axis=1), *encoded)
     *_, whole = agent.apply(params, features, episode_steps.T == 0, start, method="decode")
     policy, hidden_state = script.make_policy(args, agent, devices.make_mesh(args)), None
     for frame, episode_step in zip(frames, episode_steps, strict=True):

@@ -61,6 +61,7 @@ SCRIPTS = {
     rnd: {
         "num_envs": 8, "num_steps": 8, "num_minibatches": 1, "channels": "4,4,4", "hidden": 8, "total_timesteps": 120,
         "update_proportion": 1.0, "obs_norm_init_steps": 4, "wandb_mode": "disabled", "norm_adv": True,
+        "separate_value": True,
     },
     hnppo: {
         "tasks": "0,1", "num_envs": 4, "num_worlds": 2, "num_minibatches": 1, "update_epochs": 2, "hidden": 8,

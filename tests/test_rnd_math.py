@@ -137,18 +137,54 @@ def test_prediction_error_of_frames_equals_numpy(tiny):
         assert (layer["kernel"] != predictor[name]["kernel"]).all()
 
 
-def test_heads_of_a_frame_stack_equal_numpy(tiny):
-    params, stacked = tiny.state.params["agent"]["params"], tiny.rollout.frames.stack(5)
+def with_separate_value(tiny, separate_value):
+    """Agent and its first parameters, with both values on the policy's network or on one of their own."""
+    args = replace(tiny.args, separate_value=separate_value)
+    agent = rnd.make_agent(args)
+    return agent, init_state(rnd, args, agent).params["agent"]
 
-    def dense(name, x):
-        return x @ np.float64(params[name]["kernel"]) + params[name]["bias"]
 
-    features = tiny.agent.encoder.apply({"params": params["encoder"]}, stacked)
-    trunk = oracle.relu(dense("trunk", np.float64(features)))
-    got = rnd.policy_and_value(tiny.agent, {"params": params}, stacked, np.zeros(GAMES, bool), ())
-    for head, hidden, one in zip(("policy", "values"), ("actor", "critic"), got[:2], strict=True):
-        np.testing.assert_allclose(one, dense(head, oracle.relu(dense(hidden, trunk))), rtol=1e-3, atol=1e-6)
-    assert np.linalg.norm(params["policy"]["kernel"], 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform
+@pytest.mark.parametrize("separate_value", [False, True])
+def test_heads_of_a_frame_stack_equal_numpy(tiny, separate_value):
+    (agent, params), stacked = with_separate_value(tiny, separate_value), tiny.rollout.frames.stack(5)
+    logits, values, _ = rnd.policy_and_value(agent, params, stacked, np.zeros(GAMES, bool), ())
+    of_policy = params["params"]
+    of_values = of_policy["value_network"] if separate_value else of_policy
+    for got, own, layers in (
+        (logits, of_policy, ("trunk", "actor", "policy")),
+        (values, of_values, ("trunk", "critic", "values")),
+    ):
+        x = np.float64(agent.encoder.apply({"params": own["encoder"]}, stacked))
+        for name in layers:
+            x = oracle.relu(x) @ np.float64(own[name]["kernel"]) + own[name]["bias"]
+        np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-6)
+        assert np.linalg.norm(own[name]["kernel"], 2) == pytest.approx(0.01, rel=1e-3)  # nearly uniform, nearly 0
+
+
+@pytest.mark.parametrize("separate_value", [False, True])
+def test_gradients_of_policy_and_values_meet_in_the_trunk_unless_separate(tiny, separate_value):
+    """Which parameters a term of the loss moves: with --separate-value the other's gradient is exactly 0."""
+    (agent, params), rng = with_separate_value(tiny, separate_value), np.random.default_rng(0)
+    inputs = rnd.Inputs(rng.integers(0, 256, (8, 1, 84, 84, 4), np.uint8), np.zeros((8, 1), bool), ())
+    advantages, returns = rng.normal(size=(8, 1)), rng.normal(size=(8, 1, 2))
+    batch = rnd.Batch(np.zeros((8, 1), int), np.zeros((8, 1, 18)), advantages, returns)
+
+    @jax.jit
+    @jax.jacrev
+    def gradients(params):
+        terms = rnd.loss(tiny.args, agent, params, (inputs, batch))
+        return terms["policy_loss"].sum(), terms["value_loss"].sum()
+
+    paths = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree.leaves_with_path(params)]
+    of_policy, of_values = (
+        {path for path, grad in zip(paths, jax.tree.leaves(grads), strict=True) if np.any(grad)}
+        for grads in gradients(params)
+    )
+    assert of_policy | of_values == set(paths)
+    if separate_value:
+        assert of_values == {path for path in paths if "value_network" in path} == set(paths) - of_policy
+    else:
+        assert of_policy & of_values == {path for path in paths if "encoder" in path or "trunk" in path}
 
 
 ENV_IDS = np.arange(GAMES, dtype=np.int32)

@@ -26,7 +26,7 @@ TINY = {
 }  # fmt: skip
 # Everything that has a state of its own is on.
 ASYNC = {"async_": True, "vtrace": True, "core": "gru", "checkpoint_every": 1, "keep_checkpoints": 9}
-SYNC = {"checkpoint_every": 1, "keep_checkpoints": 9}
+SYNC = {"separate_value": True, "checkpoint_every": 1, "keep_checkpoints": 9}
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_run_of_four_updates_has_the_lag_restarts_and_statistics_of_its_flags(
     assert played == [(seed, 16), (seed, 32), (after, 16), (after, 32)]
 
 
-@pytest.mark.parametrize("flags", [pytest.param(SYNC, marks=pytest.mark.slow), ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("flags", [SYNC, pytest.param(ASYNC, marks=pytest.mark.slow)], ids=["sync", "async"])
 def test_a_run_stopped_during_its_random_steps_begins_with_them_when_resumed(flags, train, uninterrupted, monkeypatch):
     observe, add, seen = rnd.observe_random_play, rnd.add_frames, []
 
@@ -126,7 +126,7 @@ def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(train, tmp_pa
 
 @pytest.mark.optimised
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("flags", [{"separate_value": True}, ASYNC], ids=["sync", "async"])
 def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
@@ -398,14 +398,17 @@ def test_evaluation_with_levels_is_refused_and_with_random_plays_at_random(unint
     assert "--levels train: has no effect" in capfd.readouterr().err
     monkeypatch.setattr(atari, "evaluate", lambda args, mesh, policy, **how: (policy, {}, None))
     how = {"episodes": 1, "seed": 0, "levels": "test", "random": True, "video": False}
-    answer = rnd.evaluate(rnd.Args(**TINY), run_dir, **how)
+    answer = rnd.evaluate(rnd.Args(**TINY | SYNC), run_dir, **how)
     assert (answer.rows, answer.name) == (atari.random_policy, "random_episodes")
 
 
 def test_networks_with_default_flags_are_the_papers():
     """Parameters counted by hand: three convolutions on 84 x 84, the target's dense layer, the predictor's three."""
-    args = rnd.Args()
-    state = jax.eval_shape(lambda: rnd.init_state(args, rnd.make_agent(args)))
+
+    def init_params(args):
+        return jax.eval_shape(lambda: rnd.init_state(args, rnd.make_agent(args)))
+
+    state, separate = init_params(rnd.Args()), init_params(rnd.Args(separate_value=True))
 
     def count(tree):
         return sum(x.size for x in jax.tree.leaves(tree))
@@ -420,4 +423,8 @@ def test_networks_with_default_flags_are_the_papers():
     assert count(state.target) == target
     assert count(state.params["predictor"]) == target + 2 * dense(512, 512)
     trunk = convolutions(4) + dense(3136, 256) + dense(256, 512)
-    assert count(state.params["agent"]) == trunk + 2 * dense(512, 512) + dense(512, 18) + dense(512, 2)
+    policy, values = (trunk + dense(512, 512) + dense(512, outputs) for outputs in (18, 2))
+    assert count(state.params["agent"]) == policy + values - trunk
+    assert count(separate.params["agent"]) == policy + values
+    assert set(state.params["agent"]["params"]) == {"encoder", "trunk", "actor", "policy", "critic", "values"}
+    assert set(separate.params["agent"]["params"]) == {"encoder", "trunk", "actor", "policy", "value_network"}
