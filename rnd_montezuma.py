@@ -732,6 +732,12 @@ def optimize(
     return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
 
 
+def dead_units(agent: Agent, params: dict, frames: jax.Array) -> jax.Array:
+    """Share of the units of the policy's trunk that are 0 for all frames [N, 84, 84, C] of all devices, float32 []."""
+    features, _ = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
+    return (devices.pmax(features.max(axis=0)) == 0).mean()
+
+
 def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps):
     """One update (Burda et al. 2018, algorithm 1), on each device's part of the rollout: returns the next TrainState,
     metrics float32 [] and bonuses float32 [T, N]."""
@@ -754,6 +760,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
     )
     metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
         "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
+        "losses/dead_units": dead_units(agent, params["agent"], rollout.frames.stack(args.num_steps)),
         "charts/learning_rate": learning_rate,
         "charts/updates": state.updates,
     }

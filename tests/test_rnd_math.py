@@ -187,6 +187,17 @@ def test_gradients_of_policy_and_values_meet_in_the_trunk_unless_separate(tiny, 
         assert of_policy & of_values == {path for path in paths if "encoder" in path or "trunk" in path}
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_dead_units_are_zero_for_the_frames_of_every_device(number):
+    features = np.zeros((4, 8), np.float32)
+    features[[0, 1, 2, 3, 3], [0, 2, 3, 5, 7]] = 1e-6  # frames, units
+    agent = SimpleNamespace(apply=lambda params, frames, method: (frames, None))
+    mesh = devices.make_mesh(rnd.Args(num_devices=number))
+    specs = {"in_specs": devices.ENV_SHARDED, "out_specs": devices.REPLICATED}
+    share = jax.shard_map(partial(rnd.dead_units, agent, {}), mesh=mesh, check_vma=False, **specs)
+    assert share(features) == 3 / 8
+
+
 ENV_IDS = np.arange(GAMES, dtype=np.int32)
 HOW = {"watch": runs.Stopwatch(), "check_stop": lambda: None}
 
@@ -323,6 +334,9 @@ def test_update_of_a_rollout_learns_from_signs_and_both_advantages(tiny):
     assert moved.bonus_filter.count == mask.sum()
     after, metrics, given = run_update(tiny, tiny.rollout, steps)
     np.testing.assert_allclose(given, bonus, rtol=1e-4)  # by the statistics from before
+    encode = jax.jit(partial(tiny.agent.apply, method="encode"))
+    features, _ = encode(after.params["agent"], tiny.rollout.frames.stack(T))
+    assert metrics["losses/dead_units"] == (np.asarray(features) == 0).all(axis=0).mean()
     assert (after.key != np.asarray(tiny.state.key)).any()  # other minibatches the next time
     learner, errors = after, [metrics["charts/prediction_error"]]
     for _ in range(3):
