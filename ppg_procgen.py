@@ -1,7 +1,7 @@
 """PPG on Procgen: phasic policy gradient, PPO with auxiliary phases that distil the value into the policy's network.
 
-Cobbe et al. 2020 (arXiv 2009.04416), with its hyper-parameters; network and frames are a 2020 Procgen competition
-entry's, as in ppo_procgen.py. Try:
+Cobbe et al. 2020 (arXiv 2009.04416), with most of its hyper-parameters; network and frames are a 2020 Procgen
+competition entry's, as in ppo_procgen.py. Try:
 
     python ppg_procgen.py --env-id bigfish
     python ppg_procgen.py --env-id coinrun --separate-value --num-levels 200
@@ -51,7 +51,7 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArgs):
-    # Another network; and a checkpoint may have the rollouts and the progress of an unfinished phase.
+    # A resume keeps these: another network, and what a checkpoint's rollouts and the progress of its phase depend on.
     FIXED: ClassVar = ("separate_value", "num_steps", "policy_iterations", "aux_epochs", "aux_minibatches")
 
     total_timesteps: StepCount = 25_000_000
@@ -69,12 +69,13 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     aux_epochs: Iterations = 6
     """epochs of an auxiliary phase over the policy phase's rollouts (E_aux)"""
     aux_minibatches: PositiveInt = 16
-    """minibatches per rollout in an auxiliary epoch, each of num_envs / aux_minibatches environments' rollouts"""
+    """an auxiliary epoch has policy_iterations x this many minibatches, each of num_envs / this many sequences (the
+    steps of one environment in one rollout)"""
     beta_clone: NonNegativeFloat = 1.0
     """coefficient of the KL divergence from the policy before an auxiliary phase"""
     separate_value: bool = False
     """a network of its own for the value (the paper's two networks); if off, the value is a head on the policy's
-    features whose gradient stops there"""
+    features and does not train them"""
     learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's learning rate in both phases: a number, or a schedule "step:value,..." in environment steps"""
     gamma: UnitSchedule = "0.999"
@@ -94,6 +95,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
 
     checkpoint_every: PositiveInt = 524_288
     normalize_rewards: bool = True
+    normalize_gamma: UnitInterval = 0.99
 
     def check(self) -> None:
         """Raises UsageError for inconsistent flags."""
@@ -122,7 +124,7 @@ class Agent(nn.Module):
     def __call__(self, frames: jax.Array, keys: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> logits float32 [B, 15], values float32 [B] and
         auxiliary values float32 [B]."""
-        # Heads in full float32, on a GPU too; a small first policy, and values near 0, as in the paper's code.
+        # Heads in full float32, on a GPU too; small, for a nearly uniform first policy and values near 0.
         dense = partial(nn.Dense, precision="highest", kernel_init=nn.initializers.orthogonal(0.1))
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
         value_features = self.value_encoder(frames) if self.value_encoder else jax.lax.stop_gradient(x)
@@ -136,9 +138,9 @@ def make_agent(args: Args) -> Agent:
     return Agent(networks.make_encoder(args), value_encoder, args.dropout)
 
 
-def forward(agent: Agent, params: dict, frames: jax.Array, keys: jax.Array | None = None):
-    """Logits [B, 15], values [B] and auxiliary values [B] for stacked frames [B, 64, 64, C], with dropout keys [B]."""
-    return devices.map_in_chunks(lambda x: agent.apply(params, *x), (frames, keys))
+def forward(agent: Agent, params: dict, frames: jax.Array, dropout_keys: jax.Array | None = None):
+    """Logits [B, 15], values [B] and auxiliary values [B] for stacked frames [B, 64, 64, C]."""
+    return devices.map_in_chunks(lambda x: agent.apply(params, *x), (frames, dropout_keys))
 
 
 # TRAINING STATE
@@ -154,7 +156,7 @@ class TrainState(NamedTuple):
     global_step: jax.Array  # int32 []: transitions learnt from
     updates: jax.Array  # int32 []: rollouts learnt from
     aux_updates: jax.Array  # int32 []: minibatches of auxiliary phases
-    aux_terms: dict[str, jax.Array]  # float32 []: of their loss, summed over the latest epoch
+    aux_terms: dict[str, jax.Array]  # float32 []: means of the auxiliary loss's terms over its latest epoch
     reward_filter: ReturnFilter
 
 
@@ -162,7 +164,7 @@ STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SP
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: a step multiplies it by -learning_rate, from a schedule."""
+    """Adam's direction, without step size and sign: `optimize` and `aux_update` multiply it by -learning_rate."""
     return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -193,7 +195,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
+    env_state: envs.EnvState  # after the newest step; its history only after `end_rollout`
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -290,7 +292,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]; those of junk steps are meaningless and reach no other step.
+    Returns advantages float32 [T]. Those of junk steps (EnvPool's resets) are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
@@ -314,26 +316,19 @@ class Batch(NamedTuple):
     returns: jax.Array  # targets of the values
 
 
-class Inputs(NamedTuple):
-    """Network inputs of B samples."""
-
-    frames: jax.Array  # uint8 [B, 64, 64, C]
-    keys: jax.Array | None  # uint32 [B, 2], for augmentation and dropout
-
-    def augmented(self, args: Args) -> "Inputs":
-        """Frames after augmentation, and the keys for dropout."""
-        if self.keys is None:
-            return self
-        augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.random.split)(self.keys), 1, 0)
-        return Inputs(augment.augment(args, augment_keys, self.frames), dropout_keys)
+def augmented_forward(args: Args, agent: Agent, params: dict, frames: jax.Array, keys: jax.Array):
+    """`forward` with augmentation and dropout, if there are any, by keys uint32 [B, 2]."""
+    if not (args.augment or args.dropout):
+        return forward(agent, params, frames)
+    augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+    return forward(agent, params, augment.augment(args, augment_keys, frames), dropout_keys)
 
 
-def policy_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, ent_coef):
-    """PPO's loss (Cobbe et al. 2020, equation 1 and algorithm 1) per sample: a dict of float32 [B]. `devices.gradient`
-    weights and averages the terms over samples and devices; "loss" is differentiated, the others are logged."""
-    inputs, batch = minibatch
-    logits, values, _ = forward(agent, params, *inputs.augmented(args))
-    chex.assert_equal_shape([logits, batch.logits])
+def policy_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple, *, ent_coef: jax.Array):
+    """PPO's loss per sample, a dict of float32 [B], from frames, keys and a Batch [B]. `devices.gradient` weights and
+    averages the terms over samples and devices; "loss" is differentiated, the others are logged."""
+    frames, keys, batch = minibatch
+    logits, values, _ = augmented_forward(args, agent, params, frames, keys)
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=-1)[:, 0]
     ratio = jnp.exp(log_ratio)
@@ -342,7 +337,7 @@ def policy_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple[I
         "policy_loss": -jnp.minimum(ratio * batch.advantages, ratio_clipped * batch.advantages),
         "value_loss": 0.5 * (values - batch.returns) ** 2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact, under its usual name
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the name is usual
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
     return terms | {"loss": terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]}
@@ -369,11 +364,6 @@ def compute_advantages(
     return state._replace(reward_filter=reward_filter), batch, metrics
 
 
-def sample_keys(args: Args, key: jax.Array, ids: jax.Array) -> jax.Array | None:
-    """Keys uint32 [B, 2] for samples with these numbers int32 [B]; None if nothing is drawn."""
-    return devices.fold_in_ids(key, ids) if args.augment or args.dropout else None
-
-
 def optimize(
     args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, learning_rate, ent_coef, key
 ):
@@ -383,7 +373,7 @@ def optimize(
       batch, weight: [T, N]; the weight is 0 for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
+    chex.assert_tree_shape_prefix(batch, weight.shape)  # JAX clips an index that is out of range
     env_ids, tx = rollout.env_state.env_ids, make_optimizer(args)
     minibatch_loss = partial(policy_phase_loss, args, agent, ent_coef=ent_coef)
 
@@ -391,8 +381,8 @@ def optimize(
         params, opt_state = learner
         time, env = index // len(env_ids), index % len(env_ids)
         # By the sample's number among all devices, so that its draws are the same on whichever device it is.
-        keys = sample_keys(args, key, time * args.num_envs + env_ids[env])
-        minibatch = Inputs(rollout.frames.stack(time, env), keys), jax.tree.map(lambda x: x[time, env], batch)
+        keys = devices.fold_in_ids(key, time * args.num_envs + env_ids[env])
+        minibatch = rollout.frames.stack(time, env), keys, jax.tree.map(lambda x: x[time, env], batch)
         grads, terms, _ = devices.gradient(minibatch_loss, params, minibatch, weight[time, env])
         direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
@@ -454,31 +444,29 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 # AUXILIARY PHASE
-# Its rollouts stay in the host's memory, each frame once, as bytes: 32 of the default size are 6.5 GB. A minibatch is
-# put together there while the devices learn from the one before.
+# It learns from sequences, the T steps of one environment in one rollout. The rollouts stay in the host's memory, each
+# frame once, as bytes: 32 of the default size are 6.5 GB. A minibatch is put together there while the devices learn
+# from the one before.
 
 
 class AuxBatch(NamedTuple):
-    """What an auxiliary phase learns from, T steps each: of N environments in one rollout; in a minibatch of M of the
-    environments in any of the rollouts."""
+    """T steps of N environments, a rollout, or of M sequences, a minibatch."""
 
     frames: envs.Frames  # of T + 1 steps
     returns: jax.Array  # float32 [T, N]: targets of both values
     weight: jax.Array  # bool [T, N]: False for junk steps
-    logits: jax.Array | None  # float32 [T, N, 15]: of the policy before the phase, once that begins
+    logits: jax.Array | None  # float32 [T, N, 15], of the policy before the phase; None until the phase begins
 
 
 AUX_SPECS = AuxBatch(*[TIME_ENV_SHARDED] * 4)
 AUX_TERMS = "aux_value_loss", "aux_phase_value_loss", "aux_phase_kl"
 
 
-def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, jax.Array, jax.Array]):
-    """The joint loss and the value loss (Cobbe et al. 2020, section 2, algorithm 1) per sample, a dict of float32 [B],
-    from inputs, value targets [B] and the logits [B, 15] of the policy to stay close to."""
-    inputs, returns, old_logits = minibatch
-    logits, values, aux_values = forward(agent, params, *inputs.augmented(args))
-    chex.assert_equal_shape([logits, old_logits])
-    chex.assert_equal_shape([values, aux_values, returns])
+def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple):
+    """The joint loss and the value loss (Cobbe et al. 2020, algorithm 1) per sample, a dict of float32 [B], from
+    frames, keys, value targets [B] and logits [B, 15] of the policy to stay close to."""
+    frames, keys, returns, old_logits = minibatch
+    logits, values, aux_values = augmented_forward(args, agent, params, frames, keys)
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
     terms = {
         "aux_value_loss": 0.5 * (aux_values - returns) ** 2,
@@ -489,68 +477,70 @@ def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inpu
     return terms | {"loss": total}
 
 
-def minibatches_per_aux_epoch(args: Args) -> int:
-    return args.policy_iterations * args.aux_minibatches
-
-
 def aux_update(args: Args, agent: Agent, state: TrainState, batch: AuxBatch, ids: jax.Array) -> TrainState:
-    """One step of an auxiliary phase, on each device's part of a minibatch; ids int32 [M] number its rollouts of single
-    environments in the phase."""
+    """One step of an auxiliary phase, on each device's part of a minibatch. ids int32 [M] say which of the phase's
+    policy_iterations x num_envs sequences it has."""
+    per_epoch = args.policy_iterations * args.aux_minibatches
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
-    time, env = jnp.divmod(jnp.arange(batch.weight.size), len(ids))
-    keys = sample_keys(args, jax.random.fold_in(state.key, state.aux_updates), ids[env] * args.num_steps + time)
-    minibatch = Inputs(batch.frames.stack(time, env), keys), batch.returns[time, env], batch.logits[time, env]
-    minibatch_loss = partial(aux_phase_loss, args, agent)
-    grads, terms, _ = devices.gradient(minibatch_loss, state.params, minibatch, batch.weight[time, env])
+    key = jax.random.fold_in(state.key, 2 + state.aux_updates)  # `update` splits it, which is fold_in of 0 and 1
+    time, sequence = jnp.divmod(jnp.arange(batch.weight.size), len(ids))
+    keys = devices.fold_in_ids(key, ids[sequence] * args.num_steps + time)
+    returns, logits, weight = (x[time, sequence] for x in (batch.returns, batch.logits, batch.weight))
+    minibatch = batch.frames.stack(time, sequence), keys, returns, logits
+    grads, terms, _ = devices.gradient(partial(aux_phase_loss, args, agent), state.params, minibatch, weight)
     direction, aux_opt_state = make_optimizer(args).update(grads, state.aux_opt_state, state.params)
-    is_first = state.aux_updates % minibatches_per_aux_epoch(args) == 0
+    is_first = state.aux_updates % per_epoch == 0
     return state._replace(
         params=optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction)),
         aux_opt_state=aux_opt_state,
         aux_updates=state.aux_updates + 1,
-        aux_terms={name: jnp.where(is_first, 0, state.aux_terms[name]) + terms[name] for name in AUX_TERMS},
+        aux_terms={k: jnp.where(is_first, 0, state.aux_terms[k]) + terms[k] / per_epoch for k in AUX_TERMS},
     )
 
 
-def act_on_rollout(agent: Agent, params: dict, frames: envs.Frames) -> jax.Array:
-    """The policy's logits float32 [T, N, 15] on frames of T + 1 steps."""
+def policy_logits(agent: Agent, params: dict, frames: envs.Frames) -> jax.Array:
+    """Logits float32 [T, N, 15] for frames of T + 1 steps."""
     return jax.lax.map(lambda t: forward(agent, params, frames.stack(t))[0], jnp.arange(len(frames.episode_steps) - 1))
 
 
 def gather(rollouts: list[AuxBatch], ids: np.ndarray) -> AuxBatch:
-    """A minibatch [T, M] of single environments' rollouts: number i is environment i % N of rollout i // N."""
+    """A minibatch [T, M] of sequences: number i is environment i % N of rollout i // N."""
     num_envs = rollouts[0].weight.shape[1]
-    parts = [jax.tree.map(lambda x, env=i % num_envs: x[:, env], rollouts[i // num_envs]) for i in ids]
-    return jax.tree.map(lambda *x: np.stack(x, axis=1), *parts)
+    sequences = [jax.tree.map(lambda x, env=i % num_envs: x[:, env], rollouts[i // num_envs]) for i in ids]
+    return jax.tree.map(lambda *x: np.stack(x, axis=1), *sequences)
 
 
 def make_auxiliary_phase(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns auxiliary_phase(run, state, rollouts) -> TrainState, which empties the list of rollouts at its end. If a
     signal comes it returns early; another call, in the resumed run, continues it."""
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    evaluate = jax.jit(
-        shard_map(partial(act_on_rollout, agent), in_specs=(REPLICATED, TIME_ENV_SHARDED), out_specs=TIME_ENV_SHARDED)
+    old_logits = jax.jit(
+        shard_map(partial(policy_logits, agent), in_specs=(REPLICATED, TIME_ENV_SHARDED), out_specs=TIME_ENV_SHARDED)
     )
-    in_specs = STATE_SPECS, AUX_SPECS, ENV_SHARDED
-    step = shard_map(partial(aux_update, args, agent), in_specs=in_specs, out_specs=STATE_SPECS)
-    step = jax.jit(step, donate_argnums=0)
+    step = jax.jit(
+        shard_map(
+            partial(aux_update, args, agent), in_specs=(STATE_SPECS, AUX_SPECS, ENV_SHARDED), out_specs=STATE_SPECS
+        ),
+        donate_argnums=0,
+    )
     frame_sharding, *minibatch_shardings = devices.shardings(mesh, (TIME_ENV_SHARDED, AUX_SPECS, ENV_SHARDED))
-    per_epoch = minibatches_per_aux_epoch(args)
+    per_epoch = args.policy_iterations * args.aux_minibatches
 
     def auxiliary_phase(run: runs.Run, state: TrainState, rollouts: list[AuxBatch]) -> TrainState:
         for i, rollout in enumerate(rollouts):
             if rollout.logits is None and not run.interrupted:
-                logits = evaluate(state.params, jax.device_put(rollout.frames, frame_sharding))
+                logits = old_logits(state.params, jax.device_put(rollout.frames, frame_sharding))
                 rollouts[i] = rollout._replace(logits=jax.device_get(logits))
-        total = args.aux_epochs * per_epoch
-        for i in range(int(state.aux_updates) % total, total):
+        total, updates, order = args.aux_epochs * per_epoch, int(state.updates), None
+        for i in range(int(state.aux_updates) % total, total):  # a resumed phase continues after its last step
             if run.interrupted:
                 return state
-            rng = np.random.default_rng(envs.derive_seed(args.seed, 5, int(state.updates), i // per_epoch))
-            order = rng.permutation(args.policy_iterations * args.num_envs).reshape(per_epoch, -1)
+            if i % per_epoch == 0 or order is None:
+                rng = np.random.default_rng(envs.derive_seed(args.seed, 5, updates, i // per_epoch))
+                order = rng.permutation(args.policy_iterations * args.num_envs).astype(np.int32).reshape(per_epoch, -1)
             ids = order[i % per_epoch]
-            minibatch = jax.device_put((gather(rollouts, ids), ids.astype(np.int32)), tuple(minibatch_shardings))
-            state = step(jax.block_until_ready(state), *minibatch)  # one minibatch at a time waits for the devices
+            minibatch = jax.device_put((gather(rollouts, ids), ids), tuple(minibatch_shardings))
+            state = step(jax.block_until_ready(state), *minibatch)  # the last step ran while this one was gathered
         rollouts.clear()
         return state
 
@@ -565,22 +555,12 @@ def check_memory(args: Args) -> None:
     check(size <= there, f"--policy-iterations {args.policy_iterations}: {needs}; give fewer")
 
 
-def save_rollouts(rollouts: list[AuxBatch]) -> dict:
-    """A policy phase's rollouts so far as dicts of arrays."""
-
-    def save(rollout):
-        fields = rollout._asdict() | vars(rollout.frames)
-        return {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
-
-    return {str(i): save(rollout) for i, rollout in enumerate(rollouts)}
-
-
 def restore_rollouts(args: Args, saved: dict) -> list[AuxBatch]:
-    """The inverse of `save_rollouts`."""
+    """A checkpoint's rollouts."""
 
     def restore(x):
-        frames = envs.Frames(x["images"], x["episode_steps"], tuple(args.stack_offsets))
-        return AuxBatch(frames, x["returns"], x["weight"], x.get("logits"))
+        frames = envs.Frames(x["frames"]["images"], x["frames"]["episode_steps"], tuple(args.stack_offsets))
+        return AuxBatch(frames, x["returns"], x["weight"], x["logits"])
 
     return [restore(saved[str(i)]) for i in range(len(saved))]
 
@@ -606,7 +586,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the environments and a phase's rollouts, as it is before the first step."""
+    """What `main` saves besides the environments and the rollouts, as it is before the first step."""
     env_ids = devices.local_env_ids(args)
     return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
 
@@ -634,10 +614,11 @@ def main(args: Args) -> runs.Run:
         if run.resumed:
             episodes.restore(run.checkpoint["episodes"])
             vec_env.restore(run.checkpoint["snapshot"], run)
+        run.checkpoint.clear()  # or it would keep the rollouts in memory
 
         def save():
-            parts = {"env_state": env_state, "snapshot": vec_env.snapshot().save(), "episodes": episodes.save()}
-            run.save(step, {"state": state}, parts | ({"rollouts": save_rollouts(rollouts)} if rollouts else {}))
+            per_host = {"env_state": env_state, "snapshot": vec_env.snapshot().save(), "episodes": episodes.save()}
+            run.save(step, {"state": state}, per_host | ({"rollouts": rollouts} if rollouts else {}))
 
         while True:
             envs.evaluate_if_due(args, mesh, run, step, partial(policy, state.params))
@@ -646,6 +627,7 @@ def main(args: Args) -> runs.Run:
             if len(rollouts) == args.policy_iterations:
                 with watch("auxiliary"):
                     state = jax.block_until_ready(auxiliary_phase(run, state, rollouts))
+                run.check_finite(step, {"losses/param_norm": devices.global_norm(state.params)})
             else:
                 i = int(state.updates)
                 rollout, timesteps = collect(vec_env, state.params, env_state, i, watch)
@@ -657,15 +639,14 @@ def main(args: Args) -> runs.Run:
                     metrics, frames, returns = jax.device_get((metrics, rollout.frames, returns))
                 rollouts.append(AuxBatch(frames, returns, ~timesteps.is_reset, None))
                 if i and i % args.policy_iterations == 0:  # the first rollout after an auxiliary phase
-                    means = jax.device_get(state.aux_terms)
-                    metrics |= {f"losses/{name}": x / minibatches_per_aux_epoch(args) for name, x in means.items()}
+                    metrics |= {f"losses/{name}": mean for name, mean in jax.device_get(state.aux_terms).items()}
                 step = int(state.global_step)
                 run.check_finite(step, metrics)
                 episodes.add(timesteps)
                 speed = {"charts/SPS": run.steps_per_second(step)}
                 run.log(step, metrics | episodes.metrics() | speed | watch.fractions())
-            # Not before an auxiliary phase: its rollouts would be most of the checkpoint.
-            if run.checkpoint_due(step) and len(rollouts) < args.policy_iterations:
+            # Else after the next auxiliary phase: until then the rollouts would be most of a checkpoint.
+            if run.checkpoint_due(step) and (not rollouts or step >= args.total_timesteps):
                 save()
         save()
     return run

@@ -41,7 +41,7 @@ def test_losses_of_both_phases_equal_float64_oracles():
     returns, advantages = np.float32(rng.normal(size=(2, 19)))
     batch = ppg.Batch(rng.integers(0, 15, 19), old_logits, advantages, returns)
     args = replace(ARGS, clip_coef=0.1, vf_coef=0.7, beta_clone=0.3)
-    got = ppg.policy_phase_loss(args, Outputs(), outputs, (ppg.Inputs(frames, None), batch), ent_coef=0.02)
+    got = ppg.policy_phase_loss(args, Outputs(), outputs, (frames, None, batch), ent_coef=0.02)
     p, q = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (logits, np.float64(old_logits)))
     chosen = np.arange(19), batch.actions
     ratio = p[chosen] / q[chosen]
@@ -51,7 +51,7 @@ def test_losses_of_both_phases_equal_float64_oracles():
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     close(got["loss"], -surrogate + 0.7 * value_loss - 0.02 * entropy)
     close(got["approx_kl"], kl)
-    got = ppg.aux_phase_loss(args, Outputs(), outputs, (ppg.Inputs(frames, None), returns, old_logits))
+    got = ppg.aux_phase_loss(args, Outputs(), outputs, (frames, None, returns, old_logits))
     close(got["loss"], (aux_values - returns) ** 2 / 2 + 0.3 * kl + value_loss)
     close(got["aux_phase_kl"], kl)
 

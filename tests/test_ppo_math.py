@@ -280,7 +280,7 @@ def tiny():
     [
         (ppo, replace(ARGS, core="gru")),
         (trpo, trpo.Args(**MADE_UP)),
-        (ppg, ppg.Args(**MADE_UP | {"aux_minibatches": 1})),
+        (ppg, ppg.Args(**MADE_UP, aux_minibatches=1, normalize_gamma=0.0)),
     ],
     ids=["ppo", "trpo", "ppg"],
 )

@@ -53,7 +53,7 @@ FLAGS = {
     },
     "trpo_procgen": ON_POLICY | {"value_epochs": 2, "fisher_fraction": 0.5},
     "ppg_procgen": ON_POLICY | {
-        "policy_iterations": 2, "aux_epochs": 2, "aux_minibatches": 2, "augment": "translate", "dropout": 0.1,
+        "policy_iterations": 3, "aux_epochs": 2, "aux_minibatches": 2, "augment": "translate", "dropout": 0.1,
     },
     "impala_procgen": ON_POLICY | DRAC | {
         "update_epochs": 2, "core": "lstm", "replay_fraction": 0.5, "replay_size": 16, "max_lag": 2,
@@ -158,7 +158,7 @@ def slow(*values):
     [
         # After the update after which the games restart, before it, and at it: there SIGTERM stops them too, below.
         ("ppo_procgen", 3), slow("ppo_procgen", 1), slow("ppo_procgen", 2), slow("trpo_procgen", 3),
-        ("ppg_procgen", 3), slow("ppg_procgen", 2),  # in a policy phase, and after an auxiliary one
+        ("ppg_procgen", 1),  # after its auxiliary phase
         slow("impala_procgen", 3), slow("impala_procgen", 2), ("rnd_montezuma", 1), slow("rnd_montezuma", 2),
         # Before learning starts, and after.
         ("apex_procgen", 2), slow("apex_procgen", 5), slow("sac_procgen", 2), slow("sac_procgen", 5),
