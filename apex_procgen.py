@@ -68,6 +68,8 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     """weight in the reward of the bonus max(tau log pi(a|s), -1), pi a softmax of the target's values; 0 for none"""
     munchausen_tau: PositiveFloat = 0.03
     """temperature tau of Munchausen's softmax policy, whose mean value replaces that of double_q's best action"""
+    cql_alpha: NonNegativeFloat = 0.0
+    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a) per sample; 0 for none"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 150
@@ -329,7 +331,8 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
     For atoms the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), for quantiles their
     loss. A single atom is the value itself, learnt with Huber's loss, as in DQN (Mnih et al. 2015). The TD error is
     that of mean values (over the quantiles drawn), which actors compute too. With atoms its target is the mean of the
-    projected one, since a return beyond the support cannot be learnt.
+    projected one, since a return beyond the support cannot be learnt. Conservative Q-learning (Kumar et al. 2020, arXiv
+    2006.04779, equation 4, CQL(H)) lowers the mean values of actions that were not played.
     """
     chex.assert_equal_shape([outputs.values, outputs.next_target_values, outputs.next_selector_values])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
@@ -345,8 +348,12 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
         target = project(jnp.array(support), returns, batch.discounts, nn.softmax(next_outputs))
         td_errors = jnp.matmul(target, jnp.array(support), precision="highest") - value
         losses = -(target * nn.log_softmax(chosen)).sum(axis=-1)
+    terms = {"q_values": value, "td_error": jnp.abs(td_errors)}
+    if args.cql_alpha:
+        terms["cql_loss"] = jax.nn.logsumexp(mean_value(support, outputs.values), axis=1) - value
+        losses += args.cql_alpha * terms["cql_loss"]
     chex.assert_equal_shape([losses, td_errors, batch.weight])
-    return {"loss": batch.weight * losses, "q_values": value, "td_error": jnp.abs(td_errors)}
+    return {"loss": batch.weight * losses} | terms
 
 
 def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_params: dict) -> dict[str, jax.Array]:

@@ -60,6 +60,8 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     """take the mean of both Q-functions, in targets and for the policy; the smaller one, the default, may be too low"""
     q_clip: NonNegativeFloat = 0.0
     """in the critics' loss, clip how far a Q-value is from the target network's to +- this, in reward; 0 for no clip"""
+    cql_alpha: NonNegativeFloat = 0.0
+    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a) per sample; 0 for none"""
     entropy_penalty: NonNegativeFloat = 0.0
     """coefficient of half the squared difference (nats^2) of the policy's entropy from that of the target network's"""
     learning_rate: NonNegativeSchedule = "3e-4"
@@ -215,7 +217,9 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
 
     Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
-    here with the target network's policy as the old one. Importance weights scale the critics' loss only.
+    here with the target network's policy as the old one. Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779,
+    equation 4, CQL(H)) lowers the values of actions that were not played. Importance weights scale the critics' loss
+    only.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     stop_gradient = jax.lax.stop_gradient
@@ -242,6 +246,9 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
         "td_error": jnp.abs(chosen.mean(axis=-1) - target[:, 0]),
     }
     total = terms["q_loss"] + terms["policy_loss"]
+    if args.cql_alpha:
+        terms["cql_loss"] = (jax.nn.logsumexp(outputs.values, axis=-1) - chosen).sum(axis=-1)
+        total += args.cql_alpha * batch.weight * terms["cql_loss"]
     if args.entropy_penalty:
         total += args.entropy_penalty * 0.5 * (entropy - stop_gradient(policy_entropy(outputs.target_logits))) ** 2
     return terms | {"loss": total}

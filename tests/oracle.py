@@ -348,6 +348,12 @@ def apex_loss(args, support, weight, chosen, next_online, next_target, reward, d
     return -weight * sum(goal * np.log(softmax(chosen))), abs(goal @ support - value(chosen))
 
 
+def cql(values, action):
+    """CQL(H)'s penalty of one state's values and its gradient (Kumar et al. 2020, equation 4)."""
+    values = np.float64(values)
+    return np.log(np.exp(values).sum()) - values[action], softmax(values) - np.eye(len(values))[action]
+
+
 def huber(td):
     return td**2 / 2 if abs(td) <= 1 else abs(td) - 0.5
 

@@ -252,6 +252,42 @@ def test_loss_with_quantiles_or_munchausen_equals_the_sums_by_hand(seed, quantil
     assert not any(np.any(x) for x in (slopes.next_target_values, slopes.next_selector_values, slopes.target_values))
 
 
+@relaxed
+@given(seeds, st.sampled_from([{"num_atoms": 1}, {"num_atoms": 11}, {"num_atoms": 99, "num_quantiles": 4}]))
+def test_conservative_penalty_of_random_outputs_and_its_gradient_equal_those_by_hand(seed, flags):
+    """What it adds to the loss, whose importance weights it has, and to the gradient; priorities stay the same."""
+    args, plain = make_args(**PLAIN, **flags, cql_alpha=0.7), make_args(**PLAIN, **flags)
+    rng, size, support = np.random.default_rng(seed), 5, np.array(Table(args).support)
+    outputs = apex.Outputs(*2 * normal(rng, 4, size, 15, max(len(support), args.num_quantiles)), None)
+    if args.num_quantiles:
+        outputs = outputs._replace(taus=rng.random((size, args.num_quantiles), np.float32))
+    batch = jax.tree.map(lambda x: x[:size], random_batch(rng, args))
+
+    def total(args, values):
+        terms = apex.q_loss_terms(args, support.tolist(), outputs._replace(values=values), batch)
+        return terms["loss"].sum(), terms
+
+    slopes, terms = jax.grad(partial(total, args), has_aux=True)(outputs.values)
+    plain_slopes, plain_terms = jax.grad(partial(total, plain), has_aux=True)(outputs.values)
+    for i, logits in enumerate(np.float64(outputs.values)):
+        p = (
+            np.stack([oracle.softmax(x) for x in logits])
+            if args.with_atoms
+            else np.full(logits.shape, 1 / logits.shape[1])
+        )
+        values = (p * (support if args.with_atoms else logits)).sum(axis=1)
+        penalty, slope = oracle.cql(values, batch.actions[i])
+        # A value's gradient with respect to an atom's logit (Bellemare et al. 2017's softmax) is p_k (z_k - value).
+        inner = p * (support - values[:, None]) if args.with_atoms else p
+        weight = 0.7 * batch.weight[i]
+        np.testing.assert_allclose(terms["cql_loss"][i], penalty, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(terms["loss"][i] - plain_terms["loss"][i], weight * penalty, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose((slopes - plain_slopes)[i], weight * slope[:, None] * inner, rtol=1e-3, atol=1e-5)
+    for name in ("td_error", "q_values"):
+        np.testing.assert_array_equal(terms[name], plain_terms[name])
+    assert "cql_loss" not in plain_terms
+
+
 def test_state_value_is_that_of_the_best_action_or_of_the_softmax_policy():
     values = np.float32([[0.3, 0.1, -0.2]])
     np.testing.assert_allclose(apex.state_value(make_args(), values), [0.3])

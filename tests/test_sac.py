@@ -10,7 +10,7 @@ import pytest
 from conftest import init_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import softmax
+from oracle import cql, softmax
 from test_apex_math import GAMES, ROOMS, chain_buffer, init_env_state, programs
 from test_apex_run import SAC
 
@@ -44,7 +44,7 @@ def by_hand(args, outputs, constant, alpha, batch):
     def one(values):
         return (values[0] + values[1]) / 2 if args.average_q else min(values[0], values[1])
 
-    names = "q_loss", "policy_loss", "entropy", "loss", "td_error", "q_values", "q_difference"
+    names = "q_loss", "policy_loss", "entropy", "loss", "td_error", "q_values", "q_difference", "cql_loss"
     rows = {name: [] for name in names}
     for i in range(len(batch.actions)):
         a, p, q = batch.actions[i], softmax(constant.next_logits[i]), np.float64(constant.next_target_values[i])
@@ -65,14 +65,16 @@ def by_hand(args, outputs, constant, alpha, batch):
         if args.entropy_penalty:
             old = softmax(constant.target_logits[i])
             total += args.entropy_penalty / 2 * (entropy + sum(old * np.log(old))) ** 2
+        penalty = sum(cql(outputs.values[i, k], a)[0] for k in range(2))
+        total += args.cql_alpha * float(batch.weight[i]) * penalty
         td, difference = abs(target - both.mean()), abs(both[0] - both[1])
-        for name, x in zip(names, (q_loss, policy, entropy, total, td, both.mean(), difference), strict=True):
+        for name, x in zip(names, (q_loss, policy, entropy, total, td, both.mean(), difference, penalty), strict=True):
             rows[name].append(x)
-    return {name: np.array(x) for name, x in rows.items()}
+    return {name: np.array(x) for name, x in rows.items() if name != "cql_loss" or args.cql_alpha}
 
 
 @relaxed
-@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, CURES, {"q_clip": 0.3}]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, CURES | {"cql_alpha": 0.7}, {"q_clip": 0.3}]))
 def test_losses_and_gradients_of_random_outputs_equal_those_by_hand(seed, flags):
     rng, size = np.random.default_rng(seed), 3
     args = sac.Args(**flags)
@@ -98,7 +100,8 @@ def test_losses_and_gradients_of_random_outputs_equal_those_by_hand(seed, flags)
 
     for i in range(size):
         seen = "values", (i, int(rng.integers(2)), batch.actions[i])
-        for field, index in (seen, ("logits", (i, int(rng.integers(15))))):
+        any_action = "values", (i, int(rng.integers(2)), int(rng.integers(15)))  # which CQL's penalty lowers
+        for field, index in (seen, any_action, ("logits", (i, int(rng.integers(15))))):
             np.testing.assert_allclose(
                 getattr(grads, field)[index], change(field, index), rtol=2e-2, atol=2e-3, err_msg=field
             )
