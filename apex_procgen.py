@@ -2,7 +2,8 @@
 
 Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-step returns; with a distribution of values
 (C51), as in a 2020 Procgen competition entry, whose settings are the defaults. By flags, parts of Beyond the Rainbow
-(Clark et al. 2025): quantiles (IQN) and Munchausen's targets, spectral norm and another pool. Try:
+(Clark et al. 2025): quantiles (IQN) and Munchausen's targets, spectral norm and another pool; and a family of policies
+of different curiosity (Never Give Up, Badia et al. 2020). Try:
 
     python apex_procgen.py --env-id coinrun
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
@@ -23,8 +24,8 @@ import optax
 from annotated_types import Interval
 from jax.sharding import Mesh
 
-from common import agents, augment, devices, envs, networks, offpolicy, replay, runs
-from common.devices import ENV_SHARDED, REPLICATED
+from common import agents, augment, bonus, devices, envs, networks, offpolicy, replay, runs
+from common.devices import ENV_SHARDED, REPLICATED, TIME_ENV_SHARDED
 from common.files import check
 from common.flags import (
     NonNegativeFloat,
@@ -35,14 +36,20 @@ from common.flags import (
     StepCount,
     UnitInterval,
 )
+from common.rewards import masked_moments
 
 SCRIPT = Path(__file__).stem
 EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a policy may stand still for ever
 
 
 @dataclass(frozen=True)
-class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
-    FIXED: ClassVar = ("num_atoms", "v_min", "v_max", "num_quantiles", "dueling")  # what the network's outputs mean
+class Args(
+    envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, bonus.BonusArgs, runs.RunArgs
+):
+    # What the network's outputs mean, and the rewards in the replay buffer.
+    FIXED: ClassVar = (
+        "num_atoms", "v_min", "v_max", "num_quantiles", "dueling", "num_policies", "rnd_coef", "rnd_normalize",
+    )  # fmt: skip
 
     hidden: Size = 512
     """units of the dense layer of each stream"""
@@ -56,6 +63,13 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     """game i of N plays a random action with probability epsilon^(1 + i / (N - 1) * epsilon_alpha)"""
     epsilon_alpha: NonNegativeFloat = 7.0
     """spread of exploration: the first game's random actions have probability epsilon, the last's epsilon^(1 + this)"""
+    num_policies: Size = 1
+    """policies of rising curiosity, each played by its share of the games (Never Give Up); the first is evaluated"""
+    rnd_coef: NonNegativeFloat = 0.3
+    """coefficient of RND's bonus in the last policy's reward; it rises along a sigmoid from the first policy's 0"""
+    rnd_normalize: bool = True
+    min_gamma: UnitInterval = 0.97
+    """discount factor of the last policy; the first has gamma"""
     num_atoms: Annotated[int, Interval(ge=1, le=1024)] = 99
     """atoms of the distribution of values (C51); 1 for its mean alone, learnt with Huber's loss"""
     v_min: Annotated[float, Interval(ge=-1e9, le=1e9)] = -5.0
@@ -105,6 +119,12 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         )
         runs.check_needs(self, self.munchausen_alpha, "--munchausen-alpha", ("munchausen_tau",))
         runs.check_needs(self, not self.munchausen_alpha, "--munchausen-alpha 0", ("double_q",))
+        count, several = self.num_policies, self.num_policies > 1
+        runs.check_needs(self, several, "--num-policies 2 or more", ("rnd_coef", "rnd_normalize", "min_gamma"))
+        check(count <= self.num_envs, f"--num-policies {count}: give at most --num-envs, {self.num_envs}")
+        check(self.rnd_coef or not several, f"--rnd-coef {self.rnd_coef}: must be above 0 with --num-policies {count}")
+        valid = f"must be at most --gamma, {self.gamma}, and that below 1, with --num-policies {count}"
+        check(not several or self.min_gamma <= self.gamma < 1, f"--min-gamma {self.min_gamma}: {valid}")
 
 
 # NETWORK
@@ -119,12 +139,20 @@ class Agent(nn.Module):
     dueling: bool
     support: tuple[float, ...]
     num_quantiles: int
+    num_policies: int
 
     @nn.compact
-    def __call__(self, frames: jax.Array, keys: jax.Array | None = None, taus: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        frames: jax.Array,
+        keys: jax.Array | None = None,
+        taus: jax.Array | None = None,
+        policies: jax.Array | None = None,
+    ) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> float32 [B, 15, atoms]: the atoms' logits or,
         of one atom, values. With num_quantiles -> [B, 15, N]: quantiles at the levels `taus` float32 [B, N], from 0 to
-        1 (evenly spaced if not given)."""
+        1 (evenly spaced if not given). With several policies, for those of index `policies` int32 [B] (0 if not
+        given)."""
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
         num_atoms = len(self.support)
         dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
@@ -135,6 +163,10 @@ class Agent(nn.Module):
                 )
             cosines = jnp.cos(jnp.pi * jnp.arange(64) * taus[..., None])  # Dabney et al. 2018b (IQN), equation 4
             x = x[:, None] * nn.relu(dense(x.shape[1])(cosines))  # [B, N, features]
+        if self.num_policies > 1:
+            one_hot = nn.one_hot(jnp.zeros(len(x), jnp.int32) if policies is None else policies, self.num_policies)
+            one_hot = jnp.expand_dims(one_hot, range(1, x.ndim - 1))  # the same for all quantiles
+            x = jnp.concatenate([x, jnp.broadcast_to(one_hot, (*x.shape[:-1], self.num_policies))], axis=-1)
 
         def stream(outputs, bias_init=nn.initializers.zeros):
             hidden = nn.relu(dense(self.hidden)(x))
@@ -171,7 +203,7 @@ def make_agent(args: Args) -> Agent:
     """The network that these flags describe."""
     encoder = networks.make_encoder(replace(args, hidden=0))  # the streams have the dense layers
     support = tuple(np.linspace(args.v_min, args.v_max, args.num_atoms).tolist()) if args.with_atoms else (0.0,)
-    return Agent(encoder, args.hidden, args.dropout, args.dueling, support, args.num_quantiles)
+    return Agent(encoder, args.hidden, args.dropout, args.dueling, support, args.num_quantiles, args.num_policies)
 
 
 def mean_value(support: Sequence[float], outputs: jax.Array) -> jax.Array:
@@ -185,6 +217,17 @@ def mean_value(support: Sequence[float], outputs: jax.Array) -> jax.Array:
 # TRAINING STATE
 
 
+class Curiosity(NamedTuple):
+    """RND's state, for several policies."""
+
+    predictor: dict
+    opt_state: optax.OptState  # of the predictor
+    bonus: bonus.Bonus
+
+
+CURIOSITY_SPECS = devices.partition_specs(Curiosity, bonus=bonus.BONUS_SPECS)
+
+
 class TrainState(NamedTuple):
     """State of the learner."""
 
@@ -195,6 +238,14 @@ class TrainState(NamedTuple):
     updates: jax.Array  # int32 []
     iterations: jax.Array  # int32 []: the version of the parameters that actors have
     learn_from: jax.Array  # int32 []: the step at which learning starts
+    curiosity: Curiosity | None  # None for a single policy
+
+
+def state_specs(args: Args):
+    """The PartitionSpecs of TrainState: replicated, but for each environment's return of bonuses."""
+    if args.num_policies == 1:
+        return REPLICATED
+    return devices.partition_specs(TrainState, curiosity=CURIOSITY_SPECS)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -206,6 +257,10 @@ def init_state(args: Args, agent: Agent) -> TrainState:
     """The learner's state before its first update, from `args.seed`."""
     frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
     params = agent.init(jax.random.PRNGKey(args.seed), frames)
+    curiosity = None
+    if args.num_policies > 1:
+        predictor, bonus_state = bonus.init(args, jax.random.PRNGKey(args.seed), frames)
+        curiosity = Curiosity(predictor, optax.scale_by_adam().init(predictor), bonus_state)
     return TrainState(
         params=params,
         target_params=jax.tree.map(jnp.copy, params),
@@ -214,7 +269,77 @@ def init_state(args: Args, agent: Agent) -> TrainState:
         updates=jnp.int32(0),
         iterations=jnp.int32(0),
         learn_from=jnp.int32(args.learning_starts),
+        curiosity=curiosity,
     )
+
+
+# CURIOSITY: policy j of N maximises the return of r + beta_j r_intrinsic, discounted by gamma_j, as in Never Give Up
+# (Badia et al. 2020a, arXiv 2002.06038) and Agent57 (Badia et al. 2020b, arXiv 2003.13350).
+
+
+def policies_of(args: Args, env_ids: jax.Array) -> jax.Array | None:
+    """The policies int32 [n] of environments env_ids int32 [n]; None if there is a single one. In turns, so that each
+    policy has environments of many epsilons; the one of the smallest epsilon, the last, plays policy 0."""
+    return None if args.num_policies == 1 else (args.num_envs - 1 - env_ids) % args.num_policies
+
+
+def betas(args: Args) -> np.ndarray:
+    """The coefficients of the policies' bonus, float32 [N] (Never Give Up, appendix A; Agent57, appendix G.1)."""
+    j, middle = np.arange(args.num_policies), args.num_policies - 2
+    sigmoid = 1 / (1 + np.exp(-10 * (2 * j - middle) / max(middle, 1)))
+    sigmoid[0], sigmoid[-1] = 0, 1
+    return np.float32(args.rnd_coef * sigmoid)
+
+
+def gammas(args: Args) -> np.ndarray:
+    """The policies' discount factors, float32 [N]: log(1 - gamma_j) is evenly spaced (Never Give Up, appendix A)."""
+    return np.float32(1 - np.geomspace(1 - args.gamma, 1 - args.min_gamma, args.num_policies))
+
+
+def make_intrinsic_rewards(args: Args, mesh: Mesh) -> Callable:
+    """Returns intrinsic_rewards(curiosity, rollouts) -> Curiosity, replay.Policies of the N environments, the bonus of
+    each frame times their beta float32 [T, N], and metrics; it moves the rollouts to the mesh. A transition keeps the
+    bonus that it had when it was inserted."""
+
+    def intrinsic_rewards(curiosity, rollouts):
+        policies = policies_of(args, envs.join_envs([rollout.env_state.env_ids for rollout in rollouts], axis=0))
+        frames = envs.join_envs([rollout.frames for rollout in rollouts], axis=1)
+        # Errors of a predictor that has not learnt are large everywhere, and would count in the normalisation for long.
+        mask = ~frames.is_first & (curiosity.opt_state.count > 0)
+        bonus_state, intrinsic = bonus.of_frames(
+            args, curiosity.bonus, curiosity.predictor, frames=frames, mask=mask, gamma=args.gamma
+        )
+        metrics = {"charts/intrinsic_reward": masked_moments(intrinsic, mask)[0]}
+        gamma, beta = jnp.array(gammas(args))[policies], jnp.array(betas(args))[policies]
+        return curiosity._replace(bonus=bonus_state), replay.Policies(policies, gamma), beta * intrinsic, metrics
+
+    rollout_specs = (offpolicy.ROLLOUT_SPECS,) * args.num_actors
+    function = jax.jit(
+        jax.shard_map(
+            intrinsic_rewards,
+            mesh=mesh,
+            in_specs=(CURIOSITY_SPECS, rollout_specs),
+            out_specs=(CURIOSITY_SPECS, ENV_SHARDED, TIME_ENV_SHARDED, REPLICATED),
+            check_vma=False,
+        )
+    )
+
+    def move_and_compute(curiosity, rollouts):
+        return function(curiosity, jax.device_put(rollouts, devices.shardings(mesh, rollout_specs)))
+
+    return move_and_compute
+
+
+def train_predictor(curiosity: Curiosity, frames: jax.Array, learning_rate: jax.Array) -> tuple[Curiosity, jax.Array]:
+    """One step of RND's predictor on sampled frames uint8 [B, 64, 64, C]; returns its mean loss too, float32 []."""
+
+    def loss(predictor, frames):
+        return {"loss": bonus.novelty(curiosity.bonus.target, predictor, frames)}
+
+    grads, means, _ = devices.gradient(loss, curiosity.predictor, frames, jnp.ones(len(frames)))
+    direction, opt_state = optax.scale_by_adam().update(grads, curiosity.opt_state)
+    predictor = optax.apply_updates(curiosity.predictor, jax.tree.map(lambda d: -learning_rate * d, direction))
+    return curiosity._replace(predictor=predictor, opt_state=opt_state), means["loss"]
 
 
 # ACTING
@@ -242,7 +367,13 @@ def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs:
     """Chooses actions for obs uint8 [n, 3, 64, 64] and episode_step int32 [n]; returns the rollout and actions [n]."""
     t, env_ids = rollout.t, rollout.env_state.env_ids
     frames = rollout.frames.write(t, obs, episode_step)
-    values = mean_value(agent.support, devices.map_in_chunks(partial(agent.apply, params), frames.stack(t)))
+
+    def outputs(frames_and_policies):
+        frames, policies = frames_and_policies
+        return agent.apply(params, frames, policies=policies)
+
+    inputs = frames.stack(t), policies_of(args, env_ids)
+    values = mean_value(agent.support, devices.map_in_chunks(outputs, inputs))
     policy_keys, sticky_keys = envs.step_keys(rollout.key, t, env_ids)
     actions = epsilon_greedy(policy_keys, values, jnp.array(epsilons(args))[env_ids])
     return offpolicy.record_step(
@@ -367,12 +498,13 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_
     if args.num_quantiles:
         taus, next_taus = (jax.vmap(lambda key: jax.random.uniform(key, (args.num_quantiles,)))(k) for k in tau_keys)
     selector_params = params if args.double_q and not args.munchausen_alpha else target_params
+    apply = partial(agent.apply, policies=batch.policies)
     outputs = Outputs(
-        values=agent.apply(params, frames, dropout_keys, taus),
-        next_target_values=agent.apply(target_params, next_frames, taus=next_taus),
+        values=apply(params, frames, dropout_keys, taus),
+        next_target_values=apply(target_params, next_frames, taus=next_taus),
         # With evenly spaced quantiles: an action selected by the draws that value it would be valued too high.
-        next_selector_values=agent.apply(selector_params, next_frames),
-        target_values=agent.apply(target_params, frames) if args.munchausen_alpha else None,
+        next_selector_values=apply(selector_params, next_frames),
+        target_values=apply(target_params, frames) if args.munchausen_alpha else None,
         taus=taus,
     )
     return q_loss_terms(args, agent.support, outputs, batch)
@@ -396,6 +528,9 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
         "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
     }
+    if args.num_policies > 1:
+        curiosity, metrics["losses/rnd_loss"] = train_predictor(state.curiosity, batch.next_frames, learning_rate)
+        state = state._replace(curiosity=curiosity)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state, updates=updates)
     return state, terms["td_error"], metrics
 
@@ -407,8 +542,8 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
         jax.shard_map(
             partial(offpolicy.train_steps, args, partial(train_step, args, agent)),
             mesh=mesh,
-            in_specs=(REPLICATED, replay.REPLAY_SPECS, REPLICATED, REPLICATED),
-            out_specs=(REPLICATED, replay.REPLAY_SPECS, REPLICATED),
+            in_specs=(state_specs(args), replay.REPLAY_SPECS, REPLICATED, REPLICATED),
+            out_specs=(state_specs(args), replay.REPLAY_SPECS, REPLICATED),
             check_vma=False,
         ),
         donate_argnums=(0, 1),
@@ -421,8 +556,8 @@ def make_update_on_batch(args: Args, agent: Agent, mesh: Mesh) -> Callable:
         jax.shard_map(
             partial(train_step, args, agent),
             mesh=mesh,
-            in_specs=(REPLICATED, ENV_SHARDED),
-            out_specs=(REPLICATED, ENV_SHARDED, REPLICATED),
+            in_specs=(state_specs(args), ENV_SHARDED),
+            out_specs=(state_specs(args), ENV_SHARDED, REPLICATED),
             check_vma=False,
         ),
         donate_argnums=0,
@@ -463,14 +598,14 @@ def main(args: Args) -> runs.Run:
     policy, insert = make_policy(args, agent, mesh), offpolicy.make_insert(args, mesh)
     update, update_on_batch = make_update(args, agent, mesh), make_update_on_batch(args, agent, mesh)
     run_updates = offpolicy.make_run_updates(args, mesh, update, update_on_batch)
-    replicated = devices.shardings(mesh, REPLICATED)
+    intrinsic_rewards, shardings = make_intrinsic_rewards(args, mesh), devices.shardings(mesh, state_specs(args))
 
     with (
         runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent), partial(offpolicy.load, args)) as run,
         offpolicy.make_fleet(args, agent, act) as fleet,
     ):
         episodes, watch = envs.EpisodeStatistics(args.num_envs), runs.Stopwatch()
-        state = jax.device_put(run.checkpoint["state"], replicated)
+        state = jax.device_put(run.checkpoint["state"], shardings)
         buffer = offpolicy.make_buffer(args, mesh, run.checkpoint)
         step = int(state.global_step)
         if run.resumed:
@@ -496,14 +631,19 @@ def main(args: Args) -> runs.Run:
             i, before = int(state.iterations), step
             with watch("insert"):
                 rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
-                buffer = jax.block_until_ready(insert(buffer, rollouts, timesteps))
+                intrinsic, bonus_metrics = (), {}
+                if args.num_policies > 1:
+                    curiosity, *intrinsic, bonus_metrics = intrinsic_rewards(state.curiosity, rollouts)
+                    state = state._replace(curiosity=curiosity)
+                buffer = jax.block_until_ready(insert(buffer, rollouts, timesteps, *intrinsic))
             timesteps = envs.join_envs(timesteps, axis=-1)
             step += int((~timesteps.is_reset).sum())
             beta = float(runs.parse_schedule(args.per_beta)(before))
             num_updates = offpolicy.updates_due(args, int(state.learn_from), before, step)
             state, buffer, metrics = run_updates(state, buffer, num_updates, beta, watch)
-            state = jax.device_put(state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1)), replicated)
+            state = jax.device_put(state._replace(global_step=jnp.int32(step), iterations=jnp.int32(i + 1)), shardings)
             fleet.publish(i + 1, state.params)
+            metrics |= jax.device_get(bonus_metrics)
             run.check_finite(step, metrics)
             episodes.add(timesteps)
             metrics |= fleet.metrics(i, batches) | episodes.metrics() | watch.fractions()

@@ -75,11 +75,22 @@ def of_transitions(
     """The bonus float32 [T, N] of each transition, for the frame it leads to; 0 for junk steps. Returns the Bonus with
     its filter updated, and that."""
 
-    def after(t):
-        return devices.map_in_chunks(partial(novelty, bonus.target, predictor), frames.stack(t + 1))
+    times, valid = jnp.arange(args.num_steps) + 1, ~timesteps.is_reset
+    return _of_steps(args, bonus, predictor, frames, times, valid, timesteps.sequence_end, gamma)
 
-    raw = jax.lax.map(after, jnp.arange(args.num_steps)) * ~timesteps.is_reset
+
+def of_frames(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, mask: jax.Array, gamma: jax.Array):
+    """The same for the transition that led to each frame, which may be the last of the rollout before, where `mask`
+    (bool [T, N], False for an episode's first frame) is true. For rollouts without the frame after their last step."""
+    return _of_steps(args, bonus, predictor, frames, jnp.arange(args.num_steps), mask, frames.is_first, gamma)
+
+
+def _of_steps(args, bonus, predictor, frames, times, valid, ended, gamma):
+    def at(t):
+        return devices.map_in_chunks(partial(novelty, bonus.target, predictor), frames.stack(t))
+
+    raw = jax.lax.map(at, times) * valid
     if not args.rnd_normalize:
         return bonus, jnp.clip(raw, 0, 2)
-    new_filter, normalized = normalize_rewards(bonus.filter, raw, timesteps.sequence_end, ~timesteps.is_reset, gamma)
+    new_filter, normalized = normalize_rewards(bonus.filter, raw, ended, valid, gamma)
     return bonus._replace(filter=new_filter), normalized

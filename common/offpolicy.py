@@ -166,7 +166,7 @@ def make_fleet(args: Any, agent: nn.Module, act: Callable) -> actors.Fleet:
 def init_replay(args: Any) -> replay.Replay:
     """An empty buffer of --buffer-size transitions, rounded up to whole unrolls of all environments."""
     rows = -(-args.buffer_size // (args.num_envs * args.num_steps)) * args.num_steps
-    return replay.init(rows, args.num_envs, args.stack_offsets)
+    return replay.init(rows, args.num_envs, args.stack_offsets, getattr(args, "num_policies", 1) > 1)
 
 
 def check_memory(args: Any, mesh: Mesh) -> None:
@@ -216,8 +216,16 @@ def describe(args: Any, buffer: replay.Replay, learn_from: int) -> str:
     return f"replay buffer: {count:,} steps x {size / count / 1e3:.1f} kB = {size / 1e9:.2f} GB, on {place}{note}"
 
 
-def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], timesteps: Sequence[envs.Timesteps]):
-    """Inserts the rollouts and timesteps [T, n] of all actors into the buffer of their N environments."""
+def insert(
+    args: Any,
+    buffer: replay.Replay,
+    rollouts: Sequence[Rollout],
+    timesteps: Sequence[envs.Timesteps],
+    policies: replay.Policies,
+    bonus: jax.Array | None,
+) -> replay.Replay:
+    """Inserts the rollouts and timesteps [T, n] of all actors into the buffer of their N environments, with policies
+    and bonus as of `replay.insert`."""
     arrays = [(r.frames, r.actions, r.action_value, r.state_value) for r in rollouts]
     frames, actions, action_value, state_value = envs.join_envs(arrays, axis=1)
     timesteps = envs.join_envs(timesteps, axis=-1)
@@ -232,13 +240,16 @@ def insert(args: Any, buffer: replay.Replay, rollouts: Sequence[Rollout], timest
         state_value=state_value,
     )
     return replay.insert(
-        buffer, rows, timesteps.forced_reset, n_step=args.n_step, gamma=args.gamma, per_alpha=args.per_alpha
-    )
+        buffer, rows, timesteps.forced_reset, n_step=args.n_step, gamma=args.gamma, per_alpha=args.per_alpha,
+        policies=policies, bonus=bonus,
+    )  # fmt: skip
 
 
 def make_insert(args: Any, mesh: Mesh) -> Callable:
-    """Returns insert(buffer, rollouts, timesteps) -> Replay, which donates the buffer and moves the others to it."""
-    specs = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
+    """Returns insert(buffer, rollouts, timesteps, policies, bonus) -> Replay, which donates the buffer and moves the
+    others to it; without several policies leave the last two out."""
+    unrolls = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
+    specs = *unrolls, ENV_SHARDED, TIME_ENV_SHARDED
     if args.replay_device == "host":
         sharding, function = jax.devices("cpu")[0], partial(insert, args)
     else:
@@ -252,8 +263,8 @@ def make_insert(args: Any, mesh: Mesh) -> Callable:
         )
     function = jax.jit(function, donate_argnums=0)
 
-    def move_and_insert(buffer, rollouts, timesteps):
-        return function(buffer, *jax.device_put((rollouts, timesteps), sharding))
+    def move_and_insert(buffer, rollouts, timesteps, policies=replay.SINGLE_POLICY, bonus=None):
+        return function(buffer, *jax.device_put((rollouts, timesteps, policies, bonus), sharding))
 
     return move_and_insert
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from common import devices, envs
-from common.devices import TIME_ENV_SHARDED
+from common.devices import ENV_SHARDED, TIME_ENV_SHARDED
 
 
 class Rows(NamedTuple):
@@ -32,15 +32,26 @@ class Rows(NamedTuple):
     state_value: jax.Array  # float32 [T, N]: and for the state; both for a transition's first priority
 
 
+class Policies(NamedTuple):
+    """The policy of each of N environments, or of B transitions."""
+
+    index: jax.Array | None  # int32 [N]
+    gamma: jax.Array | None  # float32 [N]: its discount factor
+
+
+SINGLE_POLICY = Policies(None, None)  # which needs no arrays
+
+
 class Replay(NamedTuple):
     """The last L steps of N environments, a ring: row 0 follows row L - 1."""
 
     rows: Rows
     priorities: jax.Array  # float32 [L, N]: to the power of alpha; 0 for steps that cannot be sampled (yet)
     written: jax.Array  # int32 []: rows written since the start
+    policies: Policies = SINGLE_POLICY  # of the environments
 
 
-REPLAY_SPECS = devices.partition_specs(Replay, rows=TIME_ENV_SHARDED, priorities=TIME_ENV_SHARDED)
+REPLAY_SPECS = devices.partition_specs(Replay, rows=TIME_ENV_SHARDED, priorities=TIME_ENV_SHARDED, policies=ENV_SHARDED)
 
 
 class Batch(NamedTuple):
@@ -55,9 +66,10 @@ class Batch(NamedTuple):
     row: jax.Array  # int32 [B]: its place in the ring
     env: jax.Array  # int32 [B]
     keys: jax.Array  # uint32 [B, 2]: for the learner's augmentation, dropout and quantiles
+    policies: jax.Array | None = None  # int32 [B]: which policy played, of several
 
 
-def init(length: int, num_envs: int, offsets: Sequence[int]) -> Replay:
+def init(length: int, num_envs: int, offsets: Sequence[int], several_policies: bool = False) -> Replay:
     """An empty ring of `length` rows; `offsets` are from `envs.frame_stack_offsets`."""
     shape = (length, num_envs)
     images = jnp.zeros((*shape, *envs.FRAME_SHAPE), jnp.uint8)
@@ -71,11 +83,13 @@ def init(length: int, num_envs: int, offsets: Sequence[int]) -> Replay:
         action_value=jnp.zeros(shape),
         state_value=jnp.zeros(shape),
     )
-    return Replay(rows, priorities=jnp.zeros(shape), written=jnp.int32(0))
+    policies = Policies(jnp.zeros(num_envs, jnp.int32), jnp.zeros(num_envs)) if several_policies else SINGLE_POLICY
+    return Replay(rows, priorities=jnp.zeros(shape), written=jnp.int32(0), policies=policies)
 
 
-def n_step_return(rows: Rows, row: jax.Array, env: jax.Array, *, n_step: int, gamma: float):
-    """n-step returns from steps `row` of environments `env`, both int32 [...], cut at the episode's end.
+def n_step_return(rows: Rows, row: jax.Array, env: jax.Array, *, n_step: int, gamma: float | jax.Array):
+    """n-step returns from steps `row` of environments `env`, both int32 [...], cut at the episode's end. The discount
+    factor gamma is one for all, or float32 [...].
 
     Returns the discounted sum of rewards float32 [...], the bootstrap value's discount float32 [...] (0 after a
     termination), and the row int32 [...] of the frame to bootstrap from (a truncated episode's last).
@@ -84,7 +98,8 @@ def n_step_return(rows: Rows, row: jax.Array, env: jax.Array, *, n_step: int, ga
     window = (row[..., None] + jnp.arange(n_step)) % length
     rewards, terminated, end = (x[window, env[..., None]] for x in (rows.rewards, rows.terminated, rows.episode_end))
     in_episode = jnp.cumsum(end, axis=-1) - end == 0  # no earlier step of the window ended it
-    returns = (gamma ** jnp.arange(n_step) * rewards * in_episode).sum(axis=-1)
+    powers = (gamma[..., None] if isinstance(gamma, jax.Array) else gamma) ** jnp.arange(n_step)
+    returns = (powers * rewards * in_episode).sum(axis=-1)
     count = in_episode.sum(axis=-1)
     discounts = gamma**count * ~(terminated & in_episode).any(axis=-1)
     return returns, discounts, (row + count) % length
@@ -96,8 +111,9 @@ def priority(td_errors: jax.Array, per_alpha: float) -> jax.Array:
 
 
 def insert(
-    replay: Replay, new: Rows, forced_reset: jax.Array, *, n_step: int, gamma: float, per_alpha: float
-) -> Replay:
+    replay: Replay, new: Rows, forced_reset: jax.Array, *, n_step: int, gamma: float, per_alpha: float,
+    policies: Policies = SINGLE_POLICY, bonus: jax.Array | None = None,
+) -> Replay:  # fmt: skip
     """Writes T new rows; T must divide the ring's length.
 
     A transition can be sampled once the n-th step after it is written. Its first priority is the TD error by the
@@ -107,6 +123,9 @@ def insert(
       new: with frames as of `envs.Frames.after`.
       forced_reset: bool [N], whether an environment is reset after these rows. Then its last row is no transition
         unless its episode terminated there, and an unfinished episode is truncated at the row before.
+      policies: of the N environments, if there are several; their discount factors replace gamma.
+      bonus: float32 [T, N], added to the reward of the transition that led to each new frame, that of the row before:
+        no transition that has been sampled had that reward in its return.
     """
     steps, num_envs = new.actions.shape
     length, past, now = len(replay.priorities), new.frames.past, replay.written
@@ -123,18 +142,22 @@ def insert(
         is_reset=rows.is_reset.at[last].set(rows.is_reset[last] | dropped),
         episode_end=rows.episode_end.at[before].set(rows.episode_end[before] | (dropped & ~rows.is_reset[before])),
     )
+    if bonus is not None:
+        led_here = (now - 1 + jnp.arange(steps)) % length
+        rows = rows._replace(rewards=rows.rewards.at[led_here].add(bonus))
     # The oldest rows follow the new ones; frames of their stacks have been overwritten.
     priorities = write(replay.priorities, jnp.zeros((steps, num_envs)))
     priorities = priorities.at[(now + steps + jnp.arange(past)) % length].set(0)
 
     complete, env = now - n_step + jnp.arange(steps)[:, None], jnp.arange(num_envs)
     row = complete % length
+    gamma = gamma if policies.gamma is None else policies.gamma
     returns, discounts, next_row = n_step_return(rows, row, env, n_step=n_step, gamma=gamma)
     td_errors = returns + discounts * rows.state_value[next_row, env] - rows.action_value[row, env]
     has_stack = complete >= jnp.minimum(rows.frames.episode_steps[row, env], past)  # not the run's first rows
     valid = has_stack & ~rows.is_reset[row, env]
     priorities = priorities.at[row, env].set(jnp.where(valid, priority(td_errors, per_alpha), 0))
-    return Replay(rows, priorities, now + steps)
+    return Replay(rows, priorities, now + steps, policies)
 
 
 def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, n_step: int, gamma: float) -> Batch:
@@ -160,6 +183,8 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
     # 0 where rounding at an edge chose a transition that cannot be sampled.
     probability = priorities[row, env] / row_sums[-1] / devices.axis_size()
     weight = jnp.where(probability > 0, (devices.psum((priorities > 0).sum()) * probability) ** -beta, 0)
+    policies = jax.tree.map(lambda x: x[env], replay.policies)
+    gamma = gamma if policies.gamma is None else policies.gamma
     returns, discounts, next_row = n_step_return(rows, row, env, n_step=n_step, gamma=gamma)
     return Batch(
         frames=rows.frames.stack(row, env),  # negative rows are the ring's last ones
@@ -171,6 +196,7 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
         row=row,
         env=env,
         keys=jax.random.split(sample_key, batch_size),
+        policies=policies.index,
     )
 
 

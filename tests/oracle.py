@@ -322,6 +322,18 @@ def n_step(gamma, n, rewards, terminated, ended, t, lost=None):
     return total, factor, t + n
 
 
+def curiosity(count, most, gamma, least):
+    """Coefficients and discount factors of Never Give Up's policies, one at a time (Badia et al. 2020, appendix A)."""
+    betas, gammas = [], []
+    for j in range(count):
+        middle = count - 2
+        x = 10 * (2 * j - middle) / middle if 0 < j < count - 1 else 0
+        betas.append(0 if j == 0 else most if j == count - 1 else most / (1 + math.exp(-x)))
+        weighted = (count - 1 - j) * math.log(1 - gamma) + j * math.log(1 - least)
+        gammas.append(1 - math.exp(weighted / (count - 1)))
+    return betas, gammas
+
+
 def project(support, reward, discount, probs):
     """Bellemare et al. 2017, algorithm 1: each atom's mass goes to the two neighbours of where it moves."""
     out, width = np.zeros(len(support)), support[1] - support[0]

@@ -56,7 +56,7 @@ SCRIPTS = {
     impala: ACTOR_CRITIC | {
         "num_steps": 8, "deterministic": True, "core": "lstm", "clip_coef": 0.2, "total_timesteps": 120,
     },
-    apex: OFF_POLICY | {"num_atoms": 5},
+    apex: OFF_POLICY | {"num_atoms": 5, "num_policies": 3},
     sac: OFF_POLICY,
     rnd: {
         "num_envs": 8, "num_steps": 8, "num_minibatches": 1, "channels": "4,4,4", "hidden": 8, "total_timesteps": 120,
@@ -112,7 +112,8 @@ def test_one_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys()
         assert line["global_step"] == other["global_step"]
-        for name in ("charts/episodic_return", "losses/loss", "losses/grad_norm", "losses/explained_variance"):
+        names = "charts/episodic_return", "losses/loss", "losses/grad_norm", "losses/explained_variance"
+        for name in (*names, "charts/intrinsic_reward"):
             np.testing.assert_allclose(line.get(name, 0), other.get(name, 0), rtol=2e-3, atol=2e-4, err_msg=name)
     assert len(texts) == (script not in (apex, sac))  # which have only played
     for text in texts:

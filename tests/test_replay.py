@@ -25,10 +25,11 @@ def restart(steps, t, n):
         steps.episode_step[later, n] = 0 if steps.is_reset[later - 1, n] else steps.episode_step[later - 1, n] + 1
 
 
-def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
+def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=(), curious=False):
     """Made-up steps, inserted some rows at a time; half of the games restart after some of these inserts.
 
-    A frame's first number is its step, its second its game. `lost` are the steps whose transition is unknown.
+    A frame's first number is its step, its second its game. `lost` are the steps whose transition is unknown. The games
+    of a `curious` family have discount factors of their own, and a bonus for each frame but an episode's first.
     """
     steps = random_steps(rng, rows * inserts, GAMES)
     lost = np.zeros(steps.is_reset.shape, bool)
@@ -43,33 +44,47 @@ def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=()):
     images[..., 0, 0, 0], images[..., 0, 0, 1] = np.arange(len(images))[:, None], np.arange(GAMES)
     actions = rng.integers(0, 15, steps.is_reset.shape, np.int32)
     action_value, state_value = rng.normal(size=(2, *actions.shape)).astype(np.float32)
-    buffer, past = replay.init(LENGTH, GAMES, offsets), max(*offsets, 1)
+    gammas, rewards, family, bonus = np.full(GAMES, GAMMA), steps.rewards, [{}] * inserts, None
+    if curious:
+        gammas, bonus = rng.uniform(0.5, 1, GAMES).astype(np.float32), rng.normal(size=rewards.shape).astype(np.float32)
+        bonus *= steps.episode_step[:-1] > 0
+        rewards = rewards + np.concatenate([bonus[1:], bonus[:1]])  # of the frame that a step leads to
+        policies = replay.Policies(np.arange(GAMES, dtype=np.int32) % 4, gammas)
+        family = [{"policies": policies, "bonus": bonus[i * rows : (i + 1) * rows]} for i in range(inserts)]
+    buffer, past = replay.init(LENGTH, GAMES, offsets, curious), max(*offsets, 1)
     for i in range(inserts):
         now = slice(i * rows, (i + 1) * rows)
         older = np.zeros((past, GAMES, 64, 64, 3), np.uint8)
         parts = (steps.rewards, steps.terminated, steps.episode_end, steps.is_reset, action_value, state_value)
         frames = envs.Frames(np.concatenate([older, images[now]]), steps.episode_step[now], offsets)
         new = replay.Rows(frames, actions[now], *(x[now] for x in parts))
-        buffer = insert(buffer, new, restarts[i], n_step=n_step, gamma=GAMMA, per_alpha=ALPHA)
+        buffer = insert(buffer, new, restarts[i], n_step=n_step, gamma=GAMMA, per_alpha=ALPHA, **family[i])
     return SimpleNamespace(
-        buffer=buffer, steps=steps, lost=lost, actions=actions, action_value=action_value, state_value=state_value
+        buffer=buffer,
+        steps=steps,
+        rewards=rewards,
+        gammas=gammas,
+        lost=lost,
+        actions=actions,
+        action_value=action_value,
+        state_value=state_value,
     )
 
 
 def return_of(game, t, n, n_step=3):
-    parts = (x[:, n] for x in (game.steps.rewards, game.steps.terminated, game.steps.episode_end))
-    return oracle.n_step(GAMMA, n_step, *parts, t, game.lost[:, n])
+    parts = (x[:, n] for x in (game.rewards, game.steps.terminated, game.steps.episode_end))
+    return oracle.n_step(float(game.gammas[n]), n_step, *parts, t, game.lost[:, n])
 
 
 @pytest.mark.parametrize(
     ("inserts", "rows", "restart_after"),
     [(1, 4, []), (3, 4, [1]), (5, 4, [4]), (6, 4, [4]), (13, 4, [8, 11]), (13, 4, []), (33, 1, [16, 31, 32])],
 )
-@pytest.mark.parametrize("n_step", [1, 3])
-def test_insert_of_random_steps_gives_priorities_to_what_can_be_sampled(inserts, rows, restart_after, n_step):
+@pytest.mark.parametrize(("n_step", "curious"), [(1, False), (3, False), (3, True)])
+def test_insert_of_random_steps_gives_priorities_to_what_can_be_sampled(inserts, rows, restart_after, n_step, curious):
     """20 rows: before, when and after the ring is full, and with games that restart."""
     rng = np.random.default_rng(inserts)
-    game = play(rng, inserts, rows=rows, n_step=n_step, restart_after=restart_after)
+    game = play(rng, inserts, rows=rows, n_step=n_step, restart_after=restart_after, curious=curious)
     past, end = 3, rows * inserts
     oldest = 0 if end <= LENGTH - past else end - LENGTH + past  # its whole stack is still there
     want = np.zeros((LENGTH, GAMES))
@@ -90,11 +105,11 @@ def test_insert_of_random_steps_gives_priorities_to_what_can_be_sampled(inserts,
     assert game.buffer.written == end
 
 
-@pytest.mark.parametrize("offsets", [(0,), (3, 2, 1, 0)])
-def test_samples_around_episode_ends_and_restarts_are_what_was_played(offsets):
+@pytest.mark.parametrize(("offsets", "curious"), [((0,), True), ((3, 2, 1, 0), False)])
+def test_samples_around_episode_ends_and_restarts_are_what_was_played(offsets, curious):
     """Stacks never reach over an episode's first frame, returns never over its end or over where a game restarted;
     also around the ring's end."""
-    game = play(np.random.default_rng(0), 13, offsets=offsets, restart_after=[8, 9, 10, 11])
+    game = play(np.random.default_rng(0), 13, offsets=offsets, restart_after=[8, 9, 10, 11], curious=curious)
     end, seen = 13 * T, set()
     cut = 0
     for i in range(8):
@@ -111,6 +126,7 @@ def test_samples_around_episode_ends_and_restarts_are_what_was_played(offsets):
             np.testing.assert_allclose(batch.returns[b], returns, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(batch.discounts[b], discount, rtol=1e-5)
             assert batch.actions[b] == game.actions[t, n]
+            assert batch.policies[b] == n % 4 if curious else batch.policies is None
             for stack, newest in ((batch.frames[b], t), (batch.next_frames[b], after)):
                 want = [newest - min(game.steps.episode_step[newest, n], back) for back in offsets]
                 np.testing.assert_array_equal(stack[0, 0, 0::3], want)
