@@ -8,7 +8,6 @@ competition entry's, as in ppo_procgen.py. Try:
 """
 
 import math
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -550,7 +549,7 @@ def make_auxiliary_phase(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 def check_memory(args: Args) -> None:
     """Raises UsageError if a policy phase's frames do not fit the host's memory."""
     frames = args.policy_iterations * args.num_envs * (args.num_steps + 1 + max(args.stack_offsets))
-    size, there = frames * math.prod(envs.FRAME_SHAPE), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size, there = frames * math.prod(envs.FRAME_SHAPE), devices.host_memory()
     needs = f"the rollouts of a phase need {size / 1e9:.1f} GB, this host has {there / 1e9:.1f} GB"
     check(size <= there, f"--policy-iterations {args.policy_iterations}: {needs}; give fewer")
 

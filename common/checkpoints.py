@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from common import files
+from common import devices, files
 from common.files import UsageError, check
 
 VERSION = 3  # of a checkpoint's names
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
     with _orbax() as orbax:
         arrays = jax.tree.leaves(orbax.metadata(path).item_metadata.tree)
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = devices.host_memory()
         check(size <= memory, f"checkpoint {path}: needs {size / 1e9:.1f} GB, this host has {memory / 1e9:.1f} GB")
         tree = orbax.restore(path)
     if not tree:

@@ -46,6 +46,11 @@ def available_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> int:
     return cores
 
 
+def host_memory() -> int:
+    """Bytes of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def describe(mesh: Mesh) -> str:
     """The learner devices in words, and a hint if CUDA's plugin is installed but finds no GPU."""
     device = jax.local_devices()[0]  # another host's tells nothing of its memory

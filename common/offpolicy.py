@@ -4,7 +4,6 @@ A script has the network, `act` and `train_step`. The buffer is sharded over the
 memory.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -176,7 +175,7 @@ def check_memory(args: Any, mesh: Mesh) -> None:
     if args.replay_device == "device" and all(stats):  # a CPU has none
         there, free = "the devices that learn have", sum(x["bytes_limit"] - x["bytes_in_use"] for x in stats)
     else:
-        there, free = "this host has", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        there, free = "this host has", devices.host_memory()
     check(size <= free, f"--buffer-size {args.buffer_size}: needs {size / 1e9:.2f} GB, {there} {free / 1e9:.2f} GB")
 
 
