@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import tyro
 from jax.profiler import ProfileData
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -65,6 +66,18 @@ def kernels(function: Callable, repeats: int) -> list[dict]:
     ]
 
 
+def make_step(args: ppo.Args, agent: ppo.Agent, mesh: Mesh, **options) -> Callable:
+    """`ppo.act`, jitted as in `ppo.make_collect`, with more options of `jax.jit`."""
+    step = jax.shard_map(
+        partial(ppo.act, args, networks.acting_agent(agent)),
+        mesh=mesh,
+        in_specs=(REPLICATED, ppo.ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
+        out_specs=(ppo.ROLLOUT_SPECS, ENV_SHARDED),
+        check_vma=False,
+    )
+    return jax.jit(step, donate_argnums=1, **options)
+
+
 def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     """Milliseconds of each part, and kernels of `act` and `update`."""
     agent, mesh = ppo.make_agent(args), devices.make_mesh(args)
@@ -82,14 +95,7 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     acting_params = networks.acting_params(agent, state.params["agent"])
     next_rollout = partial(ppo.begin_rollout, args, rollout.env_state, 1)
     next_rollout = jax.jit(next_rollout, out_shardings=rollout_sharding)()
-    step = jax.shard_map(
-        partial(ppo.act, args, networks.acting_agent(agent)),
-        mesh=mesh,
-        in_specs=(REPLICATED, ppo.ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
-        out_specs=(ppo.ROLLOUT_SPECS, ENV_SHARDED),
-        check_vma=False,
-    )
-    step = jax.jit(step, donate_argnums=1)  # as in `ppo.make_collect`
+    step = make_step(args, agent, mesh)
 
     def act(obs, episode_step):
         nonlocal next_rollout

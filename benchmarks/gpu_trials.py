@@ -30,9 +30,9 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding
 
 import ppo_procgen as ppo
-from benchmarks.gpu_profile import median_ms
+from benchmarks.gpu_profile import make_step, median_ms
 from common import devices, envs, gpu, networks, runs
-from common.devices import ENV_SHARDED, REPLICATED
+from common.devices import ENV_SHARDED
 from experiments import records
 
 # All commands that XLA records by default, and convolutions. cuDNN must be set up before the recording: by a first call
@@ -148,14 +148,7 @@ def measure_act(args: ppo.Args, name: str) -> dict[str, Any]:
     if name == "pinned":
         pinned = NamedSharding(mesh, ENV_SHARDED, memory_kind="pinned_host")
         options["out_shardings"] = devices.shardings(mesh, ppo.ROLLOUT_SPECS), pinned
-    step = jax.shard_map(
-        partial(ppo.act, args, networks.acting_agent(agent)),
-        mesh=mesh,
-        in_specs=(REPLICATED, ppo.ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED),
-        out_specs=(ppo.ROLLOUT_SPECS, ENV_SHARDED),
-        check_vma=False,
-    )
-    step = jax.jit(step, donate_argnums=1, compiler_options=COMPILER.get(name), **options)  # as in `make_collect`
+    step = make_step(args, agent, mesh, compiler_options=COMPILER.get(name), **options)
 
     def act(obs, episode_step):
         nonlocal rollout
