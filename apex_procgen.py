@@ -64,12 +64,12 @@ class Args(
     epsilon_alpha: NonNegativeFloat = 7.0
     """spread of exploration: the first game's random actions have probability epsilon, the last's epsilon^(1 + this)"""
     num_policies: Size = 1
-    """policies of rising curiosity, each played by its share of the games (Never Give Up); the first is evaluated"""
+    """policies with different coefficients of RND's bonus (Never Give Up), each in its share of the games"""
     rnd_coef: NonNegativeFloat = 0.3
-    """coefficient of RND's bonus in the last policy's reward; it rises along a sigmoid from the first policy's 0"""
+    """coefficient of RND's bonus for the last policy; the first has 0 and is evaluated; between them it is a sigmoid"""
     rnd_normalize: bool = True
     min_gamma: UnitInterval = 0.97
-    """discount factor of the last policy; the first has gamma"""
+    """discount factor of the last policy; the first has gamma, and between them log(1 - discount) is linear"""
     num_atoms: Annotated[int, Interval(ge=1, le=1024)] = 99
     """atoms of the distribution of values (C51); 1 for its mean alone, learnt with Huber's loss"""
     v_min: Annotated[float, Interval(ge=-1e9, le=1e9)] = -5.0
@@ -83,7 +83,7 @@ class Args(
     munchausen_tau: PositiveFloat = 0.03
     """temperature tau of Munchausen's softmax policy, whose mean value replaces that of double_q's best action"""
     cql_alpha: NonNegativeFloat = 0.0
-    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a) per sample; 0 for none"""
+    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a), in the loss; 0 for none"""
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 150
@@ -123,8 +123,9 @@ class Args(
         runs.check_needs(self, several, "--num-policies 2 or more", ("rnd_coef", "rnd_normalize", "min_gamma"))
         check(count <= self.num_envs, f"--num-policies {count}: give at most --num-envs, {self.num_envs}")
         check(self.rnd_coef or not several, f"--rnd-coef {self.rnd_coef}: must be above 0 with --num-policies {count}")
-        valid = f"must be at most --gamma, {self.gamma}, and that below 1, with --num-policies {count}"
-        check(not several or self.min_gamma <= self.gamma < 1, f"--min-gamma {self.min_gamma}: {valid}")
+        check(self.gamma < 1 or not several, f"--gamma {self.gamma}: must be below 1 with --num-policies {count}")
+        above = several and self.min_gamma > self.gamma
+        check(not above, f"--min-gamma {self.min_gamma}: must be at most --gamma, {self.gamma}")
 
 
 # NETWORK
@@ -278,8 +279,8 @@ def init_state(args: Args, agent: Agent) -> TrainState:
 
 
 def policies_of(args: Args, env_ids: jax.Array) -> jax.Array | None:
-    """The policies int32 [n] of environments env_ids int32 [n]; None if there is a single one. In turns, so that each
-    policy has environments of many epsilons; the one of the smallest epsilon, the last, plays policy 0."""
+    """The policies int32 [n] of environments env_ids int32 [n]; None if there is a single one. The last environment,
+    whose epsilon is the smallest, plays policy 0, the one before policy 1, and so on, round and round."""
     return None if args.num_policies == 1 else (args.num_envs - 1 - env_ids) % args.num_policies
 
 
@@ -297,9 +298,9 @@ def gammas(args: Args) -> np.ndarray:
 
 
 def make_intrinsic_rewards(args: Args, mesh: Mesh) -> Callable:
-    """Returns intrinsic_rewards(curiosity, rollouts) -> Curiosity, replay.Policies of the N environments, the bonus of
-    each frame times their beta float32 [T, N], and metrics; it moves the rollouts to the mesh. A transition keeps the
-    bonus that it had when it was inserted."""
+    """Returns intrinsic_rewards(curiosity, rollouts) -> Curiosity, replay.Policies of the N environments, beta_j times
+    the bonus of reaching each frame float32 [T, N], and metrics; it moves the rollouts to the mesh. A transition keeps
+    the bonus that it had when it was inserted."""
 
     def intrinsic_rewards(curiosity, rollouts):
         policies = policies_of(args, envs.join_envs([rollout.env_state.env_ids for rollout in rollouts], axis=0))
@@ -331,7 +332,8 @@ def make_intrinsic_rewards(args: Args, mesh: Mesh) -> Callable:
 
 
 def train_predictor(curiosity: Curiosity, frames: jax.Array, learning_rate: jax.Array) -> tuple[Curiosity, jax.Array]:
-    """One step of RND's predictor on sampled frames uint8 [B, 64, 64, C]; returns its mean loss too, float32 []."""
+    """One step of RND's predictor, by an Adam of its own, on frames uint8 [B, 64, 64, C]; returns its mean loss too,
+    float32 []."""
 
     def loss(predictor, frames):
         return {"loss": bonus.novelty(curiosity.bonus.target, predictor, frames)}
@@ -437,16 +439,16 @@ def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: rep
     """Returns what the target is made of: n-step returns float32 [B], and the target network's outputs for the next
     state float32 [B, K].
 
-    With Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3) the first of the n rewards gets a bonus of
-    alpha max(tau log pi(a | s), -1), and the next state's value is its mean under pi, entropy included.
+    With Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3) alpha max(tau log pi(a | s), -1) is added to
+    the first of the n rewards, and the next state's value is its mean under pi, entropy included.
     """
     if not args.munchausen_alpha:
         actions = mean_value(support, outputs.next_selector_values).argmax(axis=1)
         return batch.returns, select_action(outputs.next_target_values, actions)
     tau = args.munchausen_tau
     log_policy = tau * nn.log_softmax(mean_value(support, outputs.target_values) / tau)
-    bonus = jnp.take_along_axis(log_policy, batch.actions[:, None], axis=1)[:, 0]
-    returns = batch.returns + args.munchausen_alpha * jnp.clip(bonus, -1, 0)
+    log_prob = jnp.take_along_axis(log_policy, batch.actions[:, None], axis=1)[:, 0]
+    returns = batch.returns + args.munchausen_alpha * jnp.clip(log_prob, -1, 0)
     log_policy = nn.log_softmax(mean_value(support, outputs.next_selector_values) / tau)[..., None]
     return returns, (jnp.exp(log_policy) * (outputs.next_target_values - tau * log_policy)).sum(axis=1)
 
@@ -463,7 +465,7 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
     loss. A single atom is the value itself, learnt with Huber's loss, as in DQN (Mnih et al. 2015). The TD error is
     that of mean values (over the quantiles drawn), which actors compute too. With atoms its target is the mean of the
     projected one, since a return beyond the support cannot be learnt. Conservative Q-learning (Kumar et al. 2020, arXiv
-    2006.04779, equation 4, CQL(H)) lowers the mean values of actions that were not played.
+    2006.04779, equation 4, CQL(H)) lowers large mean values and raises those of the actions that were played.
     """
     chex.assert_equal_shape([outputs.values, outputs.next_target_values, outputs.next_selector_values])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
@@ -514,8 +516,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
     """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     batch_loss = partial(loss, args, agent, target_params=state.target_params)
-    # Weights of 1, not batch.weight: `gradient` divides by their sum, which would undo that importance weights scale
-    # the loss down. `loss` has multiplied by them already.
+    # Weights of 1, since `loss` has the importance weights already; `gradient` would divide by their sum.
     grads, means, terms = devices.gradient(batch_loss, state.params, batch, jnp.ones_like(batch.returns))
     grads = networks.add_l2(grads, state.params, args.l2)
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, state.params)
@@ -529,7 +530,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
         "charts/learning_rate": learning_rate,
     }
     if args.num_policies > 1:
-        curiosity, metrics["losses/rnd_loss"] = train_predictor(state.curiosity, batch.next_frames, learning_rate)
+        curiosity, metrics["losses/rnd_loss"] = train_predictor(state.curiosity, batch.one_step_frames, learning_rate)
         state = state._replace(curiosity=curiosity)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state, updates=updates)
     return state, terms["td_error"], metrics
@@ -631,11 +632,11 @@ def main(args: Args) -> runs.Run:
             i, before = int(state.iterations), step
             with watch("insert"):
                 rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
-                intrinsic, bonus_metrics = (), {}
+                policies, intrinsic, bonus_metrics = replay.SINGLE_POLICY, None, {}
                 if args.num_policies > 1:
-                    curiosity, *intrinsic, bonus_metrics = intrinsic_rewards(state.curiosity, rollouts)
+                    curiosity, policies, intrinsic, bonus_metrics = intrinsic_rewards(state.curiosity, rollouts)
                     state = state._replace(curiosity=curiosity)
-                buffer = jax.block_until_ready(insert(buffer, rollouts, timesteps, *intrinsic))
+                buffer = jax.block_until_ready(insert(buffer, rollouts, timesteps, policies, intrinsic))
             timesteps = envs.join_envs(timesteps, axis=-1)
             step += int((~timesteps.is_reset).sum())
             beta = float(runs.parse_schedule(args.per_beta)(before))

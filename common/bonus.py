@@ -80,8 +80,9 @@ def of_transitions(
 
 
 def of_frames(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, mask: jax.Array, gamma: jax.Array):
-    """The same for the transition that led to each frame, which may be the last of the rollout before, where `mask`
-    (bool [T, N], False for an episode's first frame) is true. For rollouts without the frame after their last step."""
+    """The bonus float32 [T, N] of reaching each frame; 0 where `mask` (bool [T, N]) is false, as it must be for an
+    episode's first frame. It belongs to the transition one step earlier, for the first frame the last of the rollout
+    before. Returns the Bonus with its filter updated, and that."""
     return _of_steps(args, bonus, predictor, frames, jnp.arange(args.num_steps), mask, frames.is_first, gamma)
 
 

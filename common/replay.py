@@ -67,6 +67,7 @@ class Batch(NamedTuple):
     env: jax.Array  # int32 [B]
     keys: jax.Array  # uint32 [B, 2]: for the learner's augmentation, dropout and quantiles
     policies: jax.Array | None = None  # int32 [B]: which policy played, of several
+    one_step_frames: jax.Array | None = None  # uint8 [B, 64, 64, C]: one step later; with several policies
 
 
 def init(length: int, num_envs: int, offsets: Sequence[int], several_policies: bool = False) -> Replay:
@@ -124,8 +125,8 @@ def insert(
       forced_reset: bool [N], whether an environment is reset after these rows. Then its last row is no transition
         unless its episode terminated there, and an unfinished episode is truncated at the row before.
       policies: of the N environments, if there are several; their discount factors replace gamma.
-      bonus: float32 [T, N], added to the reward of the transition that led to each new frame, that of the row before:
-        no transition that has been sampled had that reward in its return.
+      bonus: float32 [T, N], the intrinsic reward of reaching each new frame. It is added to the reward one row earlier,
+        which no return that could be sampled contains yet.
     """
     steps, num_envs = new.actions.shape
     length, past, now = len(replay.priorities), new.frames.past, replay.written
@@ -186,6 +187,7 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
     policies = jax.tree.map(lambda x: x[env], replay.policies)
     gamma = gamma if policies.gamma is None else policies.gamma
     returns, discounts, next_row = n_step_return(rows, row, env, n_step=n_step, gamma=gamma)
+    several = policies.index is not None
     return Batch(
         frames=rows.frames.stack(row, env),  # negative rows are the ring's last ones
         next_frames=rows.frames.stack(next_row, env),
@@ -197,6 +199,7 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
         env=env,
         keys=jax.random.split(sample_key, batch_size),
         policies=policies.index,
+        one_step_frames=rows.frames.stack((row + 1) % len(priorities), env) if several else None,
     )
 
 

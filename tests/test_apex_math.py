@@ -604,8 +604,8 @@ def test_act_asks_each_environment_about_its_own_policy():
 
 
 def test_intrinsic_rewards_are_the_novelty_of_frames_by_each_policys_beta():
-    """Normalised over two rollouts of two actors, in which episodes end and games restart; the predictor learns, and
-    before that there is no bonus."""
+    """Normalised over two rollouts of two actors, in which episodes end and games restart; none before the predictor's
+    first update."""
     args = make_args(num_policies=3, num_steps=8, num_devices=2, frame_stack=1, gamma=0.9, min_gamma=0.5)
     rng, mesh = np.random.default_rng(0), devices.make_mesh(args)
     state = init_state(apex, args, apex.make_agent(args))
@@ -638,12 +638,20 @@ def test_intrinsic_rewards_are_the_novelty_of_frames_by_each_policys_beta():
     np.testing.assert_allclose(got, want * np.take(betas, own), rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(metrics["charts/intrinsic_reward"], want[steps[1] > 0].mean(), rtol=1e-3)
 
-    frames = images.reshape(-1, 64, 64, 3)[:16]
-    train = jax.jit(apex.train_predictor)
-    after, first = train(state.curiosity, frames, 1e-3)
-    np.testing.assert_allclose(first, novelty(state.curiosity.predictor, frames).mean(), rtol=1e-3)
-    assert train(after, frames, 1e-3)[1] < first
-    jax.tree.map(np.testing.assert_array_equal, after.bonus, state.curiosity.bonus)
+
+def test_predictor_learns_from_the_frames_that_are_rewarded():
+    """Those one step later, not n."""
+    args, rng = make_args(num_policies=3, frame_stack=1, learning_rate="1e-3"), np.random.default_rng(0)
+    agent, frames = apex.make_agent(args), rng.integers(0, 256, (3, args.batch_size, 64, 64, 3), np.uint8)
+    batch = random_batch(rng, args)._replace(
+        frames=frames[0], next_frames=frames[1], one_step_frames=frames[2], policies=np.zeros(args.batch_size, np.int32)
+    )
+    state, train = init_state(apex, args, agent), jax.jit(partial(apex.train_step, args, agent))
+    want = bonus.novelty(state.curiosity.bonus.target, state.curiosity.predictor, frames[2]).mean()
+    after, _, metrics = train(state, batch)
+    np.testing.assert_allclose(metrics["losses/rnd_loss"], want, rtol=1e-3)
+    assert train(after, batch)[2]["losses/rnd_loss"] < want
+    jax.tree.map(np.testing.assert_array_equal, after.curiosity.bonus, state.curiosity.bonus)
 
 
 # A GAME WITH KNOWN VALUES

@@ -127,7 +127,10 @@ def test_samples_around_episode_ends_and_restarts_are_what_was_played(offsets, c
             np.testing.assert_allclose(batch.discounts[b], discount, rtol=1e-5)
             assert batch.actions[b] == game.actions[t, n]
             assert batch.policies[b] == n % 4 if curious else batch.policies is None
-            for stack, newest in ((batch.frames[b], t), (batch.next_frames[b], after)):
+            stacks = [(batch.frames[b], t), (batch.next_frames[b], after)]
+            if curious:
+                stacks.append((batch.one_step_frames[b], t + 1))
+            for stack, newest in stacks:
                 want = [newest - min(game.steps.episode_step[newest, n], back) for back in offsets]
                 np.testing.assert_array_equal(stack[0, 0, 0::3], want)
                 assert (stack[0, 0, 1::3] == n).all()

@@ -386,7 +386,7 @@ BAD = [
     ("apex", "--num-policies 25", "--num-policies 25", "--num-envs, 24"),
     ("apex", "--num-policies 4 --rnd-coef 0", "--rnd-coef 0", "above 0"),
     ("apex", "--num-policies 4 --gamma 0.9", "--min-gamma 0.97", "at most --gamma, 0.9"),
-    ("apex", "--num-policies 4 --gamma 1", "--min-gamma 0.97", "below 1"),
+    ("apex", "--num-policies 4 --gamma 1", "--gamma 1.0", "below 1"),
     ("apex", "--v-min 30", "--v-min 30", "0 or less"),
     ("apex", "--v-max -1", "--v-max -1", "0 or more"),
     ("apex", "--munchausen-alpha 0.9", "--munchausen-alpha 0.9", "--num-atoms 1"),
