@@ -5,9 +5,7 @@ changes to the weights generated for earlier tasks prevents forgetting (von Oswa
 Schoepf et al. 2022).
 
 For comparison, --method ppo learns each task from scratch and --method finetune continues with the last task's
-networks. The settings of Schoepf et al. 2022 are
---noise-color 0 --keep-std --beta 0.001 --hyper-learning-rate 5e-3 --clip-coef 0.3 --max-grad-norm 1e-4 --num-envs 256
---num-minibatches 256 --task-timesteps 12000000 --stop-at-success 2, with --learning-rate 5e-3 for --critic fresh. Try:
+networks. The settings of Schoepf et al. 2022 are in docs/hnppo.md. Try:
 
     python hnppo_doorgym.py --tasks 0,1
     python hnppo_doorgym.py --method ppo --task 2 --robot gripper

@@ -123,7 +123,7 @@ def remove_unfinished(run_dir: Path, seconds: float = 0) -> None:
 
 
 def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
-    """Loads the newest whole checkpoint: its step and its tree of NumPy arrays (tuples become dicts).
+    """Loads the newest complete checkpoint: its step and its tree of NumPy arrays (tuples become dicts).
 
     Prints which ones are damaged. Raises UsageError if none is left. The run may be training meanwhile.
     """
