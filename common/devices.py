@@ -46,9 +46,12 @@ def available_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> int:
     return cores
 
 
-def host_memory() -> int:
-    """Bytes of this host's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory(memory_max: str = "/sys/fs/cgroup/memory.max") -> int:
+    """Bytes of this host's memory, or of its container's limit if that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit
+        memory = min(memory, int(Path(memory_max).read_text()))
+    return memory
 
 
 def describe(mesh: Mesh) -> str:

@@ -169,14 +169,21 @@ def init_replay(args: Any) -> replay.Replay:
 
 
 def check_memory(args: Any, mesh: Mesh) -> None:
-    """Raises UsageError if the replay buffer exceeds the learner devices' free memory, or the host's memory."""
+    """Raises UsageError if the replay buffer exceeds the learner devices' free memory, or, with its copies while a
+    checkpoint is written, the host's memory."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(partial(init_replay, args))))
     stats = [device.memory_stats() for device in mesh.devices.flat]
-    if args.replay_device == "device" and all(stats):  # a CPU has none
-        there, free = "the devices that learn have", sum(x["bytes_limit"] - x["bytes_in_use"] for x in stats)
-    else:
-        there, free = "this host has", devices.host_memory()
-    check(size <= free, f"--buffer-size {args.buffer_size}: needs {size / 1e9:.2f} GB, {there} {free / 1e9:.2f} GB")
+    on_host = args.replay_device == "host" or not all(stats)  # a CPU has none
+    flag = f"--buffer-size {args.buffer_size}: needs"
+    if not on_host:
+        free = len(stats) * min(x["bytes_limit"] - x["bytes_in_use"] for x in stats)
+        check(size <= free, f"{flag} {size / 1e9:.2f} GB, the devices that learn have {free / 1e9:.2f} GB")
+    # A checkpoint's parts come together on the host, and Orbax copies the whole.
+    in_one_piece = on_host and (args.replay_device == "host" or mesh.size == 1)
+    copies = (1 if in_one_piece else 2) * args.save_replay
+    needed, memory = (on_host + copies) * size, devices.host_memory()
+    less = f" with a checkpoint's copies ({on_host * size / 1e9:.2f} GB with --no-save-replay)" if copies else ""
+    check(needed <= memory, f"{flag} {needed / 1e9:.2f} GB{less}, this host has {memory / 1e9:.2f} GB")
 
 
 def load(args: Any, init_checkpoint: Callable[[], dict], run_dir: str) -> dict:

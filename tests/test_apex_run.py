@@ -144,6 +144,20 @@ def test_buffer_in_host_memory_resumes_exactly_and_moves_to_a_device(train, unin
     assert lines[-1]["charts/updates"] == int(0.5 * (lines[-1]["global_step"] - 100) / 16)
 
 
+@pytest.mark.parametrize(("flags", "copies"), [
+    ({"num_devices": 1}, 2), ({"num_devices": 2}, 3), ({"num_devices": 2, "replay_device": "host"}, 2),
+    ({"num_devices": 2, "save_replay": False}, 1),
+])  # fmt: skip
+def test_buffer_needs_memory_for_the_copies_of_a_checkpoint_too(flags, copies, monkeypatch):
+    args = apex.Args(num_envs=24, **flags)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lambda: offpolicy.init_replay(args))))
+    monkeypatch.setattr(devices, "host_memory", lambda: copies * size)
+    offpolicy.check_memory(args, devices.make_mesh(args))
+    monkeypatch.setattr(devices, "host_memory", lambda: copies * size - 1)
+    with pytest.raises(runs.UsageError, match=r"--buffer-size 200000: needs .* GB.*, this host has"):
+        offpolicy.check_memory(args, devices.make_mesh(args))
+
+
 def test_buffer_in_host_memory_without_jaxs_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(offpolicy, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda")))
     with pytest.raises(runs.UsageError, match=r"--replay-device host: JAX_PLATFORMS=cuda .* cuda,cpu"):
@@ -152,7 +166,7 @@ def test_buffer_in_host_memory_without_jaxs_cpu_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "place"), [(apex, "device"), (apex, "host"), (sac, "device")])
+@pytest.mark.parametrize(("script", "place"), [(apex, "device"), (apex, "host"), (sac, "host")])
 def test_run_in_the_form_for_accelerators_trains(script, place, train, monkeypatch):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""
     if place == "host":
