@@ -530,13 +530,16 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
     }
+    # With dropout or RAD the KL divergence is also that from plain frames and features, however small the update.
+    adaptive = args.kl_coef and not args.dropout and not (args.augment and args.augment_mode == "rad")
+    adapted = adapt_kl_coef(state.kl_coef, terms["approx_kl"], args.kl_target)
     state = state._replace(
         params=params,
         opt_state=opt_state,
         key=key,
         global_step=state.global_step + devices.psum(weight.sum()),
         updates=state.updates + 1,
-        kl_coef=adapt_kl_coef(state.kl_coef, terms["approx_kl"], args.kl_target) if args.kl_coef else state.kl_coef,
+        kl_coef=adapted if adaptive else state.kl_coef,
     )
     return state, metrics
 

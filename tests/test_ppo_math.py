@@ -497,8 +497,10 @@ def test_dropout_in_learner_alone_is_new_each_epoch(tiny):
     losses = set()
     for epochs in (1, 2):  # metrics are of the last epoch
         update = jax.jit(partial(ppo.update, replace(args, update_epochs=epochs), agent))
-        metrics = update(tiny.state, tiny.rollout, tiny.steps)[1]
+        state, metrics = update(tiny.state, tiny.rollout, tiny.steps)
         losses.add(float(metrics["losses/loss"]))
     assert len(losses) == 2
+    assert metrics["losses/approx_kl"] > 0  # without an update: so it cannot say how large one was
+    assert state.kl_coef == tiny.state.kl_coef
     norm = devices.global_norm([x for x in jax.tree.leaves(params) if x.ndim == 4])
     assert metrics["losses/grad_norm"] == pytest.approx(200 * float(norm), rel=0.1)  # of --l2
