@@ -175,10 +175,12 @@ class Fleet:
                 self._changed.wait(0.2)
             batches = [queue.popleft() for queue in self._ready] if all(self._ready) and not self._error else None
         if self._error:
-            if jax.process_count() == 1:  # other hosts would have to save too, and do not know
-                save()
-            run.print(f"an actor failed; the last checkpoint is in {run.path}, continue with --resume")
-            self.check()
+            try:
+                if jax.process_count() == 1:  # other hosts would have to save too, and do not know
+                    save()
+                    run.print(f"an actor failed; the last checkpoint is in {run.path}, continue with --resume")
+            finally:
+                self.check()
         if batches:
             self._env_states = [batch.env_state for batch in batches]
             self._snapshots = [batch.snapshot for batch in batches]

@@ -374,6 +374,8 @@ class ThreadedVecEnv:
         def play(i, part):
             return part.play(partial(act, i), num_steps, Stopwatch() if i else watch)
 
+        if len(self.parts) == 1:  # in this thread, which a second signal ends at once
+            return play(0, self.parts[0])
         with ThreadPoolExecutor(len(self.parts)) as threads:
             return join_envs(list(threads.map(play, itertools.count(), self.parts)), axis=-1)
 
