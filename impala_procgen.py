@@ -64,11 +64,11 @@ class Args(
     update_epochs: Iterations = 3
     """epochs over each batch"""
     update_pieces: PositiveInt = 1
-    """number of programs that an update runs one after the other; actors that share the learner's GPU act in between"""
+    """split each update into this many programs; actors that share the learner's GPU act between them"""
     replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
     """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
     replay_size: PositiveInt = 128
-    """unrolls of one game that the buffer holds, on the device (2.4 MiB each at 200 steps)"""
+    """unrolls that the buffer holds, each of one game, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
     """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; here for 8M"""
     gamma: UnitSchedule = "0.99"
@@ -77,14 +77,14 @@ class Args(
     """V-trace: clip each temporal difference's importance ratio; a lower one brings values nearer to those of the
     policy that acted"""
     c_bar: NonNegativeFloat = 1.0
-    """V-trace: clip the ratios that carry later differences back; changes how fast values are learnt, not what they
-    come to"""
+    """V-trace: clip the ratios that carry later differences back, at most at rho_bar; changes how fast values are
+    learnt, not what they come to"""
     pg_rho_bar: PositiveFloat = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: NonNegativeFloat = 0.0
-    """for several passes, as in PPO: V-trace once per update, advantages normalised, and the ratio to the policy before
+    """for several epochs, as in PPO: V-trace once per update, advantages normalised, and the ratio to the policy before
     the update clipped to 1 +- this; 0 for the paper's loss, with V-trace computed anew in each minibatch"""
     vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
@@ -116,6 +116,7 @@ class Args(
             batch % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches}: must divide a batch's unrolls, {batch}{both}",
         )
+        check(self.c_bar <= self.rho_bar, f"--c-bar {self.c_bar}: must be at most --rho-bar, {self.rho_bar}")
         pieces, epochs = self.update_pieces, self.update_epochs
         check(
             epochs % pieces == 0 or (pieces % epochs == 0 and self.num_minibatches % (pieces // epochs) == 0),

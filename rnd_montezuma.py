@@ -1,7 +1,8 @@
 """PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
 
-Burda et al. 2018 (arXiv 1810.12894), with the paper's settings as defaults, except that a run is a third as long; "the
-bonus" is the paper's intrinsic reward. With --async the actor plays while the learner learns, one update behind. Try:
+Burda et al. 2018 (arXiv 1810.12894), with the paper's settings as defaults, except that a run and the random play
+before it are a third as long; "the bonus" is the paper's intrinsic reward. With --async the actor plays while the
+learner learns, one update behind. Try:
 
     python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
@@ -64,10 +65,9 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 1
     """with async: number of actor threads, which share the environments"""
     vtrace: bool = False
-    """with async: correct both values and their advantages for the policy's age by V-trace, ratios clipped at 1"""
+    """with async: V-trace targets for both values (rho-bar and c-bar 1), to correct for the policy's lag"""
     obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
-    """steps that each game plays at random before training (not in total_timesteps), to start the statistics by which
-    RND's frames are normalised"""
+    """random steps of each game before training (not in total_timesteps) that start RND's observation normalisation"""
     num_minibatches: PositiveInt = 4
     """number of minibatches per epoch"""
     update_epochs: Iterations = 4
@@ -79,7 +79,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     gamma: UnitInterval = 0.999
     """discount of the game's reward"""
     int_gamma: UnitInterval = 0.99
-    """discount of the bonus, whose return does not end with the episode"""
+    """discount of the bonus's return, which is non-episodic"""
     gae_lambda: UnitInterval = 0.95
     """lambda of generalised advantage estimation, for both"""
     ext_coef: NonNegativeFloat = 2.0
@@ -87,7 +87,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     int_coef: NonNegativeFloat = 1.0
     """weight of the advantage from the bonus"""
     int_reward_clip: NonNegativeFloat = 0.0
-    """a transition's bonus, divided by its return's standard deviation, is at most this; 0 for no limit"""
+    """upper bound of the normalised bonus; 0 for none"""
     norm_adv: bool = False
     """normalise the advantages of a batch"""
     clip_coef: PositiveFloat = 0.1
@@ -105,14 +105,14 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     channels: str = "32,64,64"
     """channels of the three convolutions, in policy, target and predictor"""
     hidden: Size = 512
-    """units of the dense layers (half as many in the policy's first) and of the core, and the target's features"""
+    """units of the dense layers (half as many in the policy's first) and of the core; RND's features"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core of the policy; minibatches then are of whole rollouts"""
     separate_value: bool = False
-    """give both values a network of their own, as large as the policy's: with sparse rewards a shared trunk can lose
-    rank, and clipping then no longer bounds the policy (Moalla et al. 2024, arXiv 2405.00662)"""
+    """separate networks for policy and values: with sparse rewards a shared trunk can lose rank, and clipping then no
+    longer bounds the policy (Moalla et al. 2024, arXiv 2405.00662)"""
     predictor_depth: Annotated[int, Interval(ge=0, le=16)] = 2
-    """dense layers that the predictor has besides the target's one; 0 for equal depth"""
+    """hidden dense layers of the predictor before its output layer; the target has none"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """the policy's convolutions and first dense layer; auto is bfloat16 on an accelerator and float32 on a CPU"""
     room_map: bool = False

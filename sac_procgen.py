@@ -47,21 +47,21 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 0.01
     """temperature, the reward that a nat of entropy is worth: at the start or, with --no-autotune, throughout"""
     target_entropy_scale: Annotated[float, Interval(ge=0.01, le=0.99)] = 0.3
-    """the target of the policy's entropy, as a part of log 15, that of a random policy"""
+    """target of the policy's entropy, as a fraction of the maximum, log 15"""
     alpha_learning_rate: Annotated[float, Interval(ge=1e-6, le=1)] = 0.01
-    """how far an update moves the temperature's logarithm for each nat between that target and the policy's entropy"""
+    """step size of log alpha: each update adds this times (target entropy - entropy)"""
     min_alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 1e-6
     """lower bound of the temperature; one that has sunk far rises again too slowly to save the policy's entropy"""
     tau: Annotated[float, Interval(ge=1e-6, le=1)] = 0.005
-    """how far the target network goes towards the one that learns; 1 copies it"""
+    """coefficient of the target network's moving average; 1 copies the network that learns"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 1
-    """updates between two such moves"""
+    """updates between two steps of the target network"""
     average_q: bool = False
     """take the mean of both Q-functions, in targets and for the policy; the smaller one, the default, may be too low"""
     q_clip: NonNegativeFloat = 0.0
-    """in the critics' loss, clip how far a Q-value is from the target network's to +- this, in reward; 0 for no clip"""
+    """clip Q-values in the critics' loss to +- this, in reward, around the target network's; 0 for no clip"""
     cql_alpha: NonNegativeFloat = 0.0
-    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a) per sample; 0 for none"""
+    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a), of both critics; 0 for none"""
     entropy_penalty: NonNegativeFloat = 0.0
     """coefficient of half the squared difference (nats^2) of the policy's entropy from that of the target network's"""
     learning_rate: NonNegativeSchedule = "3e-4"
@@ -227,7 +227,7 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
     def select_action(values):
         return jnp.take_along_axis(values, batch.actions[:, None, None], axis=2)[..., 0]
 
-    # The entropy of the state to bootstrap from counts, not that of those before it, as is usual with n-step returns.
+    # Only the bootstrap state's entropy is in the target, as is usual with n-step returns.
     next_value = soft_value(args, outputs.next_logits, outputs.next_target_values, alpha)
     target = stop_gradient(batch.returns + batch.discounts * next_value)[:, None]
     chosen = select_action(outputs.values)  # [B, 2]
@@ -295,8 +295,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     params, log_alpha = state.params["agent"], state.params["log_alpha"]
     batch_loss = partial(loss, args, agent, target_params=state.target_params, alpha=jnp.exp(log_alpha))
-    # Weights of 1, not batch.weight: `gradient` divides by their sum, which would undo that importance weights scale
-    # the loss down. `loss` has multiplied by them already.
+    # Weights of 1, since `loss` has the importance weights already; `gradient` would divide by their sum.
     grads, means, terms = devices.gradient(batch_loss, params, batch, jnp.ones_like(batch.returns))
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, params)
     params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))

@@ -1,7 +1,7 @@
 """TRPO on Procgen: trust region policy optimisation, with a value network of its own.
 
-Schulman et al. 2015 (arXiv 1502.05477): a natural gradient by conjugate gradients, as long as the KL divergence allows,
-and a line search that takes only what is better. --penalty trades the trust region for a fixed KL penalty. Try:
+Schulman et al. 2015 (arXiv 1502.05477): a natural-gradient step scaled to the KL bound, then a backtracking line
+search. --penalty replaces the trust region by a fixed KL penalty. Try:
 
     python trpo_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten
     python trpo_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --penalty 0.5
@@ -59,17 +59,17 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     num_steps: PositiveInt = 128
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
     num_minibatches: PositiveInt = 8
-    """parts that a batch is cut into: Adam takes a step on each; TRPO's own step adds them up, only to save memory"""
+    """minibatches per epoch of Adam; the policy step adds up its gradient over them to save memory"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
     gae_lambda: UnitInterval = 0.95
     """lambda of generalised advantage estimation (GAE)"""
     max_kl: PositiveFloat = 0.01
-    """how far a step may take the policy: mean KL divergence from the old one, nats"""
+    """trust region: largest mean KL(old, new) of an update, nats"""
     fisher_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.1
-    """share of the batch to estimate the Fisher matrix on (rounded up to a multiple of 8, in each pass and device)"""
+    """fraction of the batch for Fisher-vector products (rounded up to a multiple of 8 per minibatch and device)"""
     cg_iterations: Iterations = 10
-    """iterations of conjugate gradients, each with a product of the Fisher matrix and a vector"""
+    """conjugate-gradient iterations, one Fisher-vector product each"""
     damping: PositiveFloat = 0.1
     """added to the Fisher matrix's diagonal: the more, the nearer a step is to the plain gradient's, and the shorter"""
     line_search_steps: Iterations = 10
