@@ -86,12 +86,12 @@ def test_evaluation_with_one_key_draws_for_each_game(script):
 
 @pytest.mark.parametrize(("num_devices", "core"), [(1, "gru"), (2, "none")])
 def test_rollout_in_two_threads_equals_that_in_one(num_devices, core):
-    """Bit for bit but for the network, whose batch is smaller; from a restart on too. A snapshot of either restores the
-    other."""
+    """Bit for bit but for the network, whose batch is smaller; over a restart, and within episodes. A snapshot of
+    either restores the other."""
     played = {}
     for threads in (1, 2, 1):
         args = ppo.Args(
-            env_id="bigfish", num_envs=8, num_steps=6, restart_every=6, rollout_threads=threads, core=core,
+            env_id="bigfish", num_envs=8, num_steps=6, restart_every=12, rollout_threads=threads, core=core,
             encoder="nature", width=1, hidden=8, pool="avg", num_devices=num_devices, sticky_actions=0.5,
         )  # fmt: skip
         agent, mesh = ppo.make_agent(args), devices.make_mesh(args)
@@ -105,7 +105,7 @@ def test_rollout_in_two_threads_equals_that_in_one(num_devices, core):
             else:
                 collect(vec_env, params, env_state, 0, runs.Stopwatch())
                 played["snapshot"] = vec_env.save()
-            for i in (1, 2):
+            for i in (1, 2, 3):
                 rollout, timesteps = collect(vec_env, params, env_state, i, runs.Stopwatch())
                 env_state = rollout.env_state
                 results.append(jax.device_get((rollout, timesteps, vec_env.save())))
