@@ -68,13 +68,13 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     aux_epochs: Iterations = 6
     """epochs of an auxiliary phase over the policy phase's rollouts (E_aux)"""
     aux_minibatches: PositiveInt = 16
-    """an auxiliary epoch has policy_iterations x this many minibatches, each of num_envs / this many sequences (the
-    steps of one environment in one rollout)"""
+    """minibatches per rollout in an auxiliary epoch, each of num_envs / this many sequences (the steps of one
+    environment in one rollout) out of all stored rollouts"""
     beta_clone: NonNegativeFloat = 1.0
     """coefficient of the KL divergence from the policy before an auxiliary phase"""
     separate_value: bool = False
-    """a network of its own for the value (the paper's two networks); if off, the value is a head on the policy's
-    features and does not train them"""
+    """separate networks for policy and value, as the paper's; if off, the value head reads the policy's features behind
+    a stop-gradient"""
     learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's learning rate in both phases: a number, or a schedule "step:value,..." in environment steps"""
     gamma: UnitSchedule = "0.999"
@@ -92,7 +92,8 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     adam_eps: PositiveFloat = 1e-8
     """Adam's epsilon"""
 
-    checkpoint_every: PositiveInt = 524_288
+    checkpoint_every: PositiveInt = 400_000
+    """environment steps between checkpoints, rounded up to the end of an auxiliary phase"""
     normalize_rewards: bool = True
     normalize_gamma: UnitInterval = 0.99
 
@@ -547,10 +548,11 @@ def make_auxiliary_phase(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 def check_memory(args: Args) -> None:
-    """Raises UsageError if a policy phase's frames do not fit the host's memory."""
-    frames = args.policy_iterations * args.num_envs * (args.num_steps + 1 + max(args.stack_offsets))
-    size, there = frames * math.prod(envs.FRAME_SHAPE), devices.host_memory()
-    needs = f"the rollouts of a phase need {size / 1e9:.1f} GB, this host has {there / 1e9:.1f} GB"
+    """Raises UsageError if a policy phase's frames, and Orbax's copy of them while a checkpoint is written, do not fit
+    the host's memory."""
+    frames = args.policy_iterations * args.num_envs * (args.num_steps + 1 + max(*args.stack_offsets, 1))
+    size, there = 2 * frames * math.prod(envs.FRAME_SHAPE), devices.host_memory()
+    needs = f"a phase's rollouts, twice at a checkpoint, need {size / 1e9:.1f} GB, this host has {there / 1e9:.1f} GB"
     check(size <= there, f"--policy-iterations {args.policy_iterations}: {needs}; give fewer")
 
 
@@ -617,7 +619,9 @@ def main(args: Args) -> runs.Run:
 
         def save():
             per_host = {"env_state": env_state, "snapshot": vec_env.snapshot().save(), "episodes": episodes.save()}
-            run.save(step, {"state": state}, per_host | ({"rollouts": rollouts} if rollouts else {}))
+            written = run.save(step, {"state": state}, per_host | ({"rollouts": rollouts} if rollouts else {}))
+            if run.stop and not written:
+                run.print("this step has a checkpoint already; the resume continues from that")
 
         while True:
             envs.evaluate_if_due(args, mesh, run, step, partial(policy, state.params))
@@ -644,7 +648,7 @@ def main(args: Args) -> runs.Run:
                 episodes.add(timesteps)
                 speed = {"charts/SPS": run.steps_per_second(step)}
                 run.log(step, metrics | episodes.metrics() | speed | watch.fractions())
-            # Else after the next auxiliary phase: until then the rollouts would be most of a checkpoint.
+            # At the end of a phase, or of training: in between the stored rollouts would add gigabytes.
             if run.checkpoint_due(step) and (not rollouts or step >= args.total_timesteps):
                 save()
         save()

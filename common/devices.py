@@ -46,11 +46,12 @@ def available_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> int:
     return cores
 
 
-def host_memory(memory_max: str = "/sys/fs/cgroup/memory.max") -> int:
+def host_memory(cgroup: str = "/sys/fs/cgroup") -> int:
     """Bytes of this host's memory, or of its container's limit if that is less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit
-        memory = min(memory, int(Path(memory_max).read_text()))
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
+        with contextlib.suppress(OSError, ValueError):  # another version, or no limit
+            memory = min(memory, int((Path(cgroup) / limit).read_text()))
     return memory
 
 

@@ -466,10 +466,10 @@ class Run:
             return 0.0
         return (step - self._start_step) / (time.perf_counter() - self._start_time)
 
-    def save(self, step: int, tree: dict[str, Any], per_host: dict[str, Any]) -> None:
+    def save(self, step: int, tree: dict[str, Any], per_host: dict[str, Any]) -> bool:
         """Writes a checkpoint atomically: pytrees of global arrays by name, and those of each host for itself. All
-        hosts call it."""
-        if step != self._written:
+        hosts call it. Returns whether it did: not if this step has one."""
+        if due := step != self._written:
             progress = {"lines": self._lines, "evaluated": self._evaluated, "seconds": self._clock()} | self._topology()
             content = multihost.gather(tree) | {"hosts": multihost.gather_per_host(per_host)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
@@ -479,6 +479,7 @@ class Run:
                 os.fsync(self._metrics.fileno())  # the checkpoint has its number of lines
                 checkpoints.save(self.path, step, content, keep=self._args.keep_checkpoints)
         self._saved = self._written = step
+        return due
 
     def _check_in_place(self, step: int) -> None:
         """Raises FailedError if somebody has removed, renamed or replaced the run directory or its metrics.jsonl."""

@@ -203,6 +203,15 @@ def test_cores_are_no_more_than_a_containers_quota(quota, want, monkeypatch, tmp
     assert devices.available_cores(str(tmp_path / "none")) == 8
 
 
+@pytest.mark.parametrize(("limit", "want"), [("max", 8 << 30), (f"{2 << 30}\n", 2 << 30), (f"{16 << 30}", 8 << 30)])
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_memory_is_no_more_than_a_containers_limit(file, limit, want, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.get)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(limit)
+    assert devices.host_memory(str(tmp_path)) == want
+
+
 # HOSTS
 
 

@@ -53,7 +53,7 @@ FLAGS = {
     },
     "trpo_procgen": ON_POLICY | {"value_epochs": 2, "fisher_fraction": 0.5},
     "ppg_procgen": ON_POLICY | {
-        "policy_iterations": 3, "aux_epochs": 2, "aux_minibatches": 2, "augment": "translate", "dropout": 0.1,
+        "policy_iterations": 2, "aux_epochs": 2, "aux_minibatches": 2, "augment": "translate", "dropout": 0.1,
     },
     "impala_procgen": ON_POLICY | DRAC | {
         "update_epochs": 2, "core": "lstm", "replay_fraction": 0.5, "replay_size": 16, "max_lag": 2,
@@ -175,7 +175,8 @@ def test_resume_equals_uninterrupted_bit_for_bit(name, updates, uninterrupted, t
 
 @of_each_script
 def test_sigterm_writes_a_checkpoint_and_the_run_continues(name, uninterrupted, tmp_path, monkeypatch, capfd):
-    """It comes during the fourth update; the command that the run prints leads to the uninterrupted run's end."""
+    """It comes during the fourth update (PPG: the third, within a policy phase); the command that the run prints leads
+    to the uninterrupted run's end."""
     check, updates = runs.Run.check_finite, []
 
     def stop_and_check(run, *given):
