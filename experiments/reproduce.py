@@ -357,11 +357,12 @@ def steps_per_second(lines: list[dict]) -> str:
 
 
 def pooled(rows: list[dict]) -> tuple[float, float]:
-    """Mean and standard error over seeds, of one evaluation of each: the error over all episodes or that over seeds,
-    whichever is larger, since either may be far too small for two seeds."""
+    """Mean and standard error over seeds, of one evaluation of each: the error over all episodes, if there is one, or
+    that over seeds, whichever is larger, since either may be far too small for two seeds."""
     means = [float(row["mean"]) for row in rows]
     of_episodes = sum(float(row["error"]) ** 2 for row in rows) ** 0.5 / len(rows)
-    return float(np.mean(means)), max(of_episodes, float(stats.sem(means)) if len(means) > 1 else 0.0)
+    over_seeds = float(stats.sem(means)) if len(means) > 1 else float("nan")
+    return float(np.mean(means)), float(np.fmax(of_episodes, over_seeds))
 
 
 def read_results(args: Args) -> list[dict]:

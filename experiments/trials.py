@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -259,10 +260,14 @@ def run(
     found = find_run(folder)
     path = folder / "output.txt"
     where = {"resume": found} if found and checkpoints.steps_in(found) else {"run_dir": folder}
+    if "run_dir" in where:
+        for dead in folder.glob("*/args.json"):  # killed before its first checkpoint: plots would count it as a run
+            shutil.rmtree(dead.parent)
     command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
     # Several runs may share a GPU; and JAX would end a traceback with a note of its own, in place of the error.
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
-    with path.open("a") as output:
+    # A link in a folder that a stranger made could lead to any file.
+    with open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as output:
         begin = path.stat().st_size
         process = subprocess.Popen(
             [sys.executable, "-ISc", SUPERVISOR, *command], cwd=ROOT, env=shared | os.environ, stdin=subprocess.PIPE,
@@ -278,7 +283,8 @@ def run(
                 on_poll(True)
                 due = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))  # longer, the more was logged
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(5, max(0, due - time.monotonic())))
+                # Short: a service's stop signals the script too, and a second SIGTERM after 2 s would end it at once.
+                process.wait(min(1, max(0, due - time.monotonic())))
     finally:
         process.stdin.close()
         process.wait()

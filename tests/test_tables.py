@@ -81,11 +81,10 @@ def test_number_beside_the_published_is_the_end_of_a_curve_or_the_last_evaluatio
     rows[-1]["test_levels"] = rows[-2]["test_levels"] = ""  # not evaluated
     records.write_rows(tmp_path / "a.csv", rows)
     monkeypatch.setattr(tables, "EXPERIMENTS", tmp_path)
-    mean, error, *counts = end("a.csv", column="episodic_return")
-    assert (mean, *counts) == (96.5, 2, 100)
-    assert np.isnan(error)  # a curve has no error of its own
-    mean, _, *counts = end("a.csv", "seed=2", "test_levels")
+    assert end("a.csv", column="episodic_return") == pytest.approx((96.5, 0.5, 2, 100))
+    mean, error, *counts = end("a.csv", "seed=2", "test_levels")
     assert (mean, *counts) == (187, 1, 98)
+    assert np.isnan(error)  # a curve has no error of its own
 
     records.write_rows(tmp_path / "b.csv", [{"whose": "ours", "ACC": 0.9}, {"whose": "published", "ACC": 0.8}])
     mean, error, seeds, step = end("b.csv", "whose=ours", "ACC")
