@@ -77,8 +77,8 @@ class Args(
     """V-trace: clip each temporal difference's importance ratio; a lower one brings values nearer to those of the
     policy that acted"""
     c_bar: NonNegativeFloat = 1.0
-    """V-trace: clip the ratios that carry later differences back, at most at rho_bar; changes how fast values are
-    learnt, not what they come to"""
+    """V-trace: clip the ratios that carry later differences back (in the paper at most at rho_bar); changes how fast
+    values are learnt, not what they come to"""
     pg_rho_bar: PositiveFloat = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: UnitInterval = 1.0
@@ -116,7 +116,6 @@ class Args(
             batch % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches}: must divide a batch's unrolls, {batch}{both}",
         )
-        check(self.c_bar <= self.rho_bar, f"--c-bar {self.c_bar}: must be at most --rho-bar, {self.rho_bar}")
         pieces, epochs = self.update_pieces, self.update_epochs
         check(
             epochs % pieces == 0 or (pieces % epochs == 0 and self.num_minibatches % (pieces // epochs) == 0),

@@ -379,7 +379,6 @@ BAD = [
     ("hnppo", "--tasks 0,Pull-Right-Pull", "--tasks '0,Pull-Right-Pull'", "twice"),
     # Replay, values, temperatures, statistics.
     ("impala", "--replay-fraction 0.02", "--replay-fraction 0.02", "0.059 for one unroll"),
-    ("impala", "--rho-bar 0.5", "--c-bar 1.0", "--rho-bar, 0.5"),
     ("impala", "--replay-fraction 0.5 --replay-size 8", "--replay-size 8", "from 16"),
     ("apex", "--buffer-size 100", "--buffer-size 100", "give 1008 or more"),
     ("apex", f"--buffer-size {2**27}", "--buffer-size 134217728: needs", "--no-save-replay), this host has"),
