@@ -179,7 +179,7 @@ def check_memory(args: Any, mesh: Mesh) -> None:
         free = len(stats) * min(x["bytes_limit"] - x["bytes_in_use"] for x in stats)
         check(size <= free, f"{flag} {size / 1e9:.2f} GB, the devices that learn have {free / 1e9:.2f} GB")
     # A checkpoint's parts come together on the host, and Orbax copies the whole.
-    in_one_piece = on_host and (args.replay_device == "host" or mesh.size == 1)
+    in_one_piece = args.replay_device == "host" or (on_host and mesh.size == 1)
     copies = (1 if in_one_piece else 2) * args.save_replay
     needed, memory = (on_host + copies) * size, devices.host_memory()
     less = f" with a checkpoint's copies ({on_host * size / 1e9:.2f} GB with --no-save-replay)" if copies else ""

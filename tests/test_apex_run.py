@@ -166,7 +166,7 @@ def test_buffer_in_host_memory_without_jaxs_cpu_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "place"), [(apex, "device"), (apex, "host"), (sac, "host")])
+@pytest.mark.parametrize(("script", "place"), [(apex, "device"), (apex, "host"), (sac, "device"), (sac, "host")])
 def test_run_in_the_form_for_accelerators_trains(script, place, train, monkeypatch):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""
     if place == "host":

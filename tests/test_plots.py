@@ -346,9 +346,8 @@ def test_time_to_a_published_score_is_that_of_the_first_line_above_it(tmp_path):
     """OpenAI's PPO has 18.8 on bigfish after 25M steps; the run's return is its step / 1000. Lines count from the step
     on at which four games have reached a limit of 1,000."""
     lucky = {"global_step": 3999, "seconds": 9.0, "charts/episodic_return": 40.0}
-    paths = [
-        write_run(tmp_path / "runs", steps=steps, num_envs=4) for steps in ((9000, 20_000, 30_000), (9000, 18_000))
-    ]
+    several = (9000, 20_000, 1000, 30_000), (9000, 18_000)
+    paths = [write_run(tmp_path / "runs", steps=steps, num_envs=4) for steps in several]
     paths.append(write_run(tmp_path / "runs", steps=(), lines=[lucky, lucky | {"global_step": 4000}], num_envs=4))
     passed, never, lucky = plot.times_to("easy-all", read(paths), ["bigfish"])
     assert (passed["score"], passed["steps"], passed["minutes"]) == ("18.8", "20,000", "1200.0")
