@@ -125,11 +125,12 @@ def test_one_and_four_devices_train_the_same(script, tmp_path, monkeypatch):
 @of_script(sac, scripts=(apex, sac))
 def test_an_update_on_a_batch_split_over_devices_is_that_on_one(script):
     rng = np.random.default_rng(0)
-    frames = rng.integers(0, 256, (2, 16, 64, 64, 6), np.uint8)
+    *frames, one_step_frames = rng.integers(0, 256, (3, 16, 64, 64, 6), np.uint8)
     returns, discounts, weight = rng.random((3, 16), np.float32)
     actions = rng.integers(0, 15, 16).astype(np.int32)
     places, keys = np.zeros(16, np.int32), jax.random.split(jax.random.PRNGKey(0), 16)
-    batch = replay.Batch(*frames, actions, returns, discounts, weight, places, places, keys)
+    several = (actions % 3, one_step_frames) if script is apex else ()
+    batch = replay.Batch(*frames, actions, returns, discounts, weight, places, places, keys, *several)
     results = []
     for number in (1, 4):
         args = script.Args(**SCRIPTS[script] | {"replay_device": "host", "num_devices": number})
