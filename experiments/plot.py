@@ -1,10 +1,11 @@
 """Plots learning curves of runs, and scores over games, and writes the numbers as CSV. Try:
 
-    python -m experiments.plot runs/bigfish* --out experiments/results/bigfish --random 0.9 --reference easy-all
+    python -m experiments.plot runs/bigfish* --out experiments/results/bigfish --reference easy-all
     python -m experiments.plot runs/*__* --group-by encoder --aggregate --out encoders
 
 A line is the mean over a group of runs (by default: same script, same flags but for the seed) with its 95 % bootstrap
 interval. It ends where the first of its runs ends. A run that was resumed with other flags counts with the last ones.
+Returns on easy levels have a dotted line for random play.
 """
 
 import importlib
@@ -26,7 +27,7 @@ from rich.table import Table
 from typing_extensions import TypedDict
 
 from common import files, runs, tracking
-from common.envs import RETURN_RANGES
+from common.envs import RANDOM_RETURNS, RETURN_RANGES
 from common.flags import PositiveInt
 from experiments import records, trials
 
@@ -69,8 +70,6 @@ class Args:
     group_by: tuple[str, ...] = ()
     """flags that define groups of runs, script and env_id too; by default the script and all flags that differ, but for
     the seed, total_timesteps and capture_video"""
-    random: float | None = None
-    """return of a random policy on the same levels (evaluate.py --random), drawn as a line"""
     reference: tuple[str, ...] = ()
     """OpenAI's PPO, such as easy-all, easy-200-test or hard-500-train, or a CSV of env_steps, mean_return"""
     time_to: str = ""
@@ -225,7 +224,7 @@ def check_metrics(flag: str, metrics: Iterable[str], everything: list[Logged]) -
 
 
 def first_return(metrics: Sequence[str]) -> str | None:
-    """The first metric that is a return, in whose panel a random policy and references are drawn."""
+    """The first metric that is a return, in whose panel random play and references are drawn."""
     return next((name for name in metrics if name == "charts/episodic_return" or name.endswith("/mean_return")), None)
 
 
@@ -414,12 +413,15 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     scripts = dict.fromkeys(run.script for group in groups.values() for run in group)
     steps = "decisions" if games == ["DoorGym"] else "environment steps"
     returns = first_return(args.metrics)
+    procgen = [run for group in groups.values() for run in group if run.game in RANDOM_RETURNS]
+    easy = {run.game for run in procgen if run.args.get("distribution_mode") == "easy"}
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
             draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=name)
-        if metric == returns and args.random is not None:
-            axis.axhline(args.random, color="0.4", ls=":", label=f"random policy: {args.random:g}")
+        for game in column if metric == returns else ():
+            if game in easy:
+                axis.axhline(RANDOM_RETURNS[game], color="0.4", ls=":", label="random play")
         shown = references if metric == returns and clock == "global_step" else {}
         names = {key: ", ".join(filter(None, key if len(column) > 1 else key[:1])) for key in references}
         for (label, game), points in shown.items():
@@ -544,10 +546,8 @@ def check_args(args: Args) -> None:
     named = Path(args.out).name != "" and not args.out.endswith("/")
     runs.check(named, f"--out {args.out!r}: give the name of a file, such as curve")
     runs.check(len(args.metrics) > 0, "--metrics: give at least one, such as charts/episodic_return")
-    runs.check(args.random is None or abs(args.random) < 1e15, f"--random {args.random}: give a return, such as 0.9")
-    for flag, given in (("--random", args.random is not None), ("--reference", len(args.reference) > 0)):
-        fits = not given or first_return(args.metrics) is not None
-        runs.check(fits, f"{flag}: is of returns, give one in --metrics, such as charts/episodic_return")
+    fits = not args.reference or first_return(args.metrics) is not None
+    runs.check(fits, "--reference: is of returns, give one in --metrics, such as charts/episodic_return")
     valid = f"give {', '.join(REFERENCES)}"
     runs.check(args.time_to in ("", *REFERENCES), f"--time-to {args.time_to}: has no curve, {valid}")
     same = len({Path(name).stem for name in args.reference}) == len(args.reference)
@@ -576,8 +576,6 @@ def main(args: Args) -> None:
     everything = drop_repeats(read_runs(args.run_dirs))
     groups = group_runs(everything, args.group_by)
     games = list(dict.fromkeys(run.game for run in everything))
-    one = args.random is None or len(games) == 1
-    runs.check(one, f"--random {args.random}: is of one game, these are {len(games)}")
     check_metrics("--metrics", args.metrics, everything)
     references = {k: points for name in args.reference for k, points in read_reference(name, games).items()}
     if args.aggregate:

@@ -16,7 +16,7 @@ from conftest import ROOT, assert_refused, flags_of
 from PIL import Image
 
 from common import files, films
-from common.envs import GAMES
+from common.envs import GAMES, RANDOM_RETURNS
 from experiments import plot, records, trials
 
 RANGES = {"bigfish": (1, 40), "coinrun": (5, 10), "starpilot": (2.5, 64)}  # easy: openai/train-procgen, constants.py
@@ -219,11 +219,12 @@ def test_csv_has_a_row_for_each_logged_line(study, tmp_path):
 
 def test_any_logged_metric_is_drawn_over_steps_and_hours(tmp_path):
     lines = [{"global_step": 3000, "seconds": 1e4, "custom/thing": 7.5, "charts/episodic_return": 1}]
-    path = write_run(tmp_path / "runs", lines=lines)
+    path = write_run(tmp_path / "runs", lines=lines, distribution_mode="easy")
     assert draw(tmp_path, [path], metrics=("custom/thing",), hours=True)[-1]["custom/thing"] == "7.5"
     assert Image.open(tmp_path / "out.png").width > 1200  # two panels
-    first, second = figure_of([path], metrics=("custom/thing", "charts/episodic_return"), random=0.25).axes
-    assert [0.25 in line.get_ydata() for axis in (first, second) for line in axis.lines[-1:]] == [False, True]
+    first, second = figure_of([path], metrics=("custom/thing", "charts/episodic_return")).axes
+    random = RANDOM_RETURNS["bigfish"]
+    assert [random in line.get_ydata() for axis in (first, second) for line in axis.lines[-1:]] == [False, True]
 
 
 def test_thinning_keeps_evaluations(tmp_path):
@@ -399,8 +400,6 @@ def test_scores_of_hard_games_use_their_own_range(tmp_path):
         ({"time_to": "easy"}, "--time-to easy", "easy-all"),
         ({"aggregate": True}, f"--score-metric {EVALUATION}", "charts/episodic_return"),
         ({"score_metric": "charts/episodic_return"}, "--score-metric charts/episodic_return", "--aggregate"),
-        ({"random": "nan"}, "--random nan", "not a number"),
-        ({"metrics": ("losses/x",), "random": 1}, "--random", "give one in --metrics"),
         ({"metrics": ("losses/x",), "reference": ("easy-all",)}, "--reference", "give one in --metrics"),
         ({"out": ""}, "--out ''", "name of a file"),
         ({"out": "a" * 300}, "--out aaa", "File name too long"),
@@ -427,7 +426,6 @@ def test_bad_run_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):
         ([good, empty], f"RUN_DIRS {empty}: has no line of metrics"),
         ([good, "--metrics"], "--metrics: give at least one"),
         ([good, "link"], f"RUN_DIRS link: is the same run as {good}"),
-        ([good, other, "--random", "1"], "--random 1.0"),
         ([good, other, "--aggregate"], f"{other} has logged none", "--score-metric"),
         ([good, "--reference", "a/maze.csv", "b/maze.csv"], "--reference a/maze.csv b/maze.csv", "give each its own"),
         ([doors, "--aggregate"], "DoorGym has no normalisation constants"),
