@@ -116,9 +116,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
         ordinary = self.method != "hnppo" or self.critic == "fresh" or not self.keep_std
         runs.check_needs(self, ordinary, "--critic fresh or --no-keep-std", ("learning_rate",))
         runs.check_needs(self, self.eval_every, "--eval-every", ("stop_at_success",))
-        several = len(doors.task_names(self)) > 1
-        runs.check_needs(self, several, "a second task in --tasks", ("beta",))
-        runs.check_needs(self, several or self.method != "finetune", "a second task in --tasks", ("keep_std",))
+        runs.check_needs(self, len(doors.task_names(self)) > 1, "a second task in --tasks", ("beta",))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host")
         batch = DECISIONS * self.num_envs
         check(

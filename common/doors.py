@@ -10,8 +10,9 @@ import tyro
 from annotated_types import Interval
 
 import doorgym
+from common.devices import available_cores
 from common.files import FailedError, check
-from common.flags import NonNegativeInt, check_needs
+from common.flags import NonNegativeInt
 
 # The tasks of Schoepf et al. 2022, by number.
 TASKS = (
@@ -46,8 +47,6 @@ class DoorArgs:
     """episodes per evaluation, always of the same doors, with mean actions; the best parameters are kept"""
 
     def check(self) -> None:
-        turns = any(doorgym.TASKS[task].turns for task in task_names(self))
-        check_needs(self, turns, "a lever or a round knob in --tasks", ("hardness",))
         for task in task_names(self):
             able = self.robot == "gripper" or not task.startswith("Round")
             check(able, f"--tasks {self.tasks!r}: a hook cannot turn the round knob of {task}, give --robot gripper")
@@ -73,7 +72,7 @@ def make_doors(
 ) -> doorgym.DoorVectorEnv:
     """Makes `num_envs` doors of a task, with episodes of DECISIONS steps and no autoreset."""
     return doorgym.make_vec(
-        task, num_envs, seed, args.num_threads,
+        task, num_envs, seed, args.num_threads or available_cores(),
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,
         max_episode_steps=ACTION_REPEAT * DECISIONS, autoreset=False, in_turn=in_turn,
     )  # fmt: skip

@@ -356,11 +356,9 @@ BAD = [
     ("hnppo", "--method ppo --beta 1e-3", "--beta 0.001", "--method hnppo"),
     ("hnppo", "--method finetune --critic fresh", "--critic fresh", "--method hnppo"),
     ("hnppo", "--task 2 --beta 0.3", "--beta 0.3", "a second task in --tasks"),
-    ("hnppo", "--task 2 --method finetune --keep-std", "--keep-std", "a second task in --tasks"),
     ("hnppo", "--method ppo --keep-std", "--keep-std", "--method hnppo or finetune"),
     ("hnppo", "--keep-std --learning-rate 0.5", "--learning-rate 0.5", "--critic fresh"),
     ("hnppo", "--eval-every 0 --stop-at-success 0.9", "--stop-at-success 0.9", "--eval-every"),
-    ("hnppo", "--tasks 0,1 --hardness easy", "--hardness easy", "a lever or a round knob in --tasks"),
     # Networks, augmentation, levels, doors.
     ("ppo", "--encoder xresnet:[32,3]", "--encoder xresnet:[32,3]", "stride 1 or 2"),
     ("ppo", "--encoder nature --channels 8", "--channels 8", "3 numbers"),
