@@ -36,7 +36,7 @@ class DoorArgs:
     robot: Literal["hook", "gripper"] = "hook"
     """a floating wrist with a hook or a gripper"""
     hardness: Literal["hard", "easy"] = "hard"
-    """spring and damper of the knob; easy: ten times weaker"""
+    """spring and damper of a lever or round knob; easy: ten times weaker"""
     num_worlds: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 512
     """number of random doors per task"""
     num_threads: Annotated[int, Interval(ge=0, le=4096)] = 0
@@ -44,7 +44,7 @@ class DoorArgs:
     eval_every: NonNegativeInt = 81_920
     """decisions between evaluations within a task; 0 for only one at its end"""
     eval_episodes: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 100
-    """episodes per evaluation, always of the same doors, with mean actions; the best parameters are kept"""
+    """episodes per evaluation, within a task of the same doors, with mean actions; the best parameters are kept"""
 
     def check(self) -> None:
         for task in task_names(self):
@@ -70,7 +70,7 @@ def task_names(args: DoorArgs) -> tuple[str, ...]:
 def make_doors(
     args: DoorArgs, task: str, num_envs: int, *, seed: int, num_worlds: int, in_turn: bool = False
 ) -> doorgym.DoorVectorEnv:
-    """Makes `num_envs` doors of a task, with episodes of DECISIONS steps and no autoreset."""
+    """Makes `num_envs` doors of a task, with episodes of DECISIONS actions and no autoreset."""
     return doorgym.make_vec(
         task, num_envs, seed, args.num_threads or available_cores(),
         robot=args.robot, hardness=args.hardness, num_worlds=num_worlds, action_repeat=ACTION_REPEAT,

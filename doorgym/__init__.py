@@ -16,7 +16,7 @@ import sys
 
 def _renderer() -> str:
     """MuJoCo's rendering backend without a display: egl, or disabled if its libraries are missing, since then even the
-    import of MuJoCo would fail. (osmesa is another one.)"""
+    import of MuJoCo would fail."""
     try:
         for library in ("libEGL.so.1", "libOpenGL.so.0"):
             ctypes.CDLL(library)
@@ -25,7 +25,7 @@ def _renderer() -> str:
     return "egl"
 
 
-if sys.platform == "linux" and "DISPLAY" not in os.environ:
+if sys.platform == "linux" and not os.environ.get("DISPLAY"):
     os.environ.setdefault("MUJOCO_GL", _renderer())  # before MuJoCo is imported
 
 import gymnasium  # noqa: E402

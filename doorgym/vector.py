@@ -39,8 +39,8 @@ def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> n
 
     Args:
       offset: [N, 3] from knob to finger, metres.
-      pitch, yaw: [N] of the finger relative to the knob, radians; the angles of the joints, which turn about z, y and x
-        in this order (the original's Euler angles have another order; small angles are the same).
+      pitch, yaw: [N] of the wrist, radians, yaw less the door's angle; they are angles of joints, which turn about z, y
+        and x in this order (the original's Euler angles have another order; small angles are the same).
       door, knob: [N] angles; 0 for a knob that does not turn.
       actions: [N, A] before clipping.
     """
@@ -61,8 +61,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     far: info["success"] [N], whether the door has been 0.2 rad open, info["freed"] [N], whether its latch was free of
     the frame (False for a pull handle, which has none), and info["max_knob_angle"] [N], the largest absolute angle.
 
-    The same seed gives the same trajectory for any number of threads; without `in_turn`, an environment's trajectory
-    does not depend on the number of environments either.
+    The same seed gives the same trajectory for any number of threads, and of environments, but for the worlds of second
+    and later episodes with `in_turn`.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50, "autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
@@ -307,7 +307,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
 
 
 class DoorEnv(gym.Env):
-    """One door as a `gymnasium.Env`, without autoreset.
+    """One door as a `gymnasium.Env`, without autoreset; without a seed its worlds and episodes are new each time.
 
     `gymnasium.make` passes max_episode_steps to its own wrapper, which counts actions: to set the vector environment's,
     make this class directly.
@@ -316,6 +316,7 @@ class DoorEnv(gym.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012
 
     def __init__(self, task: str, **options):
+        options = {"seed": int(np.random.SeedSequence().generate_state(1)[0])} | options
         self._doors = DoorVectorEnv(task, 1, num_threads=1, autoreset=False, **options)
         self.observation_space = self._doors.single_observation_space
         self.action_space = self._doors.single_action_space

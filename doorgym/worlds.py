@@ -1,8 +1,8 @@
-"""Random doors, built from primitives with MuJoCo's model builder.
+"""Random doors, built with MuJoCo's model builder.
 
 World x points from the door towards the robot, z up; metres, kilograms, radians. The slab is 1 m wide, its knob 1 m
 high. Numbers are those of DoorGym's world generator (Urakami et al. 2019, arXiv 1908.01887), with boxes, cylinders,
-capsules and prisms in place of its meshes.
+capsules and small hulls in place of its meshes.
 """
 
 from typing import Literal, NamedTuple
