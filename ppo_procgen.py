@@ -74,9 +74,9 @@ class Args(
     gae_lambda: UnitInterval = 0.9
     """lambda of generalised advantage estimation (GAE)"""
     clip_coef: PositiveFloat = 0.2
-    """clip the probability ratio to 1 +- this; 1e9 for no clip, so that the KL penalty alone holds it"""
+    """clip the probability ratio to 1 +- this; 1e9 for no clip, with the KL penalty alone"""
     kl_coef: Annotated[float, Interval(ge=0, le=1000)] = 0.2
-    """initial coefficient of the adaptive KL penalty; 0 for none"""
+    """initial coefficient of the KL penalty, which adapts (not with dropout or RAD); 0 for none"""
     kl_target: PositiveFloat = 0.01
     """the KL divergence (nats) that the penalty's coefficient is adapted to"""
     vf_coef: NonNegativeFloat = 1.0
@@ -530,7 +530,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
     }
-    # With dropout or RAD the KL divergence is also that from plain frames and features, however small the update.
+    # Dropout and RAD add to the KL divergence even without an update, so it cannot drive the coefficient.
     adaptive = args.kl_coef and not args.dropout and not (args.augment and args.augment_mode == "rad")
     adapted = adapt_kl_coef(state.kl_coef, terms["approx_kl"], args.kl_target)
     state = state._replace(

@@ -54,8 +54,8 @@ class FleetArgs(ActorArgs):
     max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
     """maximum policy lag of an unroll in learner iterations; 0 for actors and learner in turns"""
     deterministic: bool = False
-    """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
-    for bit on a CPU) but charts/queue_size; without it the threads' timing decides how old (not at --max-lag 0)"""
+    """play each unroll with a policy exactly max_lag iterations old: the same seed then gives the same metrics (bit for
+    bit on a CPU) but charts/queue_size; without it timing decides how old, up to max_lag"""
 
 
 class ActorError(RuntimeError):
@@ -63,7 +63,7 @@ class ActorError(RuntimeError):
 
 
 class Stopped(Exception):
-    """Ends an actor's thread; raised by `check_stop` in the midst of an unroll."""
+    """Ends an actor's thread, between unrolls or, by `check_stop`, within one."""
 
 
 @jax.jit

@@ -64,7 +64,8 @@ def read(path: Path) -> dict:
 
 def write(folder: Path, content: dict, tree: dict) -> None:
     """Writes an agent and its args.json (`content`) to a folder. In an agent of more than 1 MB, large arrays become
-    float16 if that holds their numbers. Raises UsageError if it cannot write there, FullError if the disk is full."""
+    float16 unless a number is too large for that. Raises UsageError if it cannot write there, FullError if the disk is
+    full."""
     from flax import serialization
     from safetensors.numpy import save
 

@@ -1,6 +1,6 @@
 """Random Network Distillation's exploration bonus as another algorithm's option (Burda et al. 2018, arXiv 1810.12894,
-section 2.2), clipped as in the 2020 competition entry: its return ends with the episode, and it has no value head of
-its own. rnd_montezuma.py is the paper's algorithm.
+section 2.2). It is added to the game's reward, so its return ends with the episode and it has no value head of its own;
+by default it is clipped as in the 2020 competition entry. rnd_montezuma.py is the paper's algorithm.
 """
 
 from dataclasses import dataclass, replace
@@ -81,8 +81,8 @@ def of_transitions(
 
 def of_frames(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, mask: jax.Array, gamma: jax.Array):
     """The bonus float32 [T, N] of reaching each frame; 0 where `mask` (bool [T, N]) is false, as it must be for an
-    episode's first frame. It belongs to the transition one step earlier, for the first frame the last of the rollout
-    before. Returns the Bonus with its filter updated, and that."""
+    episode's first frame. Row t is of transition t - 1, so row 0 of the previous rollout's last. Returns the Bonus
+    with its filter updated, and that."""
     return _of_steps(args, bonus, predictor, frames, jnp.arange(args.num_steps), mask, frames.is_first, gamma)
 
 

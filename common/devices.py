@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 CHUNK_SIZE = 8  # frames
 
-REPLICATED, ENV_SHARDED, TIME_ENV_SHARDED = P(), P("device"), P(None, "device")  # the latter of [N, ...], [T, N, ...]
+REPLICATED, ENV_SHARDED, TIME_ENV_SHARDED = P(), P("device"), P(None, "device")  # the last two: [N, ...], [T, N, ...]
 UNOPTIMISED = {"xla_backend_optimization_level": 0}  # compiler options for programs that run once
 
 
@@ -182,7 +182,7 @@ def fold_in_ids(key: jax.Array, ids: jax.Array) -> jax.Array:
 
 def map_in_chunks(function: Callable, x):
     """`function(x)` of arrays [B, ...] -> arrays [B, ...]; on a CPU a few samples at a time, its gradient too. For use
-    inside a loss, or where one thread has one core."""
+    inside a loss, or inside `shard_map`, where a device is one core."""
     size = len(jax.tree.leaves(x)[0])
     if not on_cpu() or size <= CHUNK_SIZE:
         return function(x)

@@ -262,7 +262,7 @@ def split_by_specs(specs, tree, count: int) -> list:
 
 
 def make_split_and_join(mesh: Mesh, rollout_specs, count: int) -> tuple[Callable, Callable]:
-    """For `count` rollout threads: split(EnvState) -> a list of them, and join(list of rollouts) -> one rollout."""
+    """For `count` rollout threads: split(EnvState) -> one EnvState each, and join(list of rollouts) -> one rollout."""
     if count == 1:
         return lambda env_state: [env_state], lambda rollouts: rollouts[0]
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -397,13 +397,14 @@ class ThreadedVecEnv:
 
 
 def make_train_envs(args, first: int = 0, every: int = 1) -> ReplayableVecEnv:
-    """This host's training environments of a Procgen script (`args`: GameArgs, num_envs, seed), or one in `every`."""
+    """This host's training environments of a Procgen script (`args`: GameArgs, num_envs, seed): from number `first` on
+    every `every`-th."""
     env_ids, seed = devices.local_env_ids(args)[first::every], derive_seed(args.seed, 0)
     return ReplayableVecEnv(partial(make_procgen, args), env_ids, seed, args.restart_every)
 
 
 def make_threaded_envs(args) -> ThreadedVecEnv:
-    """The same for `args.rollout_threads` threads."""
+    """This host's training environments, split among `args.rollout_threads` threads."""
     return ThreadedVecEnv([make_train_envs(args, i, args.rollout_threads) for i in range(args.rollout_threads)])
 
 

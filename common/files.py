@@ -68,7 +68,9 @@ def read(path: str | Path, kind: Any, flag: str, valid: str) -> Any:
 
             class Loader(yaml.SafeLoader):  # not the one in C, which deep nesting crashes
                 def construct_mapping(self, node, deep=False):
-                    keys = Counter(self.construct_object(key, deep=True) for key, _ in node.value)
+                    merge = "tag:yaml.org,2002:merge"  # <<: *defaults
+                    own = [key for key, _ in node.value if key.tag != merge]
+                    keys = Counter(self.construct_object(key, deep=True) for key in own)
                     if keys and (most := keys.most_common(1)[0])[1] > 1:
                         raise ValueError(f"{most[0]} stands there twice")
                     return super().construct_mapping(node, deep)

@@ -97,7 +97,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             _exit(1)
         if "RESOURCE_EXHAUSTED" in (why := f"{error} {error.__cause__}"):  # the cause of an ActorError
             full = files.first_line(why[why.index("RESOURCE_EXHAUSTED") :])
-            less = "run fewer scripts on the device, or start anew with more --num-minibatches or fewer --num-envs"
+            less = "run fewer scripts on the device, or start anew with smaller minibatches or fewer --num-envs"
             print(f"error: a device's memory is full ({full[:200]}); {less}", file=sys.stderr, flush=True)
             _exit(128 + signal.SIGKILL)  # as when the host's memory is full: resuming may help
         if jax.process_count() == 1:

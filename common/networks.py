@@ -100,7 +100,7 @@ INITS = {
 @custom_vjp
 def relu(x: jax.Array) -> jax.Array:
     """max(x, 0), whose gradient reads its output, which the next layer keeps anyway."""
-    return jax.nn.relu(x)  # in forward mode, where its derivative at 0 is 0 too
+    return jax.nn.relu(x)  # where nothing or forward mode differentiates; its derivative at 0 is 0 too
 
 
 def _relu_forward(x):

@@ -28,7 +28,7 @@ from common.rewards import shape_and_clip
 class OffPolicyArgs(actors.FleetArgs):
     """Actors, the replay buffer, and how often to learn from it."""
 
-    # The replay buffer's content depends on these.
+    # A checkpoint's replay buffer, priorities and count of steps were made with these.
     FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
 
     num_steps: PositiveInt = 16

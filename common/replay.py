@@ -168,8 +168,8 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
     The two steps have sums and random numbers of their own, since float32 has too few digits for one cumulative sum of
     a million priorities. Computing the sums anew each time costs less than the network on a single frame.
 
-    `beta` is the exponent of the importance weights (section 3.4), which also correct for that each device samples B
-    transitions of its own environments, whatever their priorities' sum.
+    `beta` is the exponent of the importance weights (section 3.4), which also correct for devices whose priorities have
+    unequal sums, since each samples B transitions of its own environments.
     """
     rows, priorities = replay.rows, replay.priorities
     row_key, env_key, sample_key = jax.random.split(key, 3)

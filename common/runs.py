@@ -1,11 +1,11 @@
 """A run: its directory, metrics, progress line, checkpoints, resume and signals.
 
 runs/<env_id>__<script>__<seed>__<time>/
-    args.json        script, game, W&B id and arguments
+    args.json        script, game, devices, W&B id and arguments
     metrics.jsonl    one line per log, with `global_step`, `time` (seconds since 1970) and `seconds` (of training)
     checkpoints/     Orbax, one folder per step, with a checksum
     lock             held by the process that trains
-    videos/  eval.json  wandb/ or tensorboard/
+    videos/  eval.json  wandb/ or tensorboard/  damaged/ (files that could not be read)
 """
 
 import contextlib
@@ -84,8 +84,7 @@ class RunArgs:
     keep_checkpoints: PositiveInt = 3
     """number of most recent checkpoints to keep"""
     num_devices: NonNegativeInt = 0
-    """learner devices on this host: GPUs, or CPU cores (a power of two, at most 8); 0 for as many as divide the
-    environments and minibatches"""
+    """learner devices on this host: GPUs, or up to 8 CPU cores; 0 for as many as divide environments and minibatches"""
     distributed: bool = False
     """train on several hosts (PPO, TRPO, IMPALA), which share the environments; set up by SLURM or JAX's variables"""
     track: Literal["wandb", "tensorboard"] = "wandb"
@@ -129,7 +128,7 @@ def load(init_checkpoint: Callable[[], dict], run_dir: str) -> dict[str, Any]:
 
 
 def _identity(args: dict[str, Any], fixed: Iterable[str], run_id: str) -> np.ndarray:
-    """What a checkpoint says of its run, as JSON in uint8: its id, and the flags that a resume cannot change."""
+    """A run's id and the flags that a resume cannot change, as JSON in uint8, for its checkpoints."""
     return np.frombuffer(json.dumps({"wandb_id": run_id} | {x: args[x] for x in fixed}).encode(), np.uint8)
 
 
@@ -347,7 +346,7 @@ class Run:
     def _on_signal(self, number: int, frame) -> None:
         # A second signal does not wait for the iteration's end; one to a process group may come twice at once.
         if self._signal and time.monotonic() - self._asked > 2:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         leave_closed_terminal()
         self._request_stop(signal.Signals(number).name)
 
@@ -503,7 +502,7 @@ class Run:
             raise DivergedError(f"not finite at step {step}: {', '.join(broken)}; training stopped{kept}")
 
     def _rewind(self, saved: dict[str, Any]) -> None:
-        """Drops what was logged after the checkpoint, except its own evaluation; it will be logged again."""
+        """Drops what was logged after the checkpoint, to be logged again, but not the checkpoint's own evaluation."""
         self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
         self._written = self._saved
         here = self._topology()
@@ -582,7 +581,7 @@ def _is_logged(line: bytes, step: int) -> bool:
 
 
 class Evaluation(NamedTuple):
-    """The result of a script's `evaluate`, for evaluate.py."""
+    """What evaluating a checkpoint gives, for evaluate.py."""
 
     step: int  # of the checkpoint
     name: str  # of the entry in eval.json

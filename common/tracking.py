@@ -19,10 +19,11 @@ def wandb_mode(args: Any) -> str:
     if mode in (None, "online"):
         try:
             logged_in = wandb.login(prompt=False)
-        except Exception:  # no network, or a key that is refused: without --wandb-mode online, training continues
+        except Exception:  # no network, or a key that is refused: a run that did not ask for online goes on
             logged_in = False
         why = "not logged in, or no network; run wandb login or use offline"
-        check(logged_in or mode is None, f"--wandb-mode {args.wandb_mode}: {why}")
+        where = "WANDB_MODE=online" if args.wandb_mode == "auto" else f"--wandb-mode {args.wandb_mode}"
+        check(logged_in or mode is None, f"{where}: {why}")
         mode = "online" if logged_in else "offline"
     return mode
 

@@ -632,6 +632,13 @@ def test_sweep_with_every_kind_of_value_is_read(tmp_path):
     assert [type(x) for x in read["parameters"]["gap_stack"]["values"]] == [bool, bool]
 
 
+def test_sweep_may_merge_a_part_into_another(tmp_path):
+    (tmp_path / "s.yaml").write_text(
+        "program: a\nmetric: &one {name: b, goal: minimize}\nmore:\n  <<: *one\n  goal: c\n"
+    )
+    assert files.read(tmp_path / "s.yaml", dict, "SWEEP", "")["more"] == {"name": "b", "goal": "c"}
+
+
 def test_grid_with_a_cell_that_the_script_refuses_is_accepted(tmp_path):
     """512 minibatches are too many for 8 games of 16 steps, but not for 64."""
     parameters = {"num_envs": [8, 64], "num_minibatches": [4, 512], "num_steps": [16]}
