@@ -1,62 +1,82 @@
 #!/usr/bin/env bash
-# Runs on one GPU (benchmarks/TODO.md): trials, speed, curves and games, or those that are named; results go to $OUT.
-# FROM=DIR continues the runs of curves and games that an earlier session left in DIR.
-# To try it on a CPU: JAX_PLATFORMS=cpu UPDATES=1 FLAGS="--num-envs 16 --num-steps 4 --num-minibatches 8
-# --update-epochs 1 --total-timesteps 256" benchmarks/gpu_session.sh
+# Runs parts of benchmarks/TODO.md on one GPU: trials, speed, curves, games, as named. All has ended LIMIT seconds (570)
+# after the start. Results go to $OUT, at most eight files: a text, a CSV, and an archive of each training run. Needs the
+# packages of requirements.txt but wandb.
+# FROM=DIR continues the training runs whose archives an earlier session left in DIR.
+# To try it on a CPU: JAX_PLATFORMS=cpu OUT=/tmp/gpu UPDATES=1 FLAGS="--num-envs 16 --num-steps 4 --num-minibatches 8
+# --update-epochs 1 --total-timesteps 256" benchmarks/gpu_session.sh trials speed curves games
 set -u
-cd "$(dirname "$0")/.."
-out=${OUT:-runs/gpu_session} flags=${FLAGS:-} started=0
-mkdir -p "$out"
-[ -z "${FROM:-}" ] || cp -r "$FROM/." "$out"
+cd "$(dirname "$0")/.." || exit
+out=${OUT:-runs/gpu_session} flags=${FLAGS:-} end=$((SECONDS + ${LIMIT:-570})) started=0
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda} # else a run without a GPU would go on, on the CPU
+(($#)) || set -- help
+for part in "$@"; do
+  case $part in trials | speed | curves | games) ;; *) echo "$part: give trials, speed, curves or games" >&2; exit 2 ;; esac
+done
+[ -z "${FROM:-}" ] || [ -d "$FROM" ] || { echo "FROM=$FROM: is no folder" >&2; exit 2; }
+mkdir -p "$out" runs && work=$(mktemp -d runs/gpu_session.XXXXXX) || exit
+for archive in ${FROM:+"$FROM"/*.tar.gz}; do tar xzf "$archive" -C "$work" || exit; done
+python -c "import jax, pydantic, ppo_procgen, impala_procgen, rnd_montezuma, benchmarks.throughput, benchmarks.gpu_trials
+print(jax.devices())" || exit
+trap 'jobs -pr | xargs -r kill; wait' EXIT
+trap 'exit 130' INT TERM
 
-speed() {  # flags, then variants, which run in turns; ratios are to the first
-  timeout 300 python -m benchmarks.throughput "${@:2}" --flags="$1 $flags" \
+left() { echo $((end - SECONDS)); }
+
+speed() {  # flags, then variants: once each, in this order; ratios are to the first
+  if (($(left) < 60)); then echo "no time left for: $*"; return; fi
+  timeout "$(left)" python -m benchmarks.throughput "${@:2}" --flags="$1 $flags" \
     --rounds 1 --updates "${UPDATES:-20}" --csv "$out/steps.csv"
 }
 
-learn() {  # name, runs side by side, script and flags: trains to 8M steps or until SIGTERM after LIMIT seconds
-  local all cores first run
+learn() {  # name, runs side by side, script and flags: trains to 8M steps or until SIGTERM, 45 seconds before the end
+  local all cores first last
   all=$(nproc) cores=$(((all + $2 - 1) / $2)) first=$((started * cores % all))
-  run=$(find "$out/$1" -mindepth 1 -maxdepth 1 -type d 2>/dev/null | head -n 1)
+  last=$(find "$work/$1" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' 2> /dev/null | head -n 1)
   # shellcheck disable=SC2086
-  if [ -n "$run" ]; then set -- "$1" "$2" ${3%% *} --resume "$run"
-  else set -- "$1" "$2" $3 --total-timesteps 8000000 --eval-episodes 0 $flags --run-dir "$out/$1"; fi
-  timeout "${LIMIT:-480}" taskset -c "$first-$((first + cores - 1))" python "${@:3}" &
+  if [ -n "$last" ]; then set -- "$1" "$2" ${3%% *} --resume "${last%/checkpoints/*}"
+  else set -- "$1" "$2" $3 --total-timesteps 8000000 --eval-episodes 0 --keep-checkpoints 1 --wandb-mode disabled $flags \
+    --run-dir "$work/$1"; fi
+  timeout "$(($(left) - 45))" taskset -c "$first-$((first + cores - 1))" python "${@:3}" &
   started=$((started + 1))
 }
 
-mps() {  # start or stop (docs/gpu.md)
-  export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps-$UID CUDA_MPS_LOG_DIRECTORY=/tmp/mps-$UID
-  export XLA_PYTHON_CLIENT_PREALLOCATE=false
-  if [ "$1" = start ]; then mkdir -p "/tmp/mps-$UID" && nvidia-cuda-mps-control -d; started=0
-  else wait; echo quit | nvidia-cuda-mps-control; fi
+mps() {  # starts the daemon (docs/gpu.md)
+  unset CUDA_VISIBLE_DEVICES
+  export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps-$UID CUDA_MPS_LOG_DIRECTORY=/tmp/mps-$UID XLA_PYTHON_CLIENT_PREALLOCATE=false
+  mkdir -p "/tmp/mps-$UID" && nvidia-cuda-mps-control -d
+  started=0
 }
 
-(($#)) || set -- trials speed curves games
+finish() {  # waits for the runs, ends the daemon, archives what is named
+  sleep 60; echo "processes of MPS: $(echo get_server_list | nvidia-cuda-mps-control)"
+  wait
+  echo quit | nvidia-cuda-mps-control
+  for name in "$@"; do tar czf "$out/$name.tar.gz" -C "$work" "$name"; done
+}
+
 for part in "$@"; do
   case $part in
-    trials) timeout 360 python -m benchmarks.gpu_trials --flags="$flags" | tee "$out/trials.txt" ;;
+    trials) timeout "$(left)" python -m benchmarks.gpu_trials --flags="$flags" 2>&1 | tee "$out/trials.txt" ;;
     speed)
       threads="ppo_procgen --rollout-threads 2" pieces="impala_procgen --update-pieces"
       small="--width 1 --pool flatten --frame-stack 1 --num-envs 512 --num-steps 32 --update-epochs 1"
       speed "" ppo_procgen "$threads"
+      speed "$small --num-minibatches 8" impala_procgen "$pieces 4" "$pieces 8"
       speed "--num-envs 256 --num-steps 32" ppo_procgen "$threads"
       speed "$small --num-minibatches 2" ppo_procgen "$threads"
-      speed "$small --num-minibatches 8" impala_procgen "$pieces 4" "$pieces 8"
       speed "" "rnd_montezuma --async" "rnd_montezuma --async --num-actors 2"
       ;;
     curves)
-      mps start
+      mps
       learn 64x128 2 "ppo_procgen.py --env-id bigfish"
       learn 256x32 2 "ppo_procgen.py --env-id bigfish --num-envs 256 --num-steps 32"
-      mps stop
-      python -m experiments.plot "$out"/64x128/* "$out"/256x32/* --out "$out/curves"
+      finish 64x128 256x32
       ;;
     games)  # the competition entry's other four
-      mps start
+      mps
       for game in miner chaser plunder starpilot; do learn "$game" 4 "ppo_procgen.py --env-id $game"; done
-      mps stop
+      finish miner chaser plunder starpilot
       ;;
-    *) echo "$part: give trials, speed, curves or games" >&2 ;;
   esac
 done

@@ -27,7 +27,6 @@ from experiments import records, trials
 
 # Flags of a run, where a script has them: it trains until it is stopped, and does nothing else.
 FIXED = {"total_timesteps": 2_000_000_000, "save_replay": False, "obs_norm_init_steps": 1}
-COMPILING = 2  # lines of metrics, from the first with losses, that are not timed
 SHARES = "update", "transfer", "waiting", "sample", "insert", "rollout", "game", "inference", "blocked"
 
 
@@ -71,10 +70,15 @@ def games_rate(args: Any, steps: int = 300) -> float:
     return steps * args.num_envs / seconds
 
 
-def timed_lines(lines: list[dict]) -> list[dict]:
-    """The lines of metrics after those that compile; the first is the beginning of the measurement."""
+def phase_of(args: Any) -> int:
+    """Iterations until the script repeats itself: with an auxiliary phase a policy phase's, else 1."""
+    return getattr(args, "policy_iterations", 1)
+
+
+def timed_lines(lines: list[dict], phase: int = 1) -> list[dict]:
+    """The lines of metrics from the end of the first phase that learns, which compiles."""
     learning = [i for i, line in enumerate(lines) if any(name.startswith("losses/") for name in line)]
-    return lines[learning[0] + COMPILING - 1 :] if learning else []
+    return lines[learning[0] + phase :] if learning else []
 
 
 def measure(name: str, args: Any, updates: int) -> dict[str, float]:
@@ -86,7 +90,7 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
 
         def look(alive: bool) -> None:
-            if len(timed_lines(trials.read_metrics(trials.find_run(Path(folder))))) > updates:
+            if len(timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_of(args))) > updates:
                 stopping.set()
 
         try:
@@ -94,7 +98,7 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
                 trials.run(f"{name}.py", flags, Path(folder), lock, stopping, look)
         except RuntimeError as error:
             raise files.FailedError(f"{name}.py: {error}") from None
-        lines = timed_lines(trials.read_metrics(trials.find_run(Path(folder))))
+        lines = timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_of(args))
     if len(lines) <= updates:
         raise KeyboardInterrupt  # a signal stopped it: half a run is no measurement
     return rates(lines)
@@ -116,26 +120,41 @@ def rates(lines: list[dict]) -> dict[str, float]:
     return found
 
 
+def tabulate(args: Args, found: dict[str, list[dict[str, float]]], alone: list[float]) -> list[dict]:
+    """A row for each variant that was measured: medians over its rounds, and over the ratios of rounds."""
+    columns = ["steps/s", "updates/s", *(f"{part} %" for part in SHARES), "policy lag"]
+    rows = []
+    for variant, rounds in found.items():
+        if not rounds:
+            continue
+        pairs = zip(rounds, found[args.variants[0]], strict=False)
+        ratios = [own["steps/s"] / first["steps/s"] for own, first in pairs] or [np.nan]
+        numbers = {name: statistics.median(one.get(name, np.nan) for one in rounds) for name in columns}
+        numbers |= {"times the first": statistics.median(ratios), "games alone steps/s": statistics.median(alone)}
+        row = {"variant": variant} | {name: f"{x:.4g}" if x == x else "" for name, x in numbers.items()}
+        rows.append(row | {"rounds": len(rounds), "updates": args.updates, "flags": args.flags} | trials.origin())
+    return rows
+
+
 def main(args: Args) -> list[dict]:
     """Returns the table's rows."""
     records.make_room(args.csv, "--csv")
     runs.check(len(set(args.variants)) == len(args.variants) > 0, "VARIANTS: give one or more, each once")
     parsed = {variant: read_variant(variant, args.flags) for variant in args.variants}
+    for variant, (_, flags) in parsed.items():
+        whole = args.updates % phase_of(flags) == 0
+        runs.check(whole, f"--updates {args.updates}: for {variant} give a multiple of {phase_of(flags)}")
     found, alone = {variant: [] for variant in parsed}, []
-    for i in range(args.rounds):
-        alone.append(games_rate(parsed[args.variants[0]][1]))
-        for variant in parsed if i % 2 == 0 else reversed(parsed):
-            found[variant].append(measure(*parsed[variant], args.updates))
-    columns = ["steps/s", "updates/s", *(f"{part} %" for part in SHARES), "policy lag"]
-    rows = []
-    for variant, rounds in found.items():
-        ratios = [own["steps/s"] / first["steps/s"] for own, first in zip(rounds, found[args.variants[0]], strict=True)]
-        numbers = {name: statistics.median(one.get(name, np.nan) for one in rounds) for name in columns}
-        numbers |= {"times the first": statistics.median(ratios), "games alone steps/s": statistics.median(alone)}
-        row = {"variant": variant} | {name: f"{x:.4g}" if x == x else "" for name, x in numbers.items()}
-        rows.append(row | {"rounds": args.rounds, "updates": args.updates, "flags": args.flags} | trials.origin())
-    records.show(rows, parsed)
-    records.append_rows(args.csv, rows)
+    try:
+        for i in range(args.rounds):
+            alone.append(games_rate(parsed[args.variants[0]][1]))
+            for variant in parsed if i % 2 == 0 else reversed(parsed):
+                found[variant].append(measure(*parsed[variant], args.updates))
+    finally:  # also after a failure or a signal, with what was measured before
+        rows = tabulate(args, found, alone)
+        if rows:
+            records.show(rows, [row["variant"] for row in rows])
+            records.append_rows(args.csv, rows)
     return rows
 
 

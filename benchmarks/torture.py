@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from annotated_types import Interval
 
+from benchmarks.golden_runs import CLOCKS
 from common import checkpoints, files, runs
 from experiments import records, trials
 
@@ -73,7 +74,6 @@ FLAGS = {
         "checkpoint_every": 256, "hyper_learning_rate": 1e-3,
     },
 }  # fmt: skip
-CLOCKS = "time", "seconds", "charts/SPS", "charts/queue_size"  # metrics that depend on the machine's speed
 COLD, WRITING, AGAIN = 1 / 6, 1 / 3, 1 / 4  # chances: of a first start without compiled programs, and so on
 WRITE_SECONDS = 0.1  # how long after a checkpoint was begun it is killed, at most
 

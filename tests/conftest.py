@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
-from benchmarks.torture import CLOCKS
+from benchmarks.golden_runs import CLOCKS
 from common import atari, bonus, checkpoints, devices, envs, networks, runs
 from common.actors import Fleet
 from experiments import trials

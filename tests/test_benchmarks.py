@@ -90,6 +90,7 @@ REFUSED = {
     "no folder to torture in": (torture, ["--folder", "there.csv"], "--folder there.csv", "an empty folder"),
     "no script": (throughput, ["dqn"], "VARIANTS: program dqn.py", "ppo_procgen.py"),
     "a variant twice": (throughput, ["ppo_procgen", "ppo_procgen"], "VARIANTS", "each once"),
+    "half a phase": (throughput, ["ppg_procgen"], "--updates 10", "a multiple of 32"),
     "too few updates": (scaling, ["ppo_procgen", "--steps", 40_000], "--steps 40000", "49152 or more"),
 }
 
@@ -145,6 +146,8 @@ def test_variants_run_in_turns_with_ratios_to_the_first(tmp_path, monkeypatch):
 
     def measure(name, args, updates):
         order.append((name, args.num_envs))
+        if len(order) == 6:
+            raise runs.FailedError("the second variant")
         return {"steps/s": 100 + 50 * (name == "impala_procgen")}
 
     monkeypatch.setattr(throughput, "measure", measure)
@@ -153,6 +156,9 @@ def test_variants_run_in_turns_with_ratios_to_the_first(tmp_path, monkeypatch):
     throughput.main(throughput.Args(variants, rounds=2, csv=str(tmp_path / "a")))
     assert ratios("a", "times the first") == ["1", "1.5"]
     assert order == [("ppo_procgen", 64), ("impala_procgen", 8), ("impala_procgen", 8), ("ppo_procgen", 64)]
+    with pytest.raises(runs.FailedError):
+        throughput.main(throughput.Args(variants, rounds=1, csv=str(tmp_path / "b")))
+    assert ratios("b", "variant") == ["ppo_procgen"]
     monkeypatch.setattr(scaling, "steps_per_second", lambda args, way: 150 - 50 * (way == "one device"))
     scaling.main(scaling.Args("ppo_procgen", steps=10**5, rounds=1, csv=str(tmp_path / "c")))
     assert ratios("c", "ratio") == ["1", "1.5", "1.5"]
@@ -171,6 +177,7 @@ def test_rates_leave_out_iterations_that_compile():
     found = throughput.rates(timed)
     assert found == {"steps/s": 800 / 3, "updates/s": 400 / 3, "game %": pytest.approx(40)}
     assert throughput.timed_lines(filling) == []
+    assert [line["global_step"] for line in throughput.timed_lines(lines, phase=2)] == [600, 1000]
 
 
 def test_flags_of_a_variant_are_parsed_as_by_the_script():
@@ -196,3 +203,4 @@ def test_gpu_trial_is_described_beside_the_shipped_form():
     other = {"takes": np.float64(1), "outputs": np.float32([0, 0, 0, 0.5]), "actions": np.arange(4) % 3}
     words = "takes 1.000 ms (0.50 x), outputs differ by up to 0.5, 75.0% of actions equal"
     assert gpu_trials.describe(other, shipped) == words
+    assert gpu_trials.describe(other, None) == "takes 1.000 ms"
