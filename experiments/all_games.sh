@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All 16 games x seeds at 8M steps with the competition's setting, to one number (its normalisation): an evening on a GPU.
+# All 16 games x seeds at 8M steps with a script's defaults, to one number (normalised as train-procgen does): for PPO
+# six to nine hours on an H100. Needs rliable (make .venv/with-dev).
 # Stopped or killed and started again it continues. What is after the script's name goes to it; the rest are variables:
 #
 #   experiments/all_games.sh ppo_procgen.py
@@ -16,6 +17,10 @@ flags="$*"
 
 if ! command -v "$python" > /dev/null; then
   echo "error: PYTHON=$python: is no command, give a Python that has the scripts' packages" >&2
+  exit 2
+fi
+if ! "$python" -c 'import rliable' 2> /dev/null; then
+  echo "error: PYTHON=$python: has no rliable, run make .venv/with-dev" >&2
   exit 2
 fi
 mkdir -p "$out"

@@ -55,7 +55,8 @@ except ImportError:
     print("error: experiments/pbt.py needs Ray Tune: pip install '.[ray]'", file=sys.stderr)
     sys.exit(2)
 
-SHAPES = ("hidden", "buffer_size", "num_envs")  # a clone could not load its donor's checkpoint with another
+# A clone could not load its donor's checkpoint with another of these.
+SHAPES = ("hidden", "buffer_size", "num_envs", "predictor_depth", "replay_size")
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # flags that pbt sets
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
 LINES = "-", "--", "-.", ":"

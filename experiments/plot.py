@@ -73,8 +73,8 @@ class Args:
     reference: tuple[str, ...] = ()
     """OpenAI's PPO, such as easy-all, easy-200-test or hard-500-train, or a CSV of env_steps, mean_return"""
     time_to: str = ""
-    """print when each run passes the last score of OpenAI's PPO on such levels (25M steps, hard: 200M), such as
-    easy-all"""
+    """print when each run's training return passes that of OpenAI's PPO after 25M steps (hard: 200M): easy-all,
+    easy-200-train, hard-all or hard-500-train"""
     hours: bool = False
     """draw the curves over hours of training too"""
     metrics: tuple[str, ...] = ("charts/episodic_return",)
@@ -177,13 +177,14 @@ def differing(run: Logged, everything: list[Logged]) -> list[str]:
 
 
 def drop_repeats(everything: list[Logged]) -> list[Logged]:
-    """Keeps the longest of the runs with the same flags, game and seed, and prints the others: on a CPU one is the
-    other's beginning, unless threads play (without --deterministic or --max-lag 0)."""
+    """Keeps the longest of the runs with the same flags, game, devices and seed, and prints the others: they are its
+    beginning. IMPALA's, Ape-X's and SAC's are that with --deterministic or --max-lag 0 only; else all are kept."""
     longest = {}
     for run in everything:
         exact = run.args.get("deterministic", True) or run.args.get("max_lag") == 0
         seed = run.args.get("seed", run.path) if exact else run.path
-        key = json.dumps([run.script, run.game, seed, *(value_of(run, name) for name in differing(run, everything))])
+        flags = [value_of(run, name) for name in differing(run, everything)]
+        key = json.dumps([run.script, run.game, run.devices, seed, *flags])
         first = longest.setdefault(key, run)
         if first is not run:
             run, shorter = sorted((run, first), key=lambda each: -each.lines[-1]["global_step"])
@@ -548,8 +549,9 @@ def check_args(args: Args) -> None:
     runs.check(len(args.metrics) > 0, "--metrics: give at least one, such as charts/episodic_return")
     fits = not args.reference or first_return(args.metrics) is not None
     runs.check(fits, "--reference: is of returns, give one in --metrics, such as charts/episodic_return")
-    valid = f"give {', '.join(REFERENCES)}"
-    runs.check(args.time_to in ("", *REFERENCES), f"--time-to {args.time_to}: has no curve, {valid}")
+    training = [name for name in REFERENCES if not name.endswith("-test")]
+    valid = f"give {', '.join(training)}"
+    runs.check(args.time_to in ("", *training), f"--time-to {args.time_to}: has no training curve, {valid}")
     same = len({Path(name).stem for name in args.reference}) == len(args.reference)
     runs.check(same, f"--reference {' '.join(args.reference)}: a file's name names its line, give each its own")
     runs.check_needs(args, args.aggregate, "--aggregate", ["score_metric"])

@@ -291,13 +291,13 @@ def summarize(cell: Cell, args: Args) -> dict:
 
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
-    """A row of earlier results with the seeds of `row`, whose runs are here. Where the steps differ, or either has no
-    seed that the other lacks: the one with more training."""
+    """A row of earlier results with the seeds of `row`, whose runs are here. If the steps differ, or all earlier seeds
+    are here, or none is: the longer row, of equal ones that with more seeds."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}
     if not (new and kept) or before["steps"] != row["steps"]:
-        return max(row, before, key=lambda one: one["seeds"] * (one["steps"] or 0))
+        return max(row, before, key=lambda one: (one["steps"] or 0 if one["seeds"] else -1, one["seeds"]))
     if new.items() <= old.items():
         return before
     seconds = (before["seconds"] or 0) * len(kept) + (row["seconds"] or 0) * len(new)
@@ -445,7 +445,7 @@ def markdown(args: Args, results: list[dict]) -> str:
     unlike += [f"with {' '.join(args.set)}"] if args.set else []
     warning = f"**Not the published setting**: {', '.join(unlike)}. Compare the order of the cells only."
     commands = dict.fromkeys(row["command"] for row in results if row["seeds"])
-    origin = merge_origins(*(row for row in results if row["commit"]))
+    origin = merge_origins(*(row for row in results if row["seeds"]))
     jax, commits, dates = (", ".join(origin[name].split()) for name in ("jax", "commit", "date"))
     where = f"{origin['machine']}, JAX {jax}, commit {commits}, {dates}:"
     lines = [

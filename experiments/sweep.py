@@ -29,7 +29,7 @@ import tyro
 from annotated_types import Interval
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PositiveInt
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from typing_extensions import TypedDict
 
 from common import files, runs
@@ -254,7 +254,9 @@ def _check_whole(study: optuna.Study, out: Path, sentence: str) -> None:
             and (final_state(trial) == "fail" or trial.intermediate_values)
             for trial in finished_trials(study)
         ) and len(study.get_trials(deepcopy=False)) >= len(list(out.glob("[0-9]*/")))
-    except Exception:  # SQLAlchemy's and Optuna's, for what cannot be read
+    except Exception as error:  # SQLAlchemy's and Optuna's, for what cannot be read
+        if isinstance(error.__cause__ or error, OperationalError) and "no such" not in str(error.__cause__ or error):
+            raise  # the database does not answer now
         whole = False
     check(whole, sentence)
 
@@ -404,7 +406,7 @@ def run_trials(study: optuna.Study, args: Args, sweep: dict, count: int, out: Pa
 
 
 def write_results(study: optuna.Study, out: Path) -> None:
-    """Writes results.csv, a row for each finished trial, and from two trials on parallel.png and importance.png."""
+    """Writes results.csv, a row for each finished trial, from two trials on parallel.png, from four importance.png."""
     finished = finished_trials(study)
     names = list(dict.fromkeys(name for trial in finished for name in trial.params))
     metric, goal = (study.user_attrs["sweep"]["metric"][key] for key in ("name", "goal"))
@@ -458,8 +460,8 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
 # MAIN
 
 
-def main(args: Args) -> optuna.Study:
-    """Runs trials until the study has enough; returns it."""
+def main(args: Args) -> None:
+    """Runs trials until the study has enough."""
     sweep = read_sweep(args.sweep, args.set)
     check_values(sweep)
     useful = args.sampler == "tpe" or sweep["method"] == "bayes"
@@ -492,7 +494,6 @@ def main(args: Args) -> optuna.Study:
     failed = {f"trial {trial.number}": trial.user_attrs["why"] for trial in finished if final_state(trial) == "fail"}
     if not stopped:
         trials.report_failures(failed, len(finished), out / "results.csv")
-    return study
 
 
 if __name__ == "__main__":

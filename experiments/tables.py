@@ -282,7 +282,7 @@ def by_game(columns: dict[str, dict[str, str]], mode: str) -> list[str]:
 
 
 def mean_normalized(scores: dict[str, str], mode: str) -> str:
-    """.39, or .60 / .35 of a column with two scores a cell; nothing unless all games are there."""
+    """0.39, or 0.60 / 0.35 of a column with two scores a cell; nothing unless all games are there."""
     if set(scores) != set(envs.GAMES):
         return ""
     pairs = np.array([[float(score) for score in scores[game].split(" / ")] for game in envs.GAMES])

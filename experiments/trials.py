@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from datetime import date
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +24,7 @@ import jax
 from common import checkpoints, runs
 from common.files import FailedError, FullError, check
 from common.flags import flag_of, leave_closed_terminal, stop_signals
+from experiments import records
 
 # Flags that have no influence on what a run learns.
 BESIDE = {
@@ -116,13 +118,18 @@ def words_of(flags: dict) -> list[str]:
 # ORIGINS
 
 
-@functools.cache
 def origin() -> dict[str, str]:
+    """records.origin(), of now: a process that runs for days starts each run from the files as they are then."""
+    return _first_origin() | {"commit": records.commit(), "date": date.today().isoformat()}
+
+
+@functools.cache
+def _first_origin() -> dict[str, str]:
     """records.origin(), from a process of its own: JAX would reserve most of a GPU's memory in this one."""
     command = [sys.executable, "-m", "experiments.records"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise FailedError(f"JAX does not start: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}")
+        raise FailedError(f"JAX does not start: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
     return json.loads(done.stdout)
 
 
@@ -294,9 +301,9 @@ def run(
 
 def raise_for_exit(code: int, output: str, stopping: threading.Event) -> None:
     """Raises the error that a script's exit code and output stand for, if any."""
-    lines = output.splitlines() or ["it said nothing"]
-    stopped = any(line.startswith("stopped by ") for line in lines)  # before training, with a signal's exit code
-    if stopping.is_set() or (stopped and code in (0, 130, 143)):
+    lines = output.splitlines() or ["no output"]
+    stopped = any(line.startswith("stopped by ") for line in lines)  # a second signal, or one before training, is the
+    if stopping.is_set() or (stopped and code in (0, *(128 + number for number in stop_signals()))):  # exit code
         raise Stopped
     if lines[-1].startswith("error: cannot write ") and "MiB are free there" in lines[-1]:
         raise FullError(lines[-1].removeprefix("error: "))

@@ -286,7 +286,8 @@ def test_run_with_a_checkpoint_resumes_if_that_is_complete(tmp_path, checkpoint,
             RuntimeError,
             "exit code 2: Error parsing --x: bad",
         ),
-        (137, "", trials.Killed, "exit code 137: it said nothing"),
+        (152, "stopped by SIGXCPU", trials.Stopped, ""),
+        (137, "", trials.Killed, "exit code 137: no output"),
     ],
 )
 def test_exit_code_and_output_of_a_script_select_the_error(code, output, error, sentence, tmp_path):
