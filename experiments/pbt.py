@@ -12,7 +12,6 @@ under the same paths. Needs `pip install '.[ray]'`.
 import contextlib
 import dataclasses
 import importlib
-import itertools
 import json
 import logging
 import math
@@ -41,7 +40,7 @@ from typing_extensions import TypedDict
 from common import files, runs
 from common.files import check
 from common.flags import Iterations, NonNegativeFloat, UnitInterval
-from experiments import records, trials
+from experiments import plot, records, trials
 
 for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AIR_NEW_OUTPUT"):
     os.environ[name] = "0"
@@ -58,9 +57,6 @@ except ImportError:
 # A clone could not load its donor's checkpoint with another of these.
 SHAPES = ("hidden", "buffer_size", "num_envs", "predictor_depth", "replay_size")
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # flags that pbt sets
-COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"  # Okabe and Ito's
-LINES = "-", "--", "-.", ":"
-MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
@@ -357,14 +353,13 @@ def draw(args: Args, rows: list[dict], ranges: dict[str, Range]) -> Figure:
     rows = {(int(row["member"]), int(row["generation"])): row for row in rows if row[args.metric]}
     figure = Figure(figsize=(9, 3.5 + 1.8 * len(ranges)), dpi=120, layout="constrained")
     axes = figure.subplots(1 + len(ranges), sharex=True, squeeze=False, height_ratios=[2] + [1] * len(ranges))[:, 0]
-    styles = itertools.cycle(zip(COLORS * 20, LINES * 35, MARKERS * 28, strict=True))  # 140 before one comes again
-    for me, (color, line, marker) in zip(sorted({me for me, _ in rows}), styles, strict=False):
+    for i, me in enumerate(sorted({me for me, _ in rows})):
         own = [row for (member, _), row in sorted(rows.items()) if member == me]
-        style = {"color": color, "ls": line, "marker": marker, "ms": 4, "lw": 1.2}
+        style = plot.style_of(i) | {"ms": 4, "lw": 1.2}
         last = None
         for row in own:
             if row["cloned_from"]:
-                axes[0].plot(*point(last, args.metric), "x", color=color, ms=9, mew=1.5) if last else None
+                axes[0].plot(*point(last, args.metric), "x", color=style["color"], ms=9, mew=1.5) if last else None
                 last = rows.get((int(row["cloned_from"]), int(row["generation"]) - 1))
             x, y = zip(*(point(r, args.metric) for r in (last, row) if r), strict=True)
             axes[0].plot(x, y, **style | {"marker": ""})
