@@ -9,7 +9,6 @@ so that one whose process has died is found and taken over.
 """
 
 import contextlib
-import importlib.util
 import io
 import itertools
 import math
@@ -46,9 +45,6 @@ FINISHED = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 MAX_CELLS = 1000
 MAX_KILLS = 3  # then a trial has failed
 DATABASE_ERRORS = optuna.exceptions.StorageInternalError, SQLAlchemyError
-SAMPLERS = {
-    "random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,6 @@ class Args:
     """Optuna storage, such as sqlite:///study.db or postgresql://...; by default study.db in the folder"""
     set: tuple[str, ...] = ()
     """flags with a value that each trial gets in place of the file's, such as total_timesteps=100000"""
-    sampler: Literal["tpe", "gp"] = "tpe"
-    """sampler of method bayes; gp needs PyTorch"""
     seed: NonNegativeInt = 0
     """seed of the sampler"""
 
@@ -187,10 +181,8 @@ def suggest(trial: optuna.Trial, name: str, spec: dict) -> Any:
 
 def make_sampler(args: Args, sweep: dict, trial: int) -> optuna.samplers.BaseSampler:
     """A sampler seeded for one trial, so that processes that share or resume a study repeat no draw."""
-    kind = args.sampler if sweep["method"] == "bayes" else "random"
-    torch = kind != "gp" or importlib.util.find_spec("torch") is not None
-    check(torch, "--sampler gp: needs PyTorch (pip install torch), or give tpe")
-    return SAMPLERS[kind](seed=int(np.random.SeedSequence([args.seed, trial]).generate_state(1)[0]))
+    kind = optuna.samplers.TPESampler if sweep["method"] == "bayes" else optuna.samplers.RandomSampler
+    return kind(seed=int(np.random.SeedSequence([args.seed, trial]).generate_state(1)[0]))
 
 
 def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
@@ -226,15 +218,14 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
         study_name=name, storage=storage, pruner=make_pruner(sweep), direction=sweep["metric"]["goal"],
         load_if_exists=True,
     )  # fmt: skip
-    drawing = {"sampler": args.sampler, "seed": args.seed}
     if "id" not in study.user_attrs:
-        for key, value in {"sweep": sweep, "out": str(out), **drawing, "id": study_id}.items():
+        for key, value in {"sweep": sweep, "out": str(out), "seed": args.seed, "id": study_id}.items():
             study.set_user_attr(key, value)
     _check_whole(study, out, f"{which} is damaged; put a copy back, or give another --out")
     known = study.user_attrs
     check(known["id"] == study_id, f"--out {out}: {which} has its runs in {known['out']}, give that")
-    for key, value in drawing.items():
-        check(known[key] == value, f"--{key} {value}: {which} has {known[key]}, give that, or another --out")
+    same = known["seed"] == args.seed
+    check(same, f"--seed {args.seed}: {which} has {known['seed']}, give that, or another --out")
     check(known["sweep"] == sweep, f"SWEEP {args.sweep}: {which} is of another file or --set, give another --out")
     if sweep["method"] == "grid":  # all of its trials are queued here, in order
         for cell in grid_cells(sweep)[len(study.get_trials(deepcopy=False)) :]:
@@ -346,28 +337,24 @@ def run_trial(
     if state:
         for key, text in {"why": why, "ended": state.name.lower()}.items():
             trial.set_user_attr(key, text)
-        value, state = outcome_for_sampler(study, trial, sweep, value, state)
+        value, state = outcome_for_sampler(study, sweep, value, state)
         study.tell(trial, value, state=state)
         print(f"trial {trial.number}: {why or trial.user_attrs['ended']}", flush=True)
 
 
 def outcome_for_sampler(
-    study: optuna.Study, trial: optuna.Trial, sweep: dict, value: float | None, state: TrialState
+    study: optuna.Study, sweep: dict, value: float | None, state: TrialState
 ) -> tuple[float | None, TrialState]:
     """The value and state that a Bayesian sampler is told, as W&B's is.
 
     A failed trial counts as the worst so far, if there is one: samplers ignore failed trials, and would draw their like
-    again. Optuna's Gaussian process ignores pruned ones too, so these count with their last value.
+    again.
     """
-    if sweep["method"] == "bayes":
+    if sweep["method"] == "bayes" and state == TrialState.FAIL:
         others = study.get_trials(deepcopy=False)
         known = [other.value for other in others if other.value is not None and math.isfinite(other.value)]
-        if state == TrialState.FAIL and known:
+        if known:
             return (min if sweep["metric"]["goal"] == "maximize" else max)(known), TrialState.COMPLETE
-        if state == TrialState.PRUNED and isinstance(study.sampler, optuna.samplers.GPSampler):
-            values = others[trial.number].intermediate_values
-            if math.isfinite(last := values[max(values)]):
-                return last, TrialState.COMPLETE
     return value, state
 
 
@@ -464,9 +451,6 @@ def main(args: Args) -> None:
     """Runs trials until the study has enough."""
     sweep = read_sweep(args.sweep, args.set)
     check_values(sweep)
-    useful = args.sampler == "tpe" or sweep["method"] == "bayes"
-    check(useful, f"--sampler {args.sampler}: {args.sweep} is of method {sweep['method']}, leave it out")
-    make_sampler(args, sweep, 0)  # or it is refused, before the study keeps it
     count = args.count or sweep.get("run_cap") or (len(grid_cells(sweep)) if sweep["method"] == "grid" else 0)
     check(count > 0, "--count 0: is for a grid only, give a number of trials")
     name = Path(args.sweep).stem
