@@ -158,7 +158,7 @@ def at_the_end(row: dict) -> tuple[float, float, int, float]:
     path = EXPERIMENTS / row["file"]
     if path.suffix == ".json":  # an evaluation of an exported agent
         saved = json.loads(path.read_text())
-        of = saved["test_levels"]
+        of = saved.get("test_levels") or saved["episodes"]  # Montezuma has no levels
         return of["mean_return"], of["std"] / (of["episodes"] - 1) ** 0.5, 1, float(saved["global_step"])
     chosen = dict(pair.split("=") for pair in shlex.split(row["rows"]))
     errors = "error" if row["column"] == "mean" else f"{row['column']} error"
