@@ -89,8 +89,11 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
     flags |= {"eval_episodes": 0} if isinstance(args, envs.GameArgs) else {}
     with tempfile.TemporaryDirectory() as folder:
 
+        def timed() -> list[dict]:
+            return timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_of(args))
+
         def look(alive: bool) -> None:
-            if len(timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_of(args))) > updates:
+            if len(timed()) > updates:
                 stopping.set()
 
         try:
@@ -98,7 +101,7 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
                 trials.run(f"{name}.py", flags, Path(folder), lock, stopping, look)
         except RuntimeError as error:
             raise files.FailedError(f"{name}.py: {error}") from None
-        lines = timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_of(args))
+        lines = timed()
     if len(lines) <= updates:
         raise KeyboardInterrupt  # a signal stopped it: half a run is no measurement
     return rates(lines)

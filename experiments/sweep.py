@@ -246,7 +246,8 @@ def _check_whole(study: optuna.Study, out: Path, sentence: str) -> None:
             for trial in finished_trials(study)
         ) and len(study.get_trials(deepcopy=False)) >= len(list(out.glob("[0-9]*/")))
     except Exception as error:  # SQLAlchemy's and Optuna's, for what cannot be read
-        if isinstance(error.__cause__ or error, OperationalError) and "no such" not in str(error.__cause__ or error):
+        cause = error.__cause__ or error
+        if isinstance(cause, OperationalError) and "no such" not in str(cause):
             raise  # the database does not answer now
         whole = False
     check(whole, sentence)

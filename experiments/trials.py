@@ -302,8 +302,9 @@ def run(
 def raise_for_exit(code: int, output: str, stopping: threading.Event) -> None:
     """Raises the error that a script's exit code and output stand for, if any."""
     lines = output.splitlines() or ["no output"]
-    stopped = any(line.startswith("stopped by ") for line in lines)  # a second signal, or one before training, is the
-    if stopping.is_set() or (stopped and code in (0, *(128 + number for number in stop_signals()))):  # exit code
+    # A second signal, or one before training, ends the script with 128 + its number.
+    stopped = any(line.startswith("stopped by ") for line in lines)
+    if stopping.is_set() or (stopped and code in (0, *(128 + number for number in stop_signals()))):
         raise Stopped
     if lines[-1].startswith("error: cannot write ") and "MiB are free there" in lines[-1]:
         raise FullError(lines[-1].removeprefix("error: "))
