@@ -109,8 +109,9 @@ CASES = {
     ),
     "impala, 2 processes": Case(
         "impala_procgen",
-        ON_POLICY + "--deterministic --env-id bigfish --learning-rate 0.003 --core gru --num-actors 1 "
-        "--update-epochs 1",
+        # With the default --adam-eps of 1e-8 Adam enlarges the rounding of tiny gradients, which differs by processor.
+        ON_POLICY + "--deterministic --env-id bigfish --learning-rate 0.003 --adam-eps 1e-5 --core gru "
+        "--num-actors 1 --update-epochs 1",
         FIRST, THEN, 2,
     ),
     "apex, 1 device": Case(
