@@ -2,7 +2,7 @@
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11,$(shell $(p) -c "print('$(p)')" 2>/dev/null)) python3.11)
 # What the scripts run on: cpu, or on a machine with a GPU cuda13 or cuda12 (docs/gpu.md).
 EXTRA ?= cpu
-# What `make train` trains: a small network that learns all levels of starpilot on a laptop. No policy that does not look
+# What `make train` trains: a small network that learns all levels of starpilot on a laptop. No constant-action policy
 # scores there, as one does on coinrun.
 TRAIN ?= --env-id starpilot --frame-stack 1 --channels 8,16,16 --center no --pool flatten --num-steps 64 \
 	--total-timesteps 400000 --learning-rate 5e-4 --gae-lambda 0.95 --kl-coef 0 --vf-coef 0.5 --vf-clip 0.2 \
@@ -36,8 +36,10 @@ torture: .venv/with-$(EXTRA)
 	.venv/bin/pip install --quiet --disable-pip-version-check -r .venv/requirements.txt "jax[cuda13]==0.11.2"
 	@touch $@
 
-# .venv with an extra of pyproject.toml, such as .venv/with-dev; to change its Python, delete it first.
+# .venv with an extra of pyproject.toml, such as .venv/with-dev, which keeps the JAX of with-cuda13; to change its Python,
+# delete it first.
 .venv/with-%: pyproject.toml requirements.txt
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check ".[$*]"
+	test ! -e .venv/with-cuda13 || .venv/bin/pip install --quiet --disable-pip-version-check "jax[cuda13]==0.11.2"
 	@touch $@
