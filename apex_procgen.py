@@ -60,16 +60,17 @@ class Args(
     num_envs: Size = 24
     n_step: PositiveInt = 20
     epsilon: UnitInterval = 0.4
-    """game i of N plays a random action with probability epsilon^(1 + i / (N - 1) * epsilon_alpha)"""
+    """environment i of N plays a random action with probability epsilon^(1 + i / (N - 1) * epsilon_alpha)"""
     epsilon_alpha: NonNegativeFloat = 7.0
-    """spread of exploration: the first game's random actions have probability epsilon, the last's epsilon^(1 + this)"""
+    """spread of exploration: the first environment plays random actions with probability epsilon, the last with
+    epsilon^(1 + this)"""
     num_policies: Size = 1
-    """policies with different coefficients of RND's bonus (Never Give Up), each in its share of the games"""
+    """policies with different coefficients of RND's bonus (Never Give Up), each in its share of the environments"""
     rnd_coef: NonNegativeFloat = 0.3
     """coefficient of RND's bonus for the last policy; the first has 0 and is evaluated; between them it is a sigmoid"""
     rnd_normalize: bool = True
     min_gamma: UnitInterval = 0.97
-    """discount factor of the last policy; the first has gamma, and between them log(1 - discount) is linear"""
+    """discount of the last policy; the first has gamma, and between them log(1 - discount) is linear"""
     num_atoms: Annotated[int, Interval(ge=1, le=1024)] = 99
     """atoms of the distribution of values (C51); 1 for its mean alone, learnt with Huber's loss"""
     v_min: Annotated[float, Interval(ge=-1e9, le=1e9)] = -5.0
@@ -87,7 +88,7 @@ class Args(
     double_q: bool = True
     """choose the next action by the online network, and take its value from the target network"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 150
-    """updates between two copies to the target network"""
+    """updates between copies to the target network"""
     learning_rate: NonNegativeSchedule = "1e-4"
     """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
     max_grad_norm: NonNegativeFloat = 40.0
@@ -105,13 +106,13 @@ class Args(
     def check(self) -> None:
         """Raises UsageError for inconsistent flags."""
         differ = self.num_envs > 1 and 0 < self.epsilon < 1
-        runs.check_needs(self, differ, "two games or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
+        runs.check_needs(self, differ, "two environments or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
         runs.check_needs(self, self.with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
         check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, where values start")
         check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, where values start")
-        apart = self.v_max - self.v_min >= 1e-3
-        check(apart, f"--v-max {self.v_max}: must be above --v-min, {self.v_min}, by .001 or more")
+        wide_enough = self.v_max - self.v_min >= 1e-3
+        check(wide_enough, f"--v-max {self.v_max}: must be above --v-min, {self.v_min}, by 0.001 or more")
         check(
             not (self.munchausen_alpha and self.with_atoms),
             f"--munchausen-alpha {self.munchausen_alpha}: moves values off a fixed support; give --num-quantiles 1 or "
@@ -151,7 +152,7 @@ class Agent(nn.Module):
         policies: jax.Array | None = None,
     ) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> float32 [B, 15, atoms]: the atoms' logits or,
-        of one atom, values. With num_quantiles -> [B, 15, N]: quantiles at the levels `taus` float32 [B, N], from 0 to
+        of one atom, values. With num_quantiles -> [B, 15, N]: quantiles at fractions `taus` float32 [B, N], from 0 to
         1 (evenly spaced if not given). With several policies, for those of index `policies` int32 [B] (0 if not
         given)."""
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
@@ -250,7 +251,7 @@ def state_specs(args: Args):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `train_step` multiplies it by -learning_rate, from a schedule."""
+    """Adam without the learning rate: `train_step` multiplies its updates by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -399,7 +400,7 @@ def quantile_loss(taus: jax.Array, quantiles: jax.Array, targets: jax.Array) -> 
     """The quantile Huber loss float32 [B] (Dabney et al. 2018b, equation 3, kappa 1).
 
     Args:
-      taus: float32 [B, N], the quantiles' levels.
+      taus: float32 [B, N], the quantile fractions.
       quantiles: float32 [B, N].
       targets: float32 [B, M], samples of the distribution to learn.
     """
@@ -432,7 +433,7 @@ class Outputs(NamedTuple):
     next_target_values: jax.Array  # float32 [B, 15, K], of the target network for the next frames
     next_selector_values: jax.Array  # float32 [B, 15, K], for the next frames, of the network that selects their action
     target_values: jax.Array | None  # float32 [B, 15, K], of the target network; for Munchausen
-    taus: jax.Array | None  # float32 [B, K], the levels of the quantiles `values`
+    taus: jax.Array | None  # float32 [B, K], the fractions of the quantiles `values`
 
 
 def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch):
@@ -587,7 +588,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the actors and the replay buffer, as it is before the first step."""
+    """Contents of a checkpoint before the first step, without the actors and the replay buffer."""
     return {"state": init_state(args, agent)}
 
 

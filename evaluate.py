@@ -38,25 +38,25 @@ class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """run directories, or those of exported agents"""
     episodes: Annotated[int, Interval(ge=1, le=10**6)] = 128
-    """episodes to play, rounded up so that all games side by side play as many (DoorGym: episodes of each task)"""
+    """episodes to play, rounded up so that each parallel environment plays as many (DoorGym: episodes of each task)"""
     levels: Literal["train", "test"] = "test"
-    """Procgen: play the levels trained on, or unseen ones (the same distribution if training levels were unlimited)"""
+    """Procgen: play the training levels or the test levels (the same distribution if training levels were unlimited)"""
     video: bool = False
     """also write a video and a film strip: of one episode (Procgen), the best one (Montezuma) or a door of each task"""
     human: bool = False
-    """also write a video of an episode on a training level beside one on an unseen level; for runs of Procgen with
+    """also write a video of an episode on a training level beside one on a test level; for runs of Procgen with
     --num-levels"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
     seed: Seed = 0
-    """of the games and the policy's draws"""
+    """seed of the environments and the policy's draws"""
     export: str = ""
     """write what is played to this folder, as a small agent that evaluate.py plays too, and play that"""
     push_to_hub: str = ""
     """upload the exported agent to this repository of Hugging Face's hub, with a model card of its scores"""
 
 
-SIDES = {"training level": "train", "unseen level": "test"}  # of --human
+SIDES = {"training level": "train", "test level": "test"}  # of --human
 
 
 def read_results(path: Path) -> dict:

@@ -125,7 +125,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
         )
 
     def sharded_sizes(self) -> dict[str, int]:
-        """The sizes that are divided among the devices that learn, by their descriptions."""
+        """The sizes that are divided among the learner devices, by their descriptions."""
         size = DECISIONS * self.num_envs // self.num_minibatches
         return {"the doors, --num-envs": self.num_envs, "a minibatch's samples": size}
 
@@ -297,7 +297,7 @@ class Best(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """State of the learner. Arrays with a row per task of the series have MAX_TASKS rows."""
+    """State of the learner. Arrays with a row per task of the sequence have MAX_TASKS rows."""
 
     learner: dict
     opt_state: optax.OptState
@@ -306,7 +306,7 @@ class TrainState(NamedTuple):
     best: Best
     matrix: jax.Array  # float32 [MAX_TASKS, MAX_TASKS]: success rate on task j after task i; NaN where not measured
     key: jax.Array
-    task: jax.Array  # int32 []: position in the series
+    task: jax.Array  # int32 []: position in the task sequence
     finished: jax.Array  # int32 []: finished tasks; equals `task` until that one is finished
     updates: jax.Array  # int32 []: in this task
     global_step: jax.Array  # int32 []: decisions learnt from
@@ -380,7 +380,7 @@ def end_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
 # ROLLOUT
 
 
-def policy_for(agent: Agent, state: TrainState, i: int) -> dict:
+def policy_params(agent: Agent, state: TrainState, i: int) -> dict:
     """The policy's parameters for the i-th task: generated from the task's embedding or, if it is not finished, from
     the newest embedding; without a hypernetwork, the current policy's."""
     learner = state.learner
@@ -412,7 +412,7 @@ def colored_noise(args: Args, actions: int, key: jax.Array) -> jax.Array:
 def collect(args: Args, jitted: "Jitted", env: doorgym.DoorVectorEnv, state: TrainState, watch: runs.Stopwatch):
     """Plays an episode of each door; returns Rollout and Outcomes."""
     seed = envs.derive_seed(args.seed, 1 + int(state.task), 1 + int(state.updates))
-    params = jitted.policy_for(state, state.task)
+    params = jitted.policy_params(state, state.task)
     noise = jax.device_get(jitted.colored_noise(jax.random.PRNGKey(seed)))
 
     def policy(obs, t):
@@ -445,7 +445,7 @@ class Batch(NamedTuple):
 
     obs: jax.Array  # [B, D]
     actions: jax.Array  # [B, A]
-    log_probs: jax.Array  # [B], of the policy that acted
+    log_probs: jax.Array  # [B], of the behaviour policy
     values: jax.Array  # [B]
     advantages: jax.Array  # [B]
     returns: jax.Array  # [B]
@@ -499,12 +499,12 @@ def penalty(agent: Agent, hyper: dict, state: TrainState) -> jax.Array:
 
 def minibatch_gradient(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_penalty: bool):
     """PPO's gradient, clipped, plus the penalty's, which looks one step ahead and is not clipped. Returns the gradient
-    and the loss's mean terms, float32 []."""
+    and the means of the loss's terms, float32 []."""
     weight = jnp.ones(len(batch.obs))
-    grads, terms, _ = devices.gradient(partial(loss, args, agent), state.learner, batch, weight, in_chunks=False)
+    grads, means, _ = devices.gradient(partial(loss, args, agent), state.learner, batch, weight, in_chunks=False)
     grads = devices.optimization_barrier(grads)
     norm = devices.global_norm(grads)
-    terms["grad_norm"] = norm
+    means["grad_norm"] = norm
     if args.max_grad_norm:
         scale = jnp.minimum(1.0, args.max_grad_norm / jnp.maximum(norm, 1e-30))
         grads = jax.tree.map(lambda g: scale * g, grads)
@@ -512,10 +512,10 @@ def minibatch_gradient(args: Args, agent: Agent, state: TrainState, batch: Batch
         # The penalty is measured after Adam's step with PPO's gradient alone: what that step would forget.
         step, _ = make_optimizer(args).update(grads, state.opt_state, state.learner)
         ahead = devices.optimization_barrier(optax.apply_updates(state.learner, step)["hyper"])
-        terms["penalty"], penalty_grads = jax.value_and_grad(partial(penalty, agent))(ahead, state)
+        means["penalty"], penalty_grads = jax.value_and_grad(partial(penalty, agent))(ahead, state)
         grads = grads | {"hyper": jax.tree.map(lambda g, p: g + args.beta * p, grads["hyper"], penalty_grads)}
         grads = devices.optimization_barrier(grads)
-    return grads, terms
+    return grads, means
 
 
 def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rollout):
@@ -550,7 +550,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
 
 def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_penalty: bool):
     """Epochs of minibatches; returns the next state and the last epoch's mean metrics."""
-    chex.assert_tree_shape_prefix(batch, batch.returns.shape)  # an index beyond an array's end would be no error
+    chex.assert_tree_shape_prefix(batch, batch.returns.shape)  # JAX clamps an index that is out of range
     tx = make_optimizer(args)
 
     def apply(grads, learner, opt_state):
@@ -562,25 +562,25 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_
 
     def train_minibatch(state, index):
         minibatch = jax.tree.map(lambda x: x[index], batch)
-        grads, terms = minibatch_gradient(args, agent, state, minibatch, with_penalty=with_penalty)
-        finite = jnp.isfinite(terms["grad_norm"] + devices.global_norm(grads))  # else all parameters would become NaN
+        grads, means = minibatch_gradient(args, agent, state, minibatch, with_penalty=with_penalty)
+        finite = jnp.isfinite(means["grad_norm"] + devices.global_norm(grads))  # else all parameters would become NaN
         learner, opt_state = devices.cond(finite, apply, skip, grads, state.learner, state.opt_state)
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         state = state._replace(
             learner=learner, opt_state=opt_state, skipped=state.skipped + ~finite, skipped_in_a_row=in_a_row
         )
-        return state, (terms, finite, in_a_row)
+        return state, (means, finite, in_a_row)
 
     def train_epoch(state, key):
         order = jax.random.permutation(devices.fold_in_axis_index(key), len(batch.obs))
-        state, (terms, finite, in_a_row) = jax.lax.scan(train_minibatch, state, order.reshape(args.num_minibatches, -1))
+        state, (means, finite, in_a_row) = jax.lax.scan(train_minibatch, state, order.reshape(args.num_minibatches, -1))
         steps = jnp.maximum(finite.sum(), 1)
-        terms = jax.tree.map(lambda x: jnp.where(finite, x, 0).sum() / steps, terms)  # means of the steps not skipped
-        return state, (terms, in_a_row.max())
+        means = jax.tree.map(lambda x: jnp.where(finite, x, 0).sum() / steps, means)  # means of the steps not skipped
+        return state, (means, in_a_row.max())
 
     key, *keys = jax.random.split(state.key, 1 + args.update_epochs)
-    state, (terms, in_a_row) = jax.lax.scan(train_epoch, state._replace(key=key), jnp.stack(keys))
-    metrics = {f"losses/{name}": value[-1] for name, value in terms.items()}
+    state, (means, in_a_row) = jax.lax.scan(train_epoch, state._replace(key=key), jnp.stack(keys))
+    metrics = {f"losses/{name}": value[-1] for name, value in means.items()}
     return state, metrics | {"charts/skipped_steps": state.skipped, "charts/skipped_in_a_row": in_a_row.max()}
 
 
@@ -622,7 +622,7 @@ class Jitted(NamedTuple):
 
     begin_task: Callable  # (state) -> state
     end_task: Callable  # (state) -> state
-    policy_for: Callable  # (state, i) -> params
+    policy_params: Callable  # (state, i) -> params
     act: Callable  # (params, obs, noise) -> actions
     colored_noise: Callable  # (key) -> noise
     update: Callable  # (state, rollout) -> state, metrics
@@ -635,7 +635,7 @@ def make_jitted(args: Args, agent: Agent, mesh: Mesh) -> Jitted:
     return Jitted(
         begin_task=jax.jit(partial(begin_task, args, agent)),
         end_task=jax.jit(partial(end_task, args, agent)),
-        policy_for=jax.jit(partial(policy_for, agent)),
+        policy_params=jax.jit(partial(policy_params, agent)),
         act=jax.jit(partial(act, agent)),
         colored_noise=jax.jit(partial(colored_noise, args, agent.actor.actions)),
         update=make_update(args, agent, mesh, with_penalty=False),
@@ -651,7 +651,7 @@ def make_policy(jitted: Jitted, params: dict) -> Callable:
 
 def evaluate_task(args: Args, jitted: Jitted, state: TrainState, task: str) -> tuple[TrainState, dict]:
     """Evaluates the current task; returns the state, with the task's best parameters so far, and metrics."""
-    policy = make_policy(jitted, jitted.policy_for(state, state.task))
+    policy = make_policy(jitted, jitted.policy_params(state, state.task))
     outcomes = doors.evaluate(args, policy, task, episodes=args.eval_episodes, seed=SELECT_SEED)
     state = jitted.keep_best(state, outcomes.success.mean())
     best = {"eval/best_success_rate": state.best.success}
@@ -661,14 +661,14 @@ def evaluate_task(args: Args, jitted: Jitted, state: TrainState, task: str) -> t
 def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
     """Loads a run's newest checkpoint or an exported agent: "actor", the policies' parameters stacked over tasks,
     "finished", the number of finished tasks, and "global_step". An unfinished task has its best parameters so far.
-    With --method ppo each finished task has its own network; otherwise see `policy_for`."""
+    With --method ppo each finished task has its own network; otherwise see `policy_params`."""
 
     def select(state):
         evaluated = (state.finished == state.task) & (state.best.success >= 0)
         learner = jax.tree.map(partial(jnp.where, evaluated), state.best.learner, state.learner)
         state, actors = state._replace(learner=learner), []
         for i in range(len(doors.task_names(args))):
-            actor = jax.jit(partial(policy_for, agent))(state, i)["actor"]
+            actor = jax.jit(partial(policy_params, agent))(state, i)["actor"]
             if args.method == "ppo":
                 own = agent.unpack(state.targets[i])["actor"]
                 actor = jax.tree.map(partial(jnp.where, i < state.finished), own, actor)
@@ -774,7 +774,7 @@ def finish_task(args: Args, jitted: Jitted, run: runs.Run, state: TrainState) ->
     state = jitted.end_task(state)
     row = np.full(MAX_TASKS, np.nan)
     for j, name in enumerate(names):
-        policy = make_policy(jitted, jitted.policy_for(state, j))
+        policy = make_policy(jitted, jitted.policy_params(state, j))
         row[j] = doors.evaluate(args, policy, name, episodes=args.eval_episodes, seed=EVAL_SEED).success.mean()
     state = state._replace(matrix=state.matrix.at[i].set(row))
     continual.report(

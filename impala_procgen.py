@@ -58,24 +58,24 @@ class Args(
     """total number of environment steps"""
     num_envs: Size = 16
     num_steps: PositiveInt = 200
-    """steps of each game in an unroll; an update learns from one unroll of every game"""
+    """steps of each environment in an unroll; an update learns from one unroll of every environment"""
     num_minibatches: PositiveInt = 2
-    """minibatches in an epoch, each of whole unrolls"""
+    """number of minibatches per epoch, each of whole unrolls"""
     update_epochs: Iterations = 3
     """epochs over each batch"""
     update_pieces: PositiveInt = 1
     """split each update into this many programs; actors that share the learner's GPU act between them"""
     replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
-    """share of each batch (rounded to whole unrolls) that is drawn from a buffer of older unrolls; 0 for no buffer"""
+    """fraction of each batch (rounded to whole unrolls) drawn from a buffer of older unrolls; 0 for no buffer"""
     replay_size: PositiveInt = 128
-    """unrolls that the buffer holds, each of one game, on the device (2.4 MiB each at 200 steps)"""
+    """unrolls that the buffer holds, each of one environment, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; here for 8M"""
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; the default spans 8M"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: PositiveFloat = 1.0
     """V-trace: clip each temporal difference's importance ratio; a lower one brings values nearer to those of the
-    policy that acted"""
+    behaviour policy"""
     c_bar: NonNegativeFloat = 1.0
     """V-trace: clip the ratios that carry later differences back (in the paper at most at rho_bar); changes how fast
     values are learnt, not what they come to"""
@@ -91,7 +91,7 @@ class Args(
     ent_coef: NonNegativeSchedule = "0.01"
     """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
     max_grad_norm: NonNegativeFloat = 0.5
-    """clip the gradient (of the mean over a minibatch) to this global norm; 0 for no clipping"""
+    """maximum global norm of the gradient (of the mean over a minibatch); 0 for no clipping"""
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """Adam, as the competition entry, or RMSProp, as the paper (decay 0.99)"""
     adam_eps: PositiveFloat = 1e-8
@@ -129,15 +129,15 @@ class Args(
             )
             check(
                 self.num_envs <= self.replay_size <= most,
-                f"--replay-size {self.replay_size}: must be from {self.num_envs}, one unroll of each game, to {most}",
+                f"--replay-size {self.replay_size}: must be {self.num_envs} (one unroll per environment) to {most}",
             )
 
     def sharded_sizes(self) -> dict[str, int]:
-        """The sizes that are divided among the devices that learn, by their descriptions."""
+        """The sizes that are divided among the learner devices, by their descriptions."""
         replayed = num_replayed(self)
         batch = self.num_envs + replayed
         shares = {
-            "an actor's games, --num-envs / --num-actors": self.num_envs // self.num_actors,
+            "an actor's environments, --num-envs / --num-actors": self.num_envs // self.num_actors,
             "a minibatch's unrolls": batch // self.num_minibatches,
         }
         return shares | ({"the replayed unrolls": replayed, "--replay-size": self.replay_size} if replayed else {})
@@ -217,7 +217,7 @@ class Batch(NamedTuple):
     """Steps to learn from: of unrolls [T, N]; of a minibatch of B unrolls [B, T]."""
 
     actions: jax.Array  # int32
-    logits: jax.Array  # float32 [..., 15], of the policy that acted
+    logits: jax.Array  # float32 [..., 15], of the behaviour policy
     rewards: jax.Array  # float32
     terminated: jax.Array  # bool
     is_reset: jax.Array  # bool: EnvPool resets in this step, which is no transition (a junk step)
@@ -244,8 +244,7 @@ BUFFER_SPECS = devices.partition_specs(LearnerBuffers, reward_filter=RETURN_FILT
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """The direction of Adam or RMSProp, without step size and sign: `optimize` multiplies it by -learning_rate, from a
-    schedule."""
+    """Adam or RMSProp without the learning rate: `optimize` multiplies updates by -learning_rate, from a schedule."""
     clip = devices.clip_by_global_norm(args.max_grad_norm)
     if args.optimizer == "rmsprop":
         return optax.chain(clip, optax.scale_by_rms(decay=0.99, eps=args.adam_eps, bias_correction=True))
@@ -411,9 +410,9 @@ def add_replayed(args: Args, buffers: LearnerBuffers, new: UnrollBatch, i: jax.A
     filled = jnp.minimum(buffers.written, size)
     is_empty = filled == 0  # in the first update, which draws from the new ones
     index = jax.random.randint(key, num_replayed(args) // devices.axis_size(), 0, jnp.where(is_empty, num_envs, filled))
-    old = jax.tree.map(lambda x, held: jnp.where(is_empty, x[:, index], held[:, index]), new, buffers.replay)
+    old = jax.tree.map(lambda x, stored: jnp.where(is_empty, x[:, index], stored[:, index]), new, buffers.replay)
     slots = (buffers.written + jnp.arange(num_envs)) % size
-    replay = jax.tree.map(lambda held, x: held.at[:, slots].set(x), buffers.replay, new)
+    replay = jax.tree.map(lambda stored, x: stored.at[:, slots].set(x), buffers.replay, new)
     written = buffers.written + num_envs
     # Once full it stays below 2 size, so that it never overflows; modulo the size it is unchanged.
     written = jnp.where(written < 2 * size, written, written - size)
@@ -505,7 +504,7 @@ def impala_loss_terms(
     """The terms of IMPALA's loss (Espeholt et al. 2018, section 4.2) per sample, float32 [B, T].
 
     Args:
-      log_probs: float32 [B, T, 15], of the policy that learns.
+      log_probs: float32 [B, T, 15], of the current policy.
       values: float32 [B, T + 1].
       batch: [B, T].
     """
@@ -628,11 +627,11 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
     def train_minibatch(learner, key, index):
         params, opt_state = learner
         inputs, batch = make_minibatch(args, unrolls, index, key)
-        grads, terms, _ = devices.gradient(minibatch_loss, params, (inputs, batch), ~batch.is_reset)
+        grads, means, _ = devices.gradient(minibatch_loss, params, (inputs, batch), ~batch.is_reset)
         grads = networks.add_l2(grads, params, args.l2)
         direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), terms | {"grad_norm": devices.global_norm(grads)}
+        return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
@@ -641,24 +640,24 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
         order = order.reshape(args.num_minibatches, -1)
         order = jax.lax.dynamic_slice_in_dim(order, piece * num_minibatches % args.num_minibatches, num_minibatches)
         sample_key = devices.fold_in_axis_index(sample_key)
-        learner, terms = jax.lax.scan(
+        learner, means = jax.lax.scan(
             lambda learner, index: train_minibatch(learner, sample_key, index), learner, order
         )
-        return learner, jax.tree.map(jnp.mean, terms)
+        return learner, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(jax.random.split(state.key)[1], args.update_epochs)
     keys = jax.lax.dynamic_slice_in_dim(keys, piece * args.update_epochs // args.update_pieces, epochs)
-    (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
-    return state._replace(params=params, opt_state=opt_state), unrolls.batch, jax.tree.map(lambda x: x[-1], terms)
+    (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
+    return state._replace(params=params, opt_state=opt_state), unrolls.batch, jax.tree.map(lambda x: x[-1], means)
 
 
-def finish_update(args: Args, state: TrainState, is_reset: jax.Array, terms: list[dict]) -> tuple[TrainState, dict]:
-    """The next TrainState and metrics, float32 [], from the terms of the last epoch's pieces."""
+def finish_update(args: Args, state: TrainState, is_reset: jax.Array, means: list[dict]) -> tuple[TrainState, dict]:
+    """The next TrainState and metrics, float32 [], from the means of the last epoch's pieces."""
     learning_rate, ent_coef, gamma = schedules(args, state.global_step)
-    terms = jax.tree.map(lambda *x: sum(x) / len(x), *terms)
-    target_var = terms.pop("target_square") - terms.pop("target") ** 2
-    error_var = terms.pop("value_error_square") - terms.pop("value_error") ** 2
-    metrics = {f"losses/{name}": value for name, value in terms.items()} | {
+    means = jax.tree.map(lambda *x: sum(x) / len(x), *means)
+    target_var = means.pop("target_square") - means.pop("target") ** 2
+    error_var = means.pop("value_error_square") - means.pop("value_error") ** 2
+    metrics = {f"losses/{name}": value for name, value in means.items()} | {
         "losses/explained_variance": 1 - error_var / jnp.maximum(target_var, 1e-8),
         "losses/param_norm": devices.global_norm(state.params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
@@ -680,8 +679,8 @@ def update(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch) ->
     Losses are means over the last epoch, replayed unrolls included. So rho and approx_kl measure how far the policy has
     moved since it acted, this update's own steps included.
     """
-    state, _, terms = optimize(args, agent, state, unrolls, 0)
-    return finish_update(args, state, unrolls.batch.is_reset, [terms])
+    state, _, means = optimize(args, agent, state, unrolls, 0)
+    return finish_update(args, state, unrolls.batch.is_reset, [means])
 
 
 def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
@@ -699,13 +698,13 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     finish = jit(partial(finish_update, args), in_specs, state_and_metrics)
 
     def update_in_pieces(state: TrainState, unrolls: UnrollBatch):
-        terms = []
+        means = []
         for piece in range(args.update_pieces):
-            state, batch, piece_terms = train(state, unrolls, piece)
+            state, batch, piece_means = train(state, unrolls, piece)
             unrolls = unrolls._replace(batch=batch)
             # A GPU runs programs in the order of their launches: with all pieces queued, no actor would come between.
-            terms.append(jax.block_until_ready(piece_terms))
-        return finish(state, batch.is_reset, terms[-max(args.update_pieces // args.update_epochs, 1) :])
+            means.append(jax.block_until_ready(piece_means))
+        return finish(state, batch.is_reset, means[-max(args.update_pieces // args.update_epochs, 1) :])
 
     return update_in_pieces
 
@@ -732,7 +731,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the buffers and the actors, as it is before the first step."""
+    """Contents of a checkpoint before the first step, without the buffers and the actors."""
     return {"state": init_state(args, agent)}
 
 

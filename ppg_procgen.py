@@ -164,7 +164,7 @@ STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SP
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `optimize` and `aux_update` multiply it by -learning_rate."""
+    """Adam without the learning rate: `optimize` and `aux_update` multiply its updates by -learning_rate."""
     return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -311,7 +311,7 @@ class Batch(NamedTuple):
     """Transitions to learn from: over a rollout [T, N]; in a minibatch [B]."""
 
     actions: jax.Array  # int32; all else is float32
-    logits: jax.Array  # [..., 15], of the policy that acted
+    logits: jax.Array  # [..., 15], of the behaviour policy
     advantages: jax.Array  # normalised over the rollout
     returns: jax.Array  # targets of the values
 
@@ -365,39 +365,39 @@ def compute_advantages(
 
 
 def optimize(
-    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, learning_rate, ent_coef, key
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, mask, learning_rate, ent_coef, key
 ):
     """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
 
     Args:
-      batch, weight: [T, N]; the weight is 0 for junk steps.
+      batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, weight.shape)  # JAX clips an index that is out of range
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX clamps an index that is out of range
     env_ids, tx = rollout.env_state.env_ids, make_optimizer(args)
     minibatch_loss = partial(policy_phase_loss, args, agent, ent_coef=ent_coef)
 
     def train_minibatch(learner, key, index):
         params, opt_state = learner
         time, env = index // len(env_ids), index % len(env_ids)
-        # By the sample's number among all devices, so that its draws are the same on whichever device it is.
+        # Keys depend on a sample's global index, not on its device.
         keys = devices.fold_in_ids(key, time * args.num_envs + env_ids[env])
         minibatch = rollout.frames.stack(time, env), keys, jax.tree.map(lambda x: x[time, env], batch)
-        grads, terms, _ = devices.gradient(minibatch_loss, params, minibatch, weight[time, env])
+        grads, means, _ = devices.gradient(minibatch_loss, params, minibatch, mask[time, env])
         direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), terms | {"grad_norm": devices.global_norm(grads)}
+        return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), weight.size)  # of this device's samples
+        order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), mask.size)  # of this device's samples
         order = order.reshape(args.num_minibatches, -1)
-        learner, terms = jax.lax.scan(lambda learner, x: train_minibatch(learner, sample_key, x), learner, order)
-        return learner, jax.tree.map(jnp.mean, terms)
+        learner, means = jax.lax.scan(lambda learner, x: train_minibatch(learner, sample_key, x), learner, order)
+        return learner, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
-    return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
+    (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], means)
 
 
 def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps):
@@ -407,13 +407,13 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     key, shuffle_key = jax.random.split(state.key)
-    weight = ~timesteps.is_reset
+    mask = ~timesteps.is_reset
     state, batch, metrics = compute_advantages(args, agent, state, rollout, timesteps, gamma)
-    params, opt_state, terms = optimize(
+    params, opt_state, means = optimize(
         args, agent, state, rollout, batch,
-        weight=weight, learning_rate=learning_rate, ent_coef=ent_coef, key=shuffle_key,
+        mask=mask, learning_rate=learning_rate, ent_coef=ent_coef, key=shuffle_key,
     )  # fmt: skip
-    metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
+    metrics |= {f"losses/{name}": value for name, value in means.items()} | {
         "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
         "charts/ent_coef": ent_coef,
@@ -423,7 +423,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + devices.psum(weight.sum()),
+        global_step=state.global_step + devices.psum(mask.sum()),
         updates=state.updates + 1,
     )
     return state, batch.returns, metrics
@@ -487,18 +487,18 @@ def aux_update(args: Args, agent: Agent, state: TrainState, batch: AuxBatch, ids
     keys = devices.fold_in_ids(key, ids[sequence] * args.num_steps + time)
     returns, logits, weight = (x[time, sequence] for x in (batch.returns, batch.logits, batch.weight))
     minibatch = batch.frames.stack(time, sequence), keys, returns, logits
-    grads, terms, _ = devices.gradient(partial(aux_phase_loss, args, agent), state.params, minibatch, weight)
+    grads, means, _ = devices.gradient(partial(aux_phase_loss, args, agent), state.params, minibatch, weight)
     direction, aux_opt_state = make_optimizer(args).update(grads, state.aux_opt_state, state.params)
     is_first = state.aux_updates % per_epoch == 0
     return state._replace(
         params=optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction)),
         aux_opt_state=aux_opt_state,
         aux_updates=state.aux_updates + 1,
-        aux_terms={k: jnp.where(is_first, 0, state.aux_terms[k]) + terms[k] / per_epoch for k in AUX_TERMS},
+        aux_terms={k: jnp.where(is_first, 0, state.aux_terms[k]) + means[k] / per_epoch for k in AUX_TERMS},
     )
 
 
-def policy_logits(agent: Agent, params: dict, frames: envs.Frames) -> jax.Array:
+def old_policy_logits(agent: Agent, params: dict, frames: envs.Frames) -> jax.Array:
     """Logits float32 [T, N, 15] for frames of T + 1 steps."""
     return jax.lax.map(lambda t: forward(agent, params, frames.stack(t))[0], jnp.arange(len(frames.episode_steps) - 1))
 
@@ -515,7 +515,9 @@ def make_auxiliary_phase(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     signal comes it returns early; another call, in the resumed run, continues it."""
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
     old_logits = jax.jit(
-        shard_map(partial(policy_logits, agent), in_specs=(REPLICATED, TIME_ENV_SHARDED), out_specs=TIME_ENV_SHARDED)
+        shard_map(
+            partial(old_policy_logits, agent), in_specs=(REPLICATED, TIME_ENV_SHARDED), out_specs=TIME_ENV_SHARDED
+        )
     )
     step = jax.jit(
         shard_map(
@@ -587,7 +589,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the environments and the rollouts, as it is before the first step."""
+    """Contents of a checkpoint before the first step, without the environments and the rollouts."""
     env_ids = devices.local_env_ids(args)
     return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
 

@@ -3,7 +3,7 @@
 Schulman et al. 2017 (arXiv 1707.06347), with the settings of a 2020 Procgen competition entry as defaults: a
 wide IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
 
-    python ppo_procgen.py --env-id bigfish
+    python ppo_procgen.py --env-id bigfish  # for a GPU; for two CPU cores: make train
     python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --learning-rate 5e-4
 """
 
@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # a resume cannot change these flags: the checkpoint has the adapted coefficient
+    FIXED: ClassVar = ("kl_coef",)  # cannot change on resume: the checkpoint has the adapted coefficient
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -60,7 +60,7 @@ class Args(
     num_steps: PositiveInt = 128
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
     rollout_threads: PositiveInt = 1
-    """threads that play, each with its part of the environments; on a GPU one plays while another computes actions"""
+    """rollout threads; the environments are split among them; on a GPU one plays while another computes actions"""
     num_minibatches: PositiveInt = 8
     """number of minibatches per epoch"""
     update_epochs: Iterations = 3
@@ -68,21 +68,21 @@ class Args(
     learning_rate: NonNegativeSchedule = (
         "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
     )
-    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; here for 8M"""
+    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; the default spans 8M"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     gae_lambda: UnitInterval = 0.9
     """lambda of generalised advantage estimation (GAE)"""
     clip_coef: PositiveFloat = 0.2
-    """clip the probability ratio to 1 +- this; 1e9 for no clip, with the KL penalty alone"""
+    """clip the probability ratio to 1 +- this; 1e9 for no clipping, with the KL penalty alone"""
     kl_coef: Annotated[float, Interval(ge=0, le=1000)] = 0.2
-    """initial coefficient of the KL penalty, which adapts (not with dropout or RAD); 0 for none"""
+    """initial coefficient of the KL penalty, adaptive except with dropout or RAD; 0 for none"""
     kl_target: PositiveFloat = 0.01
-    """the KL divergence (nats) that the penalty's coefficient is adapted to"""
+    """target KL divergence (nats) of the adaptive coefficient"""
     vf_coef: NonNegativeFloat = 1.0
-    """coefficient of the value loss, half the mean squared error (RLlib's 0.5, which has no half, is 1.0 here)"""
+    """coefficient of the value loss, half the mean squared error (RLlib omits the half: its 0.5 is 1.0 here)"""
     vf_clip: NonNegativeFloat = 30.0
-    """clip the change of a value in one update to +- this, in units of the rewards learnt from; 0 for no clipping"""
+    """clip the change of a value in one update to +- this, in units of the processed rewards; 0 for no clipping"""
     ent_coef: NonNegativeSchedule = "0.01"
     """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
     max_grad_norm: NonNegativeFloat = 0.0
@@ -92,7 +92,7 @@ class Args(
     l2: NonNegativeFloat = 0.0
     """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
-    """recurrent core between encoder and heads; minibatches then are of whole rollouts"""
+    """recurrent core between encoder and heads; minibatches then hold whole rollouts"""
 
     def check(self) -> None:
         """Raises UsageError for inconsistent flags."""
@@ -102,22 +102,22 @@ class Args(
         runs.check_needs(self, self.kl_coef, "--kl-coef", ("kl_target",))
 
     def sharded_sizes(self) -> dict[str, int]:
-        """Sizes that the number of devices must divide."""
-        return super().sharded_sizes() | {"the games of a rollout thread": self.num_envs // self.rollout_threads}
+        """The sizes that are divided among the learner devices, by their descriptions."""
+        return super().sharded_sizes() | {"the environments of a rollout thread": self.num_envs // self.rollout_threads}
 
 
 # NETWORK
 
 
 class Agent(nn.Module):
-    """An encoder, a recurrent core, and policy and value heads on it."""
+    """An encoder, a recurrent core, and policy and value heads."""
 
     encoder: nn.Module
     core: networks.Recurrent
     dropout: float
 
     def setup(self):
-        # Heads in full float32, on a GPU too; a small last layer makes the first policy nearly uniform.
+        # Heads in full float32, on a GPU too; a small gain makes the first policy nearly uniform.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -171,7 +171,7 @@ STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SP
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a schedule."""
+    """Adam without the learning rate: `optimize` multiplies its updates by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -181,7 +181,7 @@ def init_state(args: Args, agent: Agent) -> TrainState:
     frames = jnp.zeros((1, 64, 64, 3 * len(args.stack_offsets)), jnp.uint8)
     hidden_state = networks.init_hidden_state(args.core, args.hidden, 1)
     params = {"agent": agent.init(init_key, frames, jnp.ones(1, bool), hidden_state)}
-    params["predictor"], bonus_state = bonus.init(args, init_key, frames)  # folds numbers of its own into the key
+    params["predictor"], bonus_state = bonus.init(args, init_key, frames)  # derives its own keys from init_key
     return TrainState(
         params=params,
         opt_state=make_optimizer(args).init(params),
@@ -211,7 +211,7 @@ class Rollout(NamedTuple):
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
     initial_hidden_state: networks.HiddenState
-    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
+    env_state: envs.EnvState  # after the last step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -295,7 +295,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
             rollouts[thread], actions = step(params, rollouts[thread], *devices.to_device(mesh, (obs, episode_step)))
             return actions
 
-        timesteps = vec_env.play(choose_actions, args.num_steps, watch)
+        timesteps = vec_env.play(choose_actions, args.num_steps, watch)  # steps the environments num_steps times
         for thread, part in enumerate(vec_env.parts):
             last = devices.to_device(mesh, (part.obs, part.episode_step))
             rollouts[thread] = end(rollouts[thread], *last)
@@ -335,7 +335,7 @@ class Batch(NamedTuple):
     recurrent core)."""
 
     actions: jax.Array  # int32; all else is float32
-    logits: jax.Array  # [..., 15], of the policy that acted
+    logits: jax.Array  # [..., 15], of the behaviour policy
     values: jax.Array
     advantages: jax.Array  # normalised over the rollout
     returns: jax.Array  # targets of the value loss
@@ -355,7 +355,7 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
     """The terms of PPO's loss (Schulman et al. 2017, equations 7 to 9) per sample, float32 [B, S].
 
     Args:
-      log_probs: float32 [B, S, 15], of the policy that learns.
+      log_probs: float32 [B, S, 15], of the current policy.
       values: float32 [B, S].
       batch: [B, S].
     """
@@ -373,7 +373,7 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
         "policy_loss": -jnp.minimum(ratio * batch.advantages, ratio_clipped * batch.advantages),
         "value_loss": 0.5 * value_loss,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact, under its usual name
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; named as in CleanRL
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
 
@@ -392,8 +392,9 @@ def loss(
 ):
     """PPO's loss, with DrAC's regulariser and the error of RND's predictor if the flags ask for them.
 
-    Returns its terms per sample, float32 [B, S]. `devices.gradient` weights and averages them over samples and devices;
-    "loss" is differentiated, the others are logged.
+    Returns its terms per sample, float32 [B, S]; `devices.gradient` averages them over samples and devices,
+    differentiates "loss" and logs the others. A sample's terms may depend on that sample only: on a CPU `loss` is
+    called on 8 frames at a time. Batch statistics belong in `compute_advantages`.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -419,7 +420,7 @@ def loss(
 
 def adapt_kl_coef(kl_coef: jax.Array, kl: jax.Array, kl_target: float) -> jax.Array:
     """Halves or doubles the coefficient if KL is below kl_target / 1.5 or above 1.5 kl_target (Schulman et al. 2017,
-    section 4). It stays within 1e-6 and 1e6, so that it can always come back."""
+    section 4). It stays within 1e-6 and 1e6, so that it can recover."""
     factor = jnp.where(kl < kl_target / 1.5, 0.5, jnp.where(kl > kl_target * 1.5, 2.0, 1.0))
     return jnp.clip(kl_coef * factor, 1e-6, 1e6)
 
@@ -460,17 +461,18 @@ def compute_advantages(
 
 
 def optimize(
-    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, learning_rate, ent_coef, key
+    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, mask, learning_rate, ent_coef, key
 ):
-    """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
+    """Runs update_epochs epochs of minibatch steps; returns parameters, Adam's state and the last epoch's mean metrics.
 
     Args:
-      batch, weight: [T, N]; the weight is 0 for junk steps.
+      batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX clamps an index that is out of range
     env_ids, recurrent = rollout.env_state.env_ids, args.core != "none"
-    local_num_envs, tx = len(env_ids), make_optimizer(args)  # those of this device
+    local_num_envs = len(env_ids)  # on this device
+    tx = make_optimizer(args)
     rnd_target = state.bonus.target if args.rnd_coef else None
     minibatch_loss = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, rnd_target=rnd_target)
 
@@ -480,7 +482,7 @@ def optimize(
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // local_num_envs, index[:, None] % local_num_envs
-        # By the sample's number among all devices, so that its draws are the same on whichever device it is.
+        # Keys depend on a sample's global index, not on its device.
         keys = jax.vmap(partial(devices.fold_in_ids, key))(time * args.num_envs + env_ids[env])
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
@@ -490,25 +492,25 @@ def optimize(
             keys=keys if args.augment or args.dropout else None,
         )
         minibatch = inputs, jax.tree.map(lambda x: x[time, env], batch)
-        grads, terms, _ = devices.gradient(minibatch_loss, params, minibatch, weight[time, env])
+        grads, means, _ = devices.gradient(minibatch_loss, params, minibatch, mask[time, env])
         grads = grads | {"agent": networks.add_l2(grads["agent"], params["agent"], args.l2)}
         direction, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), terms | {"grad_norm": devices.global_norm(grads)}
+        return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        samples = local_num_envs if recurrent else weight.size  # of this device, which has its part of a minibatch
+        samples = local_num_envs if recurrent else mask.size  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), samples)
         order = order.reshape(args.num_minibatches, -1)
-        learner, terms = jax.lax.scan(
+        learner, means = jax.lax.scan(
             lambda learner, index: train_minibatch(learner, sample_key, index), learner, order
         )
-        return learner, jax.tree.map(jnp.mean, terms)
+        return learner, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
-    return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
+    (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], means)
 
 
 def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timesteps: envs.Timesteps):
@@ -517,13 +519,13 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.ent_coef, args.gamma)
     )
     key, shuffle_key = jax.random.split(state.key)
-    weight = ~timesteps.is_reset  # junk steps, in which EnvPool resets, are not learnt from
+    mask = ~timesteps.is_reset  # junk steps, in which EnvPool resets, are not learnt from
     state, batch, metrics = compute_advantages(args, agent, state, rollout, timesteps, gamma)
-    params, opt_state, terms = optimize(
+    params, opt_state, means = optimize(
         args, agent, state, rollout, batch,
-        weight=weight, learning_rate=learning_rate, ent_coef=ent_coef, key=shuffle_key,
+        mask=mask, learning_rate=learning_rate, ent_coef=ent_coef, key=shuffle_key,
     )  # fmt: skip
-    metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
+    metrics |= {f"losses/{name}": value for name, value in means.items()} | {
         "losses/kl_coef": state.kl_coef,
         "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
@@ -532,12 +534,12 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
     }
     # Dropout and RAD add to the KL divergence even without an update, so it cannot drive the coefficient.
     adaptive = args.kl_coef and not args.dropout and not (args.augment and args.augment_mode == "rad")
-    adapted = adapt_kl_coef(state.kl_coef, terms["approx_kl"], args.kl_target)
+    adapted = adapt_kl_coef(state.kl_coef, means["approx_kl"], args.kl_target)
     state = state._replace(
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + devices.psum(weight.sum()),
+        global_step=state.global_step + devices.psum(mask.sum()),
         updates=state.updates + 1,
         kl_coef=adapted if adaptive else state.kl_coef,
     )
@@ -562,7 +564,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+    """Returns policy(params, ...), the policy that `envs.play_episodes` calls; it samples actions."""
 
     def sample_actions(params, frames, episode_step, keys, hidden_state):
         logits, _, hidden_state = policy_and_value(agent, params, frames, episode_step == 0, hidden_state)
@@ -580,7 +582,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the environments, as it is before the first step."""
+    """Contents of a checkpoint before the first step, without the environments."""
     return {"state": init_state(args, agent), "env_state": init_env_state(args, devices.local_env_ids(args))}
 
 
@@ -600,7 +602,7 @@ def main(args: Args) -> runs.Run:
         env_state_sharding = devices.shardings(mesh.local_mesh, envs.ENV_STATE_SPECS)
         env_state = jax.device_put(run.checkpoint["env_state"], env_state_sharding)
         step = int(state.global_step)
-        if "snapshot" in run.checkpoint:  # missing in a new run, and where the number of hosts has changed
+        if "snapshot" in run.checkpoint:  # absent in a new run, or after the number of hosts changed
             episodes.restore(run.checkpoint["episodes"])
             vec_env.restore(run.checkpoint["snapshot"], run)
 

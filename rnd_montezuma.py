@@ -1,11 +1,11 @@
 """PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
 
-Burda et al. 2018 (arXiv 1810.12894), with the paper's settings as defaults, except that a run and the random play
-before it are a third as long; "the bonus" is the paper's intrinsic reward. With --async the actor plays while the
+Burda et al. 2018 (arXiv 1810.12894), with the paper's hyperparameters as defaults, except that a run and the random
+play before it are a third as long; "the bonus" is the paper's intrinsic reward. With --async the actor plays while the
 learner learns, one update behind. Try:
 
     python rnd_montezuma.py --async --room-map
-    python rnd_montezuma.py --num-envs 64 --num-steps 32 --channels 16,32,32 --hidden 256 --update-epochs 2 --norm-adv
+    python rnd_montezuma.py --channels 16,32,32 --hidden 256 --num-envs 32 --num-minibatches 8 --total-timesteps 8000000
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
-    FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # the games and the first statistics are of these
+    FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # a checkpoint's sizes and first statistics depend on these
 
     total_timesteps: StepCount = 163_840_000
     """total number of environment steps"""
@@ -67,7 +67,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     vtrace: bool = False
     """with async: V-trace targets for both values (rho-bar and c-bar 1), to correct for the policy's lag"""
     obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
-    """random steps of each game before training (not in total_timesteps) that start RND's observation normalisation"""
+    """random steps per environment before training (not in total_timesteps), to initialise observation normalisation"""
     num_minibatches: PositiveInt = 4
     """number of minibatches per epoch"""
     update_epochs: Iterations = 4
@@ -75,21 +75,21 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     learning_rate: NonNegativeSchedule = "1e-4"
     """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
     predictor_lr_ratio: NonNegativeFloat = 1.0
-    """step size of RND's predictor over that of the policy; the slower it learns, the longer a bonus lasts"""
+    """predictor's learning rate, relative to the policy's; a lower one keeps bonuses longer"""
     gamma: UnitInterval = 0.999
     """discount of the game's reward"""
     int_gamma: UnitInterval = 0.99
     """discount of the bonus's return, which is non-episodic"""
     gae_lambda: UnitInterval = 0.95
-    """lambda of generalised advantage estimation, for both"""
+    """lambda of generalised advantage estimation (GAE), for both advantages"""
     ext_coef: NonNegativeFloat = 2.0
-    """weight of the advantage from the game's reward, which is clipped to its sign; 0 for curiosity only"""
+    """weight of the advantage from the game's reward, of which the sign is used; 0 for curiosity only"""
     int_coef: NonNegativeFloat = 1.0
     """weight of the advantage from the bonus"""
     int_reward_clip: NonNegativeFloat = 0.0
     """upper bound of the normalised bonus; 0 for none"""
     norm_adv: bool = False
-    """normalise the advantages of a batch"""
+    """normalise the advantages, once per batch"""
     clip_coef: PositiveFloat = 0.1
     """clip the probability ratio to 1 +- this"""
     vf_coef: NonNegativeFloat = 1.0
@@ -97,9 +97,9 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     ent_coef: NonNegativeFloat = 0.001
     """coefficient of the entropy bonus"""
     update_proportion: UnitInterval = 0.25
-    """share of each minibatch, drawn at random, that the predictor learns from"""
+    """fraction of each minibatch, drawn at random, that the predictor learns from; the paper: 32 / num_envs"""
     max_grad_norm: NonNegativeFloat = 0.0
-    """clip the gradient of policy and predictor together to this global norm; 0 for no clipping"""
+    """maximum global norm of the gradient of policy and predictor together; 0 for no clipping"""
     adam_eps: PositiveFloat = 1e-8
     """Adam's epsilon"""
     channels: str = "32,64,64"
@@ -107,14 +107,14 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     hidden: Size = 512
     """units of the dense layers (half as many in the policy's first) and of the core; RND's features"""
     core: Literal["none", "lstm", "gru"] = "none"
-    """recurrent core of the policy; minibatches then are of whole rollouts"""
+    """recurrent core of the policy; minibatches then hold whole rollouts"""
     separate_value: bool = False
     """separate networks for policy and values: with sparse rewards a shared trunk can lose rank, and clipping then no
     longer bounds the policy (Moalla et al. 2024, arXiv 2405.00662)"""
     predictor_depth: Annotated[int, Interval(ge=0, le=16)] = 2
     """hidden dense layers of the predictor before its output layer; the target has none"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the policy's convolutions and first dense layer; auto is bfloat16 on an accelerator and float32 on a CPU"""
+    """dtype of the policy's convolutions and first dense layer; auto: bfloat16 on an accelerator, float32 on a CPU"""
     room_map: bool = False
     """draw the rooms visited so far, at each checkpoint: rooms.png in the run directory, and W&B"""
 
@@ -133,9 +133,9 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         runs.check_batch(self)
 
     def sharded_sizes(self) -> dict[str, int]:
-        """The sizes that are divided among the devices that learn, by their descriptions."""
-        games = self.num_envs // self.num_actors
-        return super().sharded_sizes() | {"an actor's games, --num-envs / --num-actors": games}
+        """The sizes that are divided among the learner devices, by their descriptions."""
+        num_envs = self.num_envs // self.num_actors
+        return super().sharded_sizes() | {"an actor's environments, --num-envs / --num-actors": num_envs}
 
     def check_training(self) -> None:
         """Raises UsageError if so many devices leave the predictor nothing to learn from."""
@@ -302,7 +302,7 @@ ENV_STATE_SPECS = EnvState(TIME_ENV_SHARDED, ENV_SHARDED, ENV_SHARDED)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a schedule."""
+    """Adam without the learning rate: `optimize` multiplies its updates by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=args.adam_eps))
 
 
@@ -550,14 +550,14 @@ def gae_per_head(args: Args, rewards, bonus, *, values, ratio, timesteps: envs.T
         ratio=ratio,
     )
     # The bonus's return continues in the next episode, and skips EnvPool's junk step.
-    valid = ~timesteps.is_reset
-    int_values = jnp.where(valid, values[:-1, :, 1], values[1:, :, 1])
+    mask = ~timesteps.is_reset
+    int_values = jnp.where(mask, values[:-1, :, 1], values[1:, :, 1])
     intrinsic = gae(
         bonus,
         jnp.concatenate([int_values, values[-1:, :, 1]]),
-        discount=jnp.where(valid, args.int_gamma, 1.0),
-        decay=jnp.where(valid, args.int_gamma * args.gae_lambda, 1.0),
-        ratio=jnp.where(valid, ratio, 1.0),
+        discount=jnp.where(mask, args.int_gamma, 1.0),
+        decay=jnp.where(mask, args.int_gamma * args.gae_lambda, 1.0),
+        ratio=jnp.where(mask, ratio, 1.0),
     )
     return jnp.stack([extrinsic, intrinsic], axis=-1)
 
@@ -567,7 +567,7 @@ class Batch(NamedTuple):
     recurrent core)."""
 
     actions: jax.Array  # int32; all else is float32
-    logits: jax.Array  # [..., 18], of the old policy
+    logits: jax.Array  # [..., 18], of the old policy: with --vtrace the one before the update
     advantages: jax.Array  # of both heads, weighted and added
     returns: jax.Array  # [..., 2]
 
@@ -590,7 +590,7 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
     """Terms of PPO's loss (Schulman et al. 2017, equations 7 and 9) per sample, float32 [B, S].
 
     Args:
-      log_probs: float32 [B, S, 18], of the new policy.
+      log_probs: float32 [B, S, 18], of the current policy.
       values: float32 [B, S, 2].
       batch: [B, S].
     """
@@ -678,16 +678,14 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
     return state._replace(bonus_filter=bonus_filter), batch, bonus, metrics
 
 
-def optimize(
-    args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, weight, learning_rate, key
-):
+def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, mask, learning_rate, key):
     """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
 
     Args:
-      batch, weight: [T, N]; the weight is 0 for junk steps.
+      batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, weight.shape)  # an index beyond an array's end would be no error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX clamps an index that is out of range
     tx, recurrent, num_envs = make_optimizer(args), args.core != "none", len(rollout.env_state.env_ids)
     agent_loss = partial(loss, args, agent)
     rnd_loss = partial(predictor_loss, args, state.frame_stats, state.target)
@@ -696,8 +694,8 @@ def optimize(
         samples = round(args.update_proportion * time.size)
         drawn = jax.random.choice(devices.fold_in_axis_index(key), time.size, (samples,), replace=False)
         time, env = time.reshape(-1)[drawn], env.reshape(-1)[drawn]
-        grads, terms, _ = devices.gradient(rnd_loss, params, rollout.next_frames[time, env], weight[time, env])
-        return grads, terms["loss"]
+        grads, means, _ = devices.gradient(rnd_loss, params, rollout.next_frames[time, env], mask[time, env])
+        return grads, means["loss"]
 
     def train_minibatch(learner, key, index):
         params, opt_state = learner
@@ -711,25 +709,25 @@ def optimize(
             hidden_state=jax.tree.map(lambda x: x[index], rollout.initial_hidden_state),
         )
         minibatch = inputs, jax.tree.map(lambda x: x[time, env], batch)
-        grads, terms, _ = devices.gradient(agent_loss, params["agent"], minibatch, weight[time, env])
-        rnd_grads, terms["rnd_loss"] = predictor_gradient(params["predictor"], key, *jnp.broadcast_arrays(time, env))
+        grads, means, _ = devices.gradient(agent_loss, params["agent"], minibatch, mask[time, env])
+        rnd_grads, means["rnd_loss"] = predictor_gradient(params["predictor"], key, *jnp.broadcast_arrays(time, env))
         grads = {"agent": grads, "predictor": rnd_grads}
         direction, opt_state = tx.update(grads, opt_state, params)
         direction["predictor"] = jax.tree.map(lambda d: args.predictor_lr_ratio * d, direction["predictor"])
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
-        return (params, opt_state), terms | {"grad_norm": devices.global_norm(grads)}
+        return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        samples = num_envs if recurrent else weight.size  # of this device, which has its part of each minibatch
+        samples = num_envs if recurrent else mask.size  # of this device, which has its part of each minibatch
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), samples)
         inputs = jax.random.split(sample_key, args.num_minibatches), order.reshape(args.num_minibatches, -1)
-        learner, terms = jax.lax.scan(lambda learner, x: train_minibatch(learner, *x), learner, inputs)
-        return learner, jax.tree.map(jnp.mean, terms)
+        learner, means = jax.lax.scan(lambda learner, x: train_minibatch(learner, *x), learner, inputs)
+        return learner, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(key, args.update_epochs)
-    (params, opt_state), terms = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
-    return params, opt_state, jax.tree.map(lambda x: x[-1], terms)
+    (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
+    return params, opt_state, jax.tree.map(lambda x: x[-1], means)
 
 
 def dead_units(agent: Agent, params: dict, frames: jax.Array) -> jax.Array:
@@ -743,22 +741,22 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
     metrics float32 [] and bonuses float32 [T, N]."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     key, shuffle_key = jax.random.split(state.key)
-    weight = ~timesteps.is_reset
+    mask = ~timesteps.is_reset
     state, batch, bonus, metrics = compute_advantages(args, agent, state, rollout, timesteps)
     # After the bonus: it is computed with the old statistics, and the predictor learns with the new ones.
     next_frames = rollout.next_frames.reshape(-1, *atari.FRAME_SHAPE)
     state = state._replace(frame_stats=add_frames(state.frame_stats, next_frames))
-    params, opt_state, terms = optimize(
-        args, agent, state, rollout, batch, weight=weight, learning_rate=learning_rate, key=shuffle_key
+    params, opt_state, means = optimize(
+        args, agent, state, rollout, batch, mask=mask, learning_rate=learning_rate, key=shuffle_key
     )
     state = state._replace(
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + devices.psum(weight.sum()),
+        global_step=state.global_step + devices.psum(mask.sum()),
         updates=state.updates + 1,
     )
-    metrics |= {f"losses/{name}": value for name, value in terms.items()} | {
+    metrics |= {f"losses/{name}": value for name, value in means.items()} | {
         "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "losses/dead_units": dead_units(agent, params["agent"], rollout.frames.stack(args.num_steps)),
         "charts/learning_rate": learning_rate,
@@ -838,7 +836,7 @@ def observe_random_play(args: Args, run: runs.Run, stats: FrameStatistics) -> Fr
 
 def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
     """With --async the actors play while the learner learns, else a single one and the learner take turns on the same
-    devices. The i-th of n actors has every n-th game from the i-th on."""
+    devices. The i-th of n actors has every n-th environment from the i-th on."""
     seed, env_ids = envs.derive_seed(args.seed, 1), devices.local_env_ids(args)
     parts = [env_ids[i :: args.num_actors] for i in range(args.num_actors)]
     if args.async_:
@@ -857,7 +855,7 @@ def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the actor and the statistics, as it is before the first step."""
+    """Contents of a checkpoint before the first step, without the actor and the statistics."""
     return {"state": init_state(args, agent)}
 
 

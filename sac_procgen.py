@@ -2,7 +2,7 @@
 
 Haarnoja et al. 2018 (arXiv 1812.05905) and Christodoulou 2019 (arXiv 1910.07207): twin Q-functions, a temperature that
 keeps the policy's entropy at a target, and exact expectations over actions. Critics and policy share one encoder, which
-learns from the critics alone, as in DrQ (Kostrikov et al. 2021, arXiv 2004.13649). Try:
+learns from the Q-functions alone, as in DrQ (Kostrikov et al. 2021, arXiv 2004.13649). Try:
 
     python sac_procgen.py --env-id coinrun --encoder nature --width 1 --pool flatten --buffer-size 100000
     python sac_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --average-q --q-clip 0.5
@@ -49,19 +49,19 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     target_entropy_scale: Annotated[float, Interval(ge=0.01, le=0.99)] = 0.3
     """target of the policy's entropy, as a fraction of the maximum, log 15"""
     alpha_learning_rate: Annotated[float, Interval(ge=1e-6, le=1)] = 0.01
-    """step size of log alpha: each update adds this times (target entropy - entropy)"""
+    """learning rate of log alpha: each update adds this times (target entropy - entropy)"""
     min_alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 1e-6
     """lower bound of the temperature; one that has sunk far rises again too slowly to save the policy's entropy"""
     tau: Annotated[float, Interval(ge=1e-6, le=1)] = 0.005
-    """coefficient of the target network's moving average; 1 copies the network that learns"""
+    """coefficient of the target network's moving average; 1 copies the online network"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 1
-    """updates between two steps of the target network"""
+    """updates between steps of the target network"""
     average_q: bool = False
     """take the mean of both Q-functions, in targets and for the policy; the smaller one, the default, may be too low"""
     q_clip: NonNegativeFloat = 0.0
-    """clip Q-values in the critics' loss to +- this, in reward, around the target network's; 0 for no clip"""
+    """clip Q-values in the loss to +- this, in reward, around the target network's; 0 for no clipping"""
     cql_alpha: NonNegativeFloat = 0.0
-    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a), of both critics; 0 for none"""
+    """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a), of both Qs; 0 for none"""
     entropy_penalty: NonNegativeFloat = 0.0
     """coefficient of half the squared difference (nats^2) of the policy's entropy from that of the target network's"""
     learning_rate: NonNegativeSchedule = "3e-4"
@@ -74,9 +74,9 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
         # With dropout a target that is copied each time differs too, since it drops nothing.
-        apart = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
+        target_lags = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
         needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
-        runs.check_needs(self, apart, needs, ("q_clip", "entropy_penalty"))
+        runs.check_needs(self, target_lags, needs, ("q_clip", "entropy_penalty"))
 
     def check_training(self) -> None:
         """Raises UsageError, one sentence, if a new run's temperature starts below its bound."""
@@ -142,7 +142,7 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `train_step` multiplies it by -learning_rate, from a schedule."""
+    """Adam without the learning rate: `train_step` multiplies its updates by -learning_rate, from a schedule."""
     return optax.chain(devices.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-8))
 
 
@@ -218,8 +218,8 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
     Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
     here with the target network's policy as the old one. Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779,
-    equation 4, CQL(H)) lowers the values of actions that were not played. Importance weights scale the critics' loss
-    only.
+    equation 4, CQL(H)) lowers the values of actions that were not played. Importance weights scale the
+    Q-functions' loss only.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     stop_gradient = jax.lax.stop_gradient
@@ -262,7 +262,7 @@ def loss(
     frames = augment.augment(args, keys, batch.frames)
     next_frames = augment.augment(args, next_keys, batch.next_frames)
     features = agent.apply(params, frames, dropout_keys, method="encode")
-    # The encoder learns from the critics alone: they would have to follow whatever the policy's loss did to it.
+    # The encoder learns from the Q-functions alone: these would have to follow whatever the policy's loss did to it.
     logits = agent.apply(params, jax.lax.stop_gradient(features), method="logits")
     target_logits = target_values = None
     if args.q_clip or args.entropy_penalty:
@@ -366,7 +366,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the actors and the replay buffer, as it is before the first step."""
+    """Contents of a checkpoint before the first step, without the actors and the replay buffer."""
     return {"state": init_state(args, agent)}
 
 

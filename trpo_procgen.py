@@ -59,7 +59,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     num_steps: PositiveInt = 128
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
     num_minibatches: PositiveInt = 8
-    """minibatches per epoch of Adam; the policy step adds up its gradient over them to save memory"""
+    """number of minibatches per epoch of Adam; the policy step sums its gradient over them to save memory"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
     gae_lambda: UnitInterval = 0.95
@@ -75,17 +75,17 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     line_search_steps: Iterations = 10
     """lengths of a step that are tried, each half the last, before it is given up"""
     learning_rate: NonNegativeSchedule = "5e-4"
-    """Adam's step size for the value network (with a penalty, the policy too): a number, or a schedule like gamma's"""
+    """Adam's learning rate for values (with a penalty, the policy too): a number, or a schedule like gamma's"""
     value_epochs: Iterations = 3
-    """passes over a batch to fit the value network (with a penalty, the policy too)"""
+    """epochs over each batch to fit the value network (with a penalty, the policy too)"""
     penalty: NonNegativeFloat = 0.0
-    """learn by Adam from the surrogate minus this times the KL divergence, without a trust region; 0 for TRPO"""
+    """coefficient of a fixed KL penalty (PPO's --kl-coef), with Adam in place of the trust region; 0 for TRPO"""
 
     def check(self) -> None:
         """Raises UsageError for inconsistent flags."""
         runs.check_batch(self)
-        of_trpo = "max_kl", "fisher_fraction", "cg_iterations", "damping", "line_search_steps"
-        runs.check_needs(self, not self.penalty, "--penalty 0", of_trpo)
+        trust_region_flags = "max_kl", "fisher_fraction", "cg_iterations", "damping", "line_search_steps"
+        runs.check_needs(self, not self.penalty, "--penalty 0", trust_region_flags)
 
 
 # NETWORKS
@@ -150,7 +150,7 @@ def adam_params(args: Args, params: dict) -> dict:
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """Adam's direction, without step size and sign: `optimize` multiplies it by -learning_rate, from a schedule."""
+    """Adam without the learning rate: `optimize` multiplies its updates by -learning_rate, from a schedule."""
     return optax.scale_by_adam(eps=1e-5)  # PPO's in Baselines
 
 
@@ -297,7 +297,7 @@ class Batch(NamedTuple):
     """Transitions to learn from: over a rollout [T, N]; in a minibatch [B]."""
 
     actions: jax.Array  # int32; all else is float32
-    logits: jax.Array  # [..., 15], of the policy that acted
+    logits: jax.Array  # [..., 15], of the behaviour policy
     advantages: jax.Array  # normalised over the rollout
     returns: jax.Array  # targets of the value loss
 
@@ -368,25 +368,25 @@ def conjugate_gradients(product: Callable, b: dict, iterations: int) -> dict:
 
 def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, max_kl: float, tries: int):
     """Backtracks from params + step, params + step / 2, ... to the first with a lower loss than `before` and a mean KL
-    divergence of at most max_kl; evaluate(params) returns the loss's mean terms, float32 [], as `before`'s.
+    divergence of at most max_kl; evaluate(params) returns the means of the loss's terms, float32 [], as `before`'s.
 
-    Returns parameters, their terms, and the fraction of the step taken, float32 [] (0: rejected).
+    Returns parameters, their means, and the fraction of the step taken, float32 [] (0: rejected).
     """
 
-    def accepted(terms):
-        return (terms["loss"] < before["loss"]) & (terms["approx_kl"] <= max_kl)
+    def accepted(means):
+        return (means["loss"] < before["loss"]) & (means["approx_kl"] <= max_kl)
 
     def halve(carry):
         i, fraction, _ = carry
         return i + 1, fraction / 2, evaluate(tree_add_scale(params, fraction / 2, step))
 
     start = jnp.int32(0), jnp.float32(2), before  # `before` is not accepted, so the loop begins with fraction 2 / 2
-    _, fraction, terms = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~accepted(carry[2]), halve, start)
-    fraction = jnp.where(accepted(terms), fraction, 0.0)
-    terms = jax.tree.map(partial(jnp.where, fraction > 0), terms, before)
+    _, fraction, means = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~accepted(carry[2]), halve, start)
+    fraction = jnp.where(accepted(means), fraction, 0.0)
+    means = jax.tree.map(partial(jnp.where, fraction > 0), means, before)
     # Not params + 0 * step: where the step is not finite, that would be NaN.
     new_params = jax.tree.map(partial(jnp.where, fraction > 0), tree_add_scale(params, fraction, step), params)
-    return new_params, terms, fraction
+    return new_params, means, fraction
 
 
 def compute_advantages(
@@ -415,28 +415,28 @@ class Data(NamedTuple):
 
     frames: envs.Frames
     batch: Batch  # [T, N]
-    weight: jax.Array  # bool [T, N]: whether a step is a transition
+    mask: jax.Array  # bool [T, N]: whether a step is a transition
 
     def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
-        """Samples `index` int32 [B] -> ((frames uint8 [B, 64, 64, C], Batch [B]), weight bool [B])."""
-        chex.assert_tree_shape_prefix(self.batch, self.weight.shape)  # an index beyond an array's end would be no error
-        time, env = index // self.weight.shape[1], index % self.weight.shape[1]
-        return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.weight[time, env]
+        """Samples `index` int32 [B] -> ((frames uint8 [B, 64, 64, C], Batch [B]), mask bool [B])."""
+        chex.assert_tree_shape_prefix(self.batch, self.mask.shape)  # JAX clamps an index that is out of range
+        time, env = index // self.mask.shape[1], index % self.mask.shape[1]
+        return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.mask[time, env]
 
 
 def mean_over(function: Callable, data: Data, order: jax.Array):
     """The mean over the samples `order` int32 [M, B], one minibatch of B after the other, in the memory of one.
 
-    function(minibatch, weight [B]) -> a pytree of means over a minibatch; these are averaged here, weighted by how many
+    function(minibatch, mask [B]) -> a pytree of means over a minibatch; these are averaged here, weighted by how many
     transitions each minibatch has on all devices.
     """
-    total = jnp.maximum(devices.psum(data.weight.reshape(-1)[order].sum()), 1)
+    total = jnp.maximum(devices.psum(data.mask.reshape(-1)[order].sum()), 1)
 
     @jax.jit  # so that it is traced once, not for its shapes too
     def weighted(index):
-        minibatch, weight = data.take(index)
-        fraction = devices.psum(weight.sum()) / total
-        return jax.tree.map(lambda x: fraction * x, function(minibatch, weight))
+        minibatch, mask = data.take(index)
+        fraction = devices.psum(mask.sum()) / total
+        return jax.tree.map(lambda x: fraction * x, function(minibatch, mask))
 
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(weighted, order[0]))
     return jax.lax.scan(lambda sums, index: (jax.tree.map(jnp.add, sums, weighted(index)), None), zero, order)[0]
@@ -457,11 +457,11 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     minibatch_loss, fisher_samples = partial(policy_loss, agent.policy), fisher_order(args, order)
 
     def evaluate(params):
-        def means(minibatch, weight):
-            weight = weight / jnp.maximum(devices.psum(weight.sum()), 1)
+        def minibatch_means(minibatch, mask):
+            weight = mask / jnp.maximum(devices.psum(mask.sum()), 1)
             return devices.psum({name: (weight * x).sum() for name, x in minibatch_loss(params, minibatch).items()})
 
-        return mean_over(means, data, order)
+        return mean_over(minibatch_means, data, order)
 
     def fisher(vector):
         vector_loss = partial(fisher_loss, agent.policy, vector=vector)
@@ -477,11 +477,11 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     # NaN where the curvature is not positive; then the line search takes nothing.
     length = jnp.sqrt(2 * args.max_kl / curvature)
     step = jax.tree.map(lambda d: length * d, direction)
-    params, terms, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
-    del terms["loss"]  # equals policy_loss; the logged loss is Adam's
+    params, means, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
+    del means["loss"]  # equals policy_loss; the logged loss is Adam's
     grad_norm = devices.global_norm(grads)
     residual = devices.global_norm(tree_add_scale(descent, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
-    return params, terms | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}
+    return params, means | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
@@ -502,19 +502,19 @@ def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learnin
 
     def train_minibatch(learner, index):
         params, opt_state = learner
-        grads, terms, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
+        grads, means, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
         direction, opt_state = adam.update(grads, opt_state, params)
         params = tree_add_scale(params, -learning_rate, direction)
         norm_name = "grad_norm" if args.penalty else "value_grad_norm"
-        return (params, opt_state), terms | {norm_name: devices.global_norm(grads)}
+        return (params, opt_state), means | {norm_name: devices.global_norm(grads)}
 
     def train_epoch(learner, key):
-        learner, terms = jax.lax.scan(train_minibatch, learner, shuffled_minibatches(args, data.weight.size, key))
-        return learner, jax.tree.map(jnp.mean, terms)
+        learner, means = jax.lax.scan(train_minibatch, learner, shuffled_minibatches(args, data.mask.size, key))
+        return learner, jax.tree.map(jnp.mean, means)
 
     start = adam_params(args, state.params), state.opt_state
-    (params, opt_state), terms = jax.lax.scan(train_epoch, start, jax.random.split(key, args.value_epochs))
-    return state.params | params, opt_state, jax.tree.map(lambda x: x[-1], terms)
+    (params, opt_state), means = jax.lax.scan(train_epoch, start, jax.random.split(key, args.value_epochs))
+    return state.params | params, opt_state, jax.tree.map(lambda x: x[-1], means)
 
 
 def shuffled_minibatches(args: Args, samples: int, key: jax.Array) -> jax.Array:
@@ -526,16 +526,16 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
     """One TRPO update, on each device's part of the rollout: returns the next TrainState and metrics, float32 []."""
     learning_rate, gamma = (runs.parse_schedule(text)(state.global_step) for text in (args.learning_rate, args.gamma))
     key, policy_key, value_key = jax.random.split(state.key, 3)
-    weight = ~timesteps.is_reset
+    mask = ~timesteps.is_reset
     state, batch, metrics = compute_advantages(args, agent, state, rollout, timesteps, gamma)
-    data = Data(rollout.frames, batch, weight)
-    policy_terms = {}
+    data = Data(rollout.frames, batch, mask)
+    policy_means = {}
     if not args.penalty:
-        order = shuffled_minibatches(args, weight.size, policy_key)
-        policy, policy_terms = trust_region_step(args, agent, state.params["policy"], data, order)
+        order = shuffled_minibatches(args, mask.size, policy_key)
+        policy, policy_means = trust_region_step(args, agent, state.params["policy"], data, order)
         state = state._replace(params=state.params | {"policy": policy})
-    params, opt_state, terms = optimize(args, agent, state, data, learning_rate=learning_rate, key=value_key)
-    metrics |= {f"losses/{name}": value for name, value in (terms | policy_terms).items()} | {
+    params, opt_state, means = optimize(args, agent, state, data, learning_rate=learning_rate, key=value_key)
+    metrics |= {f"losses/{name}": value for name, value in (means | policy_means).items()} | {
         "losses/param_norm": devices.global_norm(params),  # not finite if the last step diverged
         "charts/learning_rate": learning_rate,
         "charts/gamma": gamma,
@@ -544,7 +544,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
         params=params,
         opt_state=opt_state,
         key=key,
-        global_step=state.global_step + devices.psum(weight.sum()),
+        global_step=state.global_step + devices.psum(mask.sum()),
         updates=state.updates + 1,
     )
     return state, metrics
@@ -586,7 +586,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `main` saves besides the environments, as it is before the first step."""
+    """Contents of a checkpoint before the first step, without the environments."""
     env_ids = devices.local_env_ids(args)
     return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
 

@@ -29,7 +29,7 @@ from common.flags import NonNegativeInt, Size
 class ActorArgs:
     """Actor threads and their devices."""
 
-    FIXED: ClassVar = ("num_actors",)  # each has games of its own
+    FIXED: ClassVar = ("num_actors",)  # each has environments of its own
 
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 2
     """number of actor threads, which share the environments"""
@@ -37,7 +37,7 @@ class ActorArgs:
     """number of devices, the last ones of this host, for actors alone; 0 to share the learner's"""
 
     def check(self) -> None:
-        what = f"--num-actors {self.num_actors}: must divide the number of games, {self.num_envs}"
+        what = f"--num-actors {self.num_actors}: must divide the number of environments, {self.num_envs}"
         check(self.num_envs % self.num_actors == 0, what)
         each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
         check(self.actor_devices <= self.num_actors, each)
@@ -47,7 +47,7 @@ class ActorArgs:
 class FleetArgs(ActorArgs):
     """Environments of actor threads, and policy lag."""
 
-    FIXED: ClassVar = ("num_envs",)  # an actor's games are its own
+    FIXED: ClassVar = ("num_envs",)  # an actor's environments are its own
 
     num_envs: Size = 32
     """number of parallel environments, over all actors"""

@@ -33,8 +33,8 @@ class GameArgs:
     frame_stack: Annotated[int, Interval(ge=1, le=64)] = 4
     """number of stacked frames for the policy; RND sees only the newest"""
     restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 65_536
-    """steps of each environment between restarts of all games, which drop unfinished episodes; a resume replays the
-    steps since the last restart"""
+    """steps of each environment between restarts of all environments, which cut unfinished episodes; a resume replays
+    the steps since the last restart"""
 
     @property
     def stack_offsets(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def make_montezuma(args, num_envs: int, seed: int | list[int], **frames):
 
 
 def rooms_of(info: dict) -> np.ndarray:
-    """The room int64 [N] of each game: byte 3 of the console's RAM, clipped as it may hold anything for a moment."""
+    """Each environment's room int64 [N]: byte 3 of the console's RAM, clipped as it may hold anything for a moment."""
     return np.minimum(info["ram"][:, 3], NUM_ROOMS - 1).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Random image transforms of stacked frames: the competition entry's five and RAD's.
+"""Random augmentations of stacked frames: the competition entry's five and RAD's.
 
 Each takes a key and one stack uint8 [H, W, 3 * frames], and transforms all of its frames alike. `augment` applies
 several, with one key per sample, within the learner's jitted update; no augmented image is stored.

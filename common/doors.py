@@ -1,4 +1,4 @@
-"""DoorGym: flags for a series of tasks, and episodes of many parallel doors."""
+"""DoorGym: flags for a sequence of tasks, and episodes of many parallel doors."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -18,7 +18,7 @@ from common.flags import NonNegativeInt
 TASKS = (
     "Pull-Right-Pull", "Pull-Left-Pull", "Lever-Right-Pull", "Lever-Left-Pull", "Lever-Right-Push", "Lever-Left-Push",
 )  # fmt: skip
-MAX_TASKS = len(TASKS)  # in a series
+MAX_TASKS = len(TASKS)  # in a sequence
 ACTION_REPEAT, DECISIONS = 4, 128  # an episode has 128 decisions of 80 ms: 10.24 seconds
 MAX_DOORS = 20_000  # of a task; each is compiled
 

@@ -33,8 +33,8 @@ from common.runs import Evaluation, Run, Stopwatch
 NUM_ACTIONS = 15  # of every Procgen game
 FRAME_SHAPE = (64, 64, 3)  # as the networks see it; EnvPool's own frames are (3, 64, 64)
 
-# (low, high) in easy and in hard mode: the score of a policy that sees nothing, and the best possible or known one, of
-# openai/train-procgen, train_procgen/constants.py. Normalised score = (R - low) / (high - low).
+# (low, high) in easy and in hard mode: the score of a policy without observations, and the best possible or known one,
+# of openai/train-procgen, train_procgen/constants.py. Normalised score = (R - low) / (high - low).
 _RANGES = {
     "bigfish": ((1, 40), (0, 40)),
     "bossfight": ((0.5, 13), (0.5, 13)),
@@ -97,12 +97,12 @@ class GameArgs:
     reward_clip: NonNegativeFloat = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 131_072
-    """steps of each environment between restarts of all games, which drop unfinished episodes; a resume replays the
-    steps since the last restart"""
+    """steps of each environment between restarts of all environments, which cut unfinished episodes; a resume replays
+    the steps since the last restart"""
     eval_every: NonNegativeInt = 1_000_000
     """environment steps between evaluations; 0 for a single one at the end"""
     eval_episodes: Annotated[int, Interval(ge=0, le=10**6)] = 128
-    """evaluation episodes on unseen levels, and on the training levels if --num-levels limits them; rounded up to a
+    """evaluation episodes on test levels, and on the training levels if --num-levels limits them; rounded up to a
     multiple of the parallel environments (at most 64); 0 for no evaluation"""
     capture_video: bool = False
     """record one episode of each evaluation as a video"""
@@ -187,14 +187,14 @@ def derive_seed(*numbers: int) -> int:
 
 
 class Timesteps(NamedTuple):
-    """T steps of N games, NumPy arrays on the host."""
+    """T steps of N environments, NumPy arrays on the host."""
 
     rewards: np.ndarray  # float32 [T, N]: of the transition that starts at step t
     terminated: np.ndarray  # bool [T, N]: that transition ended the episode
     truncated: np.ndarray  # bool [T, N]: that transition reached the time limit
     is_reset: np.ndarray  # bool [T, N]: EnvPool resets in this step, which is no transition (a junk step)
     episode_step: np.ndarray  # int32 [T + 1, N]: steps since the episode's first frame
-    forced_reset: np.ndarray  # bool [N]: the game is reset after these steps, its unfinished episode dropped
+    forced_reset: np.ndarray  # bool [N]: the environment is reset after these steps, its unfinished episode cut
 
     @property
     def episode_end(self) -> np.ndarray:
@@ -203,7 +203,7 @@ class Timesteps(NamedTuple):
 
     @property
     def sequence_end(self) -> jax.Array:
-        """bool [T, N]: nothing follows that transition, because its episode ends or the game is reset."""
+        """bool [T, N]: nothing follows that transition, because its episode ends or the environment is reset."""
         return jnp.asarray(self.episode_end).at[-1].set(self.episode_end[-1] | self.forced_reset)
 
 
@@ -350,7 +350,7 @@ class ReplayableVecEnv:
         """Replays the environments up to a saved EnvSnapshot; prints progress if that takes long."""
         self._start(int(saved["seed"]))
         actions = saved.get("actions", np.zeros((0, self.num_envs), np.uint8))
-        progress = run.replay_progress("the games since they were last started", actions.size)
+        progress = run.replay_progress("the environments since their last restart", actions.size)
         for i, row in enumerate(actions):
             progress(i * self.num_envs)
             self.step(row.astype(np.int32))
@@ -435,8 +435,8 @@ def frame_stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
 
 @struct.dataclass
 class Frames:
-    """Frames of T steps of N games, each stored once, after older ones for the stacks of the first steps. In a stack
-    the episode's first frame stands for those before it."""
+    """Frames of T steps of N environments, each stored once, after older ones for the stacks of the first steps. In a
+    stack the episode's first frame stands for those before it."""
 
     images: jax.Array  # uint8 [past + T, N, H, W, C]: row past + t is the frame of step t
     episode_steps: jax.Array  # int32 [T, N]: steps since the episode's first frame
@@ -465,8 +465,8 @@ class Frames:
         return self.replace(images=images, episode_steps=self.episode_steps.at[t].set(episode_step))
 
     def stack(self, time: jax.Array, env: jax.Array | None = None) -> jax.Array:
-        """The stacked frames of steps `time` of games `env`, both int32 [...]: uint8 [..., H, W, C * len(offsets)], the
-        oldest first. Without `env`, of all games [N] at one step."""
+        """Stacked frames of steps `time` of environments `env`, both int32 [...]: uint8 [..., H, W, C * len(offsets)],
+        the oldest first. Without `env`, of all environments [N] at one step."""
         env = jnp.arange(self.episode_steps.shape[1]) if env is None else env
         row, episode_step = self.past + time, self.episode_steps[time, env]
         return jnp.concatenate(

@@ -320,7 +320,7 @@ def check_batch(args: Any) -> None:
     what, parts = parts_of_batch(args)
     divided = {
         "samples": f"the batch, num_envs x num_steps = {batch}",
-        "games": f"the number of games, {parts} (a recurrent core learns from whole rollouts)",
+        "environments": f"the number of environments, {parts} (a recurrent core learns from whole rollouts)",
     }
     check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {divided[what]}")
     given = f"--num-envs {args.num_envs} --num-steps {args.num_steps}"
@@ -328,9 +328,9 @@ def check_batch(args: Any) -> None:
 
 
 def parts_of_batch(args: Any) -> tuple[str, int]:
-    """The unit of minibatches and their number in a rollout of all games: a core learns from whole rollouts."""
+    """The unit of minibatches and their number in a rollout of all environments: a core learns from whole rollouts."""
     if getattr(args, "core", "none") != "none":
-        return "games", args.num_envs
+        return "environments", args.num_envs
     return "samples", args.num_envs * args.num_steps
 
 

@@ -53,14 +53,14 @@ class OffPolicyArgs(actors.FleetArgs):
     n_step: PositiveInt = 3
     """steps of the n-step return"""
     gamma: UnitInterval = 0.99
-    """discount factor"""
+    """discount"""
 
     def check(self) -> None:
         size, starts = self.buffer_size, self.learning_starts
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
         steps = self.n_step + self.num_steps + 2 * max(self.frame_stack - 1, 1)  # the oldest rows lack stacked frames
         least = self.num_envs * steps
-        need = f"room for an unroll, an n-step return and two frame stacks of each of {self.num_envs} games"
+        need = f"room for an unroll, an n-step return and two frame stacks of each of {self.num_envs} environments"
         check(size >= least, f"--buffer-size {size}: give {least} or more, {need}")
         valid = f"must be from {least}, {need}, to --buffer-size, {size}"
         check(least <= starts <= size, f"--learning-starts {starts}: {valid}")
@@ -70,9 +70,9 @@ class OffPolicyArgs(actors.FleetArgs):
         runs.check_needs(self, self.per_alpha, "--per-alpha", ("per_beta",))
 
     def sharded_sizes(self) -> dict[str, int]:
-        """As `runs.RunArgs.sharded_sizes`."""
-        games = self.num_envs // self.num_actors
-        return {"an actor's games, --num-envs / --num-actors": games, "--batch-size": self.batch_size}
+        """The sizes that are divided among the learner devices, by their descriptions."""
+        num_envs = self.num_envs // self.num_actors
+        return {"an actor's environments, --num-envs / --num-actors": num_envs, "--batch-size": self.batch_size}
 
 
 # ACTORS
@@ -177,7 +177,7 @@ def check_memory(args: Any, mesh: Mesh) -> None:
     flag = f"--buffer-size {args.buffer_size}: needs"
     if not on_host:
         free = len(stats) * min(x["bytes_limit"] - x["bytes_in_use"] for x in stats)
-        check(size <= free, f"{flag} {size / 1e9:.2f} GB, the devices that learn have {free / 1e9:.2f} GB")
+        check(size <= free, f"{flag} {size / 1e9:.2f} GB, the learner devices have {free / 1e9:.2f} GB")
     # A checkpoint's parts come together on the host, and Orbax copies the whole.
     in_one_piece = args.replay_device == "host" or (on_host and mesh.size == 1)
     copies = (1 if in_one_piece else 2) * args.save_replay

@@ -102,7 +102,7 @@ class RunArgs:
     def sharded_sizes(self) -> dict[str, int]:
         """The sizes that are divided among the learner devices, by their descriptions."""
         what, parts = parts_of_batch(self)
-        return {"the games, --num-envs": self.num_envs, f"a minibatch's {what}": parts // self.num_minibatches}
+        return {"the environments, --num-envs": self.num_envs, f"a minibatch's {what}": parts // self.num_minibatches}
 
 
 # A CHECKPOINT

@@ -19,7 +19,7 @@ def wandb_mode(args: Any) -> str:
     if mode in (None, "online"):
         try:
             logged_in = wandb.login(prompt=False)
-        except Exception:  # no network, or a key that is refused: a run that did not ask for online goes on
+        except Exception:  # no network, or a key that is refused: a run that did not ask for online continues
             logged_in = False
         why = "not logged in, or no network; run wandb login or use offline"
         where = "WANDB_MODE=online" if args.wandb_mode == "auto" else f"--wandb-mode {args.wandb_mode}"

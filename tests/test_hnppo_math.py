@@ -242,11 +242,11 @@ def test_penalty_over_ten_updates_keeps_the_first_tasks_policy():
     changes = []
     for update in (jitted.update, jitted.update_with_penalty):
         state = next_task(jitted, first_task(args, agent, jitted))
-        embedding, before = np.array(state.embeddings[0]), jitted.policy_for(state, 0)["actor"]
+        embedding, before = np.array(state.embeddings[0]), jitted.policy_params(state, 0)["actor"]
         for i in range(10):
             state, _ = update(state, random_rollout(args, i))
         np.testing.assert_array_equal(state.embeddings[0], embedding)
-        after = jitted.policy_for(state, 0)["actor"]
+        after = jitted.policy_params(state, 0)["actor"]
         changes.append(optax.tree.norm(jax.tree.map(jnp.subtract, before, after)))
     assert 0 < changes[1] < 0.2 * changes[0]
 
@@ -369,7 +369,7 @@ def test_sixty_updates_learn_which_action_is_rewarded(method):
 
     for i in range(60):
         obs = random_rollout(args, i).obs
-        params = jitted.policy_for(state, 0)
+        params = jitted.policy_params(state, 0)
         noise = jax.random.normal(jax.random.fold_in(key, i), (*obs[:-1].shape[:-1], 6))
         actions = np.asarray(jitted.act(params, obs[:-1], noise))
         state, _ = jitted.update(state, Rollout(obs, actions, -np.float32(distance(actions, obs[:-1]))))
@@ -516,8 +516,8 @@ def test_next_task_keeps_the_best_hypernetwork_or_networks_only(method, keep_std
     if args.method == "hnppo":
         assert same(done.embeddings[0], old.learner["embedding"])
         assert np.std(new.learner["embedding"]) > 0.1
-        assert same(jitted.policy_for(new, 0)["actor"], networks["actor"])
-        assert not same(jitted.policy_for(new, 1)["actor"], networks["actor"])
+        assert same(jitted.policy_params(new, 0)["actor"], networks["actor"])
+        assert not same(jitted.policy_params(new, 1)["actor"], networks["actor"])
         assert not same(next_task(jitted, new).learner["embedding"], new.learner["embedding"])
 
 
@@ -551,7 +551,7 @@ def test_matrix_row_is_of_each_tasks_own_policy(monkeypatch):
     np.testing.assert_array_equal(reported[0], [[np.nan, np.nan], [1 / 8, 2 / 8]])  # the first task's was not measured
     np.testing.assert_array_equal(np.asarray(matrix)[:2, :2], reported[0])
     for i in range(2):
-        np.testing.assert_allclose(actions[i], jitted.act(jitted.policy_for(state, i), obs), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actions[i], jitted.act(jitted.policy_params(state, i), obs), rtol=1e-5, atol=1e-6)
     assert np.abs(actions[0] - actions[1]).max() > 1e-3
 
 

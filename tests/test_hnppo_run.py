@@ -224,7 +224,7 @@ def test_doors_have_the_flags_hardness_and_threads():
     stiffness = {}
     for hardness in ("hard", "easy"):
         args = hn.Args(hardness=hardness, num_threads=3)
-        runs.check_flags(args)  # though some of the series have no spring
+        runs.check_flags(args)  # though some of the tasks have no spring
         with closing(doors.make_doors(args, "Lever-Right-Pull", 1, seed=1, num_worlds=5)) as env:
             stiffness[hardness] = [model.joint("knob").stiffness[0] for model in env.models]
             assert len(env._datas) == 3

@@ -465,4 +465,4 @@ def test_a_forks_array_of_another_shape_in_a_batch_is_refused():
     """Else samples would be taken from beyond its end, which JAX does not mind."""
     batch = ppo.Batch(*(np.zeros((5, 3)) for _ in range(4)), returns=np.zeros((3, 5)))  # time, environments
     with pytest.raises(AssertionError, match="prefix"):
-        ppo.optimize(ppo.Args(), None, None, None, batch, weight=np.ones((5, 3)), learning_rate=0, ent_coef=0, key=None)
+        ppo.optimize(ppo.Args(), None, None, None, batch, mask=np.ones((5, 3)), learning_rate=0, ent_coef=0, key=None)

@@ -409,7 +409,7 @@ BAD = [
     ("apex", "--num-devices 3", "--num-devices 3", "does not divide --batch-size, 128; give 1 or 2 or 4"),
     ("apex", "--num-devices 3 --actor-devices 1 --batch-size 32", "--batch-size, 32", "1 or 2"),
     ("apex", "--num-devices 4 --actor-devices 1", "--num-devices 4", "there are 3"),
-    ("rnd", "--num-devices 3", "--num-devices 3", "the games, --num-envs, 128; give 1 or 2 or 4"),
+    ("rnd", "--num-devices 3", "--num-devices 3", "the environments, --num-envs, 128; give 1 or 2 or 4"),
     ("hnppo", "--num-devices 3", "--num-devices 3", "64; give 1 or 2 or 4"),
     # Folders.
     ("ppo", "--resume /nowhere", "--resume /nowhere", "run directory"),

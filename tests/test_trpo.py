@@ -81,20 +81,20 @@ class Samples(NamedTuple):
 
     frames: np.ndarray
     batch: trpo.Batch
-    weight: np.ndarray
+    mask: np.ndarray
 
     def take(self, index):
-        frames, batch, weight = jax.tree.map(lambda x: jnp.asarray(x)[index], tuple(self))
-        return (frames, batch), weight
+        frames, batch, mask = jax.tree.map(lambda x: jnp.asarray(x)[index], tuple(self))
+        return (frames, batch), mask
 
 
-def small_problem(weight):
-    """A small policy's parameters and a Batch of it, with samples of these weights."""
-    rng = np.random.default_rng(len(weight))
-    frames = rng.integers(0, 256, (len(weight), 3, 1), np.uint8)
+def small_problem(mask):
+    """A small policy's parameters and a Batch of it, with samples of this mask."""
+    rng = np.random.default_rng(len(mask))
+    frames = rng.integers(0, 256, (len(mask), 3, 1), np.uint8)
     params = init_params(SmallPolicy(), frames)
-    batch = random_batch(rng, len(weight))[1]._replace(logits=np.asarray(SmallPolicy().apply(params, frames)))
-    return params, Samples(frames, batch, np.array(weight, bool))
+    batch = random_batch(rng, len(mask))[1]._replace(logits=np.asarray(SmallPolicy().apply(params, frames)))
+    return params, Samples(frames, batch, np.array(mask, bool))
 
 
 def fisher_matrix(params, frames, mean):
@@ -109,9 +109,9 @@ def fisher_matrix(params, frames, mean):
 def test_fisher_product_with_vector_equals_full_matrix_and_hessian_of_kl():
     params, data = small_problem([1, 1, 0, 1, 1, 1])
     flat, unflatten = jax.flatten_util.ravel_pytree(params)
-    vector, mean = np.float32(np.random.default_rng(0).normal(size=flat.shape)), data.weight / 5
+    vector, mean = np.float32(np.random.default_rng(0).normal(size=flat.shape)), data.mask / 5
     fisher = partial(trpo.fisher_loss, SmallPolicy(), vector=unflatten(vector))
-    got = devices.gradient(fisher, params, (data.frames, None), data.weight)[0]
+    got = devices.gradient(fisher, params, (data.frames, None), data.mask)[0]
     with jax.enable_x64(True):
         exact, unflatten = jax.flatten_util.ravel_pytree(jax.tree.map(np.float64, params))
 
@@ -167,7 +167,7 @@ def test_trust_region_step_equals_dense_natural_gradient():
     """Over minibatches with different weights, one of which has no transition."""
     params, data = small_problem([1, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1])
     args = trpo.Args(fisher_fraction=1.0, cg_iterations=60, damping=0.01, max_kl=1e-4)
-    agent, batch, mean = trpo.Agent(SmallPolicy(), None), data.batch, data.weight / data.weight.sum()
+    agent, batch, mean = trpo.Agent(SmallPolicy(), None), data.batch, data.mask / data.mask.sum()
     step = jax.jit(partial(trpo.trust_region_step, args, agent))
     after, metrics = step(params, data, np.arange(12).reshape(3, 4))
 
