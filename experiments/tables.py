@@ -85,7 +85,7 @@ def tables() -> list[str]:
 
 
 def side_by_side() -> list[str]:
-    """The score of each algorithm on unseen levels of two games, over seeds, with its error (`reproduce.pooled`)."""
+    """The score of each algorithm on test levels of two games, over seeds, with its error (`reproduce.pooled`)."""
     evaluated = records.read_rows(RESULTS / "algorithms_nature_evaluations.csv")
     rows = {}
     for row in evaluated:
@@ -246,7 +246,7 @@ def openai_at(split: str, steps: int) -> dict[str, float]:
 
 
 def ours_at_8m() -> dict[str, str]:
-    """What our exported agents of 8M steps score on unseen levels."""
+    """What our exported agents of 8M steps score on test levels."""
     found = {}
     for name in ("ppo_bigfish", "ppo_coinrun_8M", "ppo_starpilot"):
         mean, error, *_ = at_the_end({"file": f"../agents/{name}/eval.json", "rows": "", "column": ""})
@@ -255,7 +255,7 @@ def ours_at_8m() -> dict[str, str]:
 
 
 def public(setting: str, who: str, both: bool = False) -> dict[str, str]:
-    """A column of baselines.csv: the score in each game; of `both`, on training / unseen levels."""
+    """A column of baselines.csv: the score in each game; of `both`, on training / test levels."""
     found = {}
     for row in records.read_rows(REFERENCE / "baselines.csv"):
         if (row["setting"], row["who"]) == (setting, who):
