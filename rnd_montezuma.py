@@ -166,7 +166,7 @@ Encoded = tuple[jax.Array, jax.Array | None]  # the policy's features, and the v
 
 
 class ValueNetwork(nn.Module):
-    """With --separate-value: both values, by layers of the policy's kind and size, none of them shared."""
+    """With --separate-value: both values, from layers like the policy's, none of them shared."""
 
     encoder: nn.Module
     hidden: int
@@ -183,7 +183,7 @@ class ValueNetwork(nn.Module):
 
 class Agent(nn.Module):
     """A policy and two value heads, of the game's reward and of the bonus, on the Nature CNN, with a recurrent core
-    between them; with a value network the policy alone."""
+    between them; with a value network only the policy."""
 
     encoder: nn.Module
     core: networks.Recurrent
@@ -245,7 +245,7 @@ class RNDNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        # In full float32 on every device: rounding would be a bonus that never falls.
+        # In full float32 on every device: rounding errors would leave a bonus that never falls.
         options = {"kernel_init": networks.INITS["orthogonal"], "precision": "highest"}
         for features, size, stride in zip(self.channels.split(","), (8, 4, 3), (4, 2, 1), strict=True):
             x = nn.leaky_relu(networks.conv(int(features), size, stride, "VALID", **options)(x), 0.2)
@@ -282,7 +282,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
-    updates: jax.Array  # int32 []: the parameters' version
+    updates: jax.Array  # int32 []
     frame_stats: FrameStatistics
     bonus_filter: ReturnFilter
 
@@ -485,7 +485,7 @@ def prediction_error(args: Args, stats: FrameStatistics, target: dict, predictor
 
 
 def compute_bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
-    """Divides the prediction error of each transition's next frame by the running standard deviation of its return.
+    """Divides each transition's prediction error, of its next frame, by the running standard deviation of their return.
 
     Returns the filter with this rollout added, the errors and the bonuses, float32 [T, N], 0 where not `mask`.
     """
@@ -519,7 +519,7 @@ def gae(rewards, values, *, discount, decay, ratio) -> jax.Array:
       decay: float32 [T, ...], of the next advantage: discount x lambda, 0 at an episode's end, 1 to skip a step.
       ratio: float32 [T, ...], learner's over actor's probability of the action; 1 on-policy.
 
-    Returns advantages float32 [T, ...], which are also V-trace's targets less the values (with its lambda, as in rlax).
+    Returns advantages float32 [T, ...], also V-trace's targets minus the values (with its lambda, as in rlax).
     """
     chex.assert_equal_shape([rewards, values[1:], discount, decay, ratio])
     rho = jnp.minimum(1.0, ratio)
@@ -820,7 +820,7 @@ def evaluate(
 
 def observe_random_play(args: Args, run: runs.Run, stats: FrameStatistics) -> FrameStatistics:
     """Starts the frame statistics from random steps (section 2.4); returns them unchanged if a signal comes."""
-    run.print(f"{args.obs_norm_init_steps * args.num_envs:,} random steps, to normalise RND's frames by")
+    run.print(f"{args.obs_norm_init_steps * args.num_envs:,} random steps to initialise observation normalisation")
     env = atari.make_montezuma(args, args.num_envs, envs.derive_seed(args.seed, 3))
     rng = np.random.default_rng(envs.derive_seed(args.seed, 4))
     init_stats = stats = jax.device_get(stats)
