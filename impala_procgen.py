@@ -74,18 +74,18 @@ class Args(
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: PositiveFloat = 1.0
-    """V-trace: clip each temporal difference's importance ratio; a lower one brings values nearer to those of the
-    behaviour policy"""
+    """V-trace: clip each temporal difference's importance ratio; lower moves the fixed point towards the behaviour
+    policy's values"""
     c_bar: NonNegativeFloat = 1.0
-    """V-trace: clip the ratios that carry later differences back (in the paper at most at rho_bar); changes how fast
-    values are learnt, not what they come to"""
+    """V-trace: clip the trace coefficients (in the paper at most at rho_bar); changes the speed of convergence, not the
+    fixed point"""
     pg_rho_bar: PositiveFloat = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: NonNegativeFloat = 0.0
-    """for several epochs, as in PPO: V-trace once per update, advantages normalised, and the ratio to the policy before
-    the update clipped to 1 +- this; 0 for the paper's loss, with V-trace computed anew in each minibatch"""
+    """PPO's clipped surrogate, for several epochs: clip the ratio to the policy before the update to 1 +- this, with
+    V-trace once per update and normalised advantages; 0 for the paper's loss, with V-trace in each minibatch"""
     vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
     ent_coef: NonNegativeSchedule = "0.01"
@@ -129,7 +129,7 @@ class Args(
             )
             check(
                 self.num_envs <= self.replay_size <= most,
-                f"--replay-size {self.replay_size}: must be {self.num_envs} (one unroll per environment) to {most}",
+                f"--replay-size {self.replay_size}: must be from {self.num_envs} (an unroll per environment) to {most}",
             )
 
     def sharded_sizes(self) -> dict[str, int]:
@@ -205,23 +205,24 @@ class TrainState(NamedTuple):
 
 
 class VTraceTargets(NamedTuple):
-    """What V-trace computes for each step, constants to the gradient: float32, of unrolls [T, N], of a minibatch
-    [B, T]."""
+    """What V-trace computes for each step, constants to the gradient: float32 [T, N] for a batch, [B, T] for a
+    minibatch."""
 
     targets: jax.Array  # of the value loss
     advantages: jax.Array  # of the policy gradient
+    weights: jax.Array  # importance weights of the advantages: ratios clipped at pg_rho_bar, 0 for junk steps
     log_prob: jax.Array  # of the action, by the learner's policy
 
 
 class Batch(NamedTuple):
-    """Steps to learn from: of unrolls [T, N]; of a minibatch of B unrolls [B, T]."""
+    """Steps to learn from: [T, N] for a batch, [B, T] for a minibatch of B unrolls."""
 
     actions: jax.Array  # int32
     logits: jax.Array  # float32 [..., 15], of the behaviour policy
     rewards: jax.Array  # float32
     terminated: jax.Array  # bool
     is_reset: jax.Array  # bool: EnvPool resets in this step, which is no transition (a junk step)
-    targets_before: VTraceTargets | None = None  # with clip_coef: by the parameters before the update
+    old_targets: VTraceTargets | None = None  # with clip_coef: by the parameters before the update
 
 
 class UnrollBatch(NamedTuple):
@@ -449,7 +450,7 @@ def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, 
         rest of a truncated episode, and nothing of the next episode comes through.
       gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda: float32 [].
 
-    Returns targets of the values and advantages of the policy gradient, float32 [T].
+    Returns targets of the values, and advantages of the policy gradient with their importance weights, float32 [T].
     """
     chex.assert_rank([log_ratio, rewards, values, terminated, is_reset], 1)
     chex.assert_equal_shape([log_ratio, rewards, values[1:], terminated, is_reset])
@@ -458,17 +459,16 @@ def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, 
     deltas = jnp.minimum(rho_bar, ratio) * (rewards + discounts * values[1:] - values[:-1])
     decays = discounts * vtrace_lambda * jnp.minimum(c_bar, ratio)
 
-    def backward(correction, step):  # remark 1: v_s - V(x_s), from that of the step after
+    def backward(correction, step):  # remark 1: v_s - V(x_s), recursively
         delta, decay = step
         correction = delta + decay * correction
         return correction, correction
 
     steps = deltas, decays
     targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.scan_unroll())[1]
-    # As rlax: with a lambda of 1 the paper's next target, and where nothing is off-policy GAE for any lambda.
+    # As rlax: with a lambda of 1 the paper's next target, and on-policy GAE for any lambda.
     next_targets = jnp.append(vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1], values[-1])
-    advantages = jnp.minimum(pg_rho_bar, ratio) * (rewards + discounts * next_targets - values[:-1])
-    return targets, advantages
+    return targets, rewards + discounts * next_targets - values[:-1], jnp.minimum(pg_rho_bar, ratio)
 
 
 class Inputs(NamedTuple):
@@ -492,10 +492,10 @@ def vtrace_targets(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
     log_prob = action_log_prob(log_probs, batch.actions)
     log_ratio = log_prob - action_log_prob(jax.nn.log_softmax(batch.logits), batch.actions)
     clips = {"rho_bar": args.rho_bar, "c_bar": args.c_bar, "pg_rho_bar": args.pg_rho_bar}
-    targets, advantages = jax.vmap(partial(vtrace, gamma=gamma, vtrace_lambda=args.vtrace_lambda, **clips))(
+    targets, advantages, weights = jax.vmap(partial(vtrace, gamma=gamma, vtrace_lambda=args.vtrace_lambda, **clips))(
         log_ratio, batch.rewards, values, batch.terminated, batch.is_reset
     )
-    return jax.lax.stop_gradient(VTraceTargets(targets, advantages, log_prob))
+    return jax.lax.stop_gradient(VTraceTargets(targets, advantages, weights, log_prob))
 
 
 def impala_loss_terms(
@@ -512,19 +512,20 @@ def impala_loss_terms(
     ratio = jnp.exp(log_prob - action_log_prob(old_log_probs, batch.actions))
     terms = {}
     if args.clip_coef:  # Schulman et al. 2017, equation 7
-        targets, advantages, log_prob_before = batch.targets_before
+        targets, advantages, weights, log_prob_before = batch.old_targets
+        advantages = weights * advantages
         update_ratio = jnp.exp(log_prob - log_prob_before)
         ratio_clipped = jnp.clip(update_ratio, 1 - args.clip_coef, 1 + args.clip_coef)
         terms["clipfrac"] = (jnp.abs(update_ratio - 1) > args.clip_coef).astype(jnp.float32)
         terms["policy_loss"] = -jnp.minimum(update_ratio * advantages, ratio_clipped * advantages)
     else:
-        targets, advantages, _ = vtrace_targets(args, log_probs, values, batch, gamma=gamma)
-        terms["policy_loss"] = -(advantages * log_prob)
+        targets, advantages, weights, _ = vtrace_targets(args, log_probs, values, batch, gamma=gamma)
+        terms["policy_loss"] = -(weights * advantages * log_prob)
     value_error = values[:, :-1] - targets
     return terms | {
         "value_loss": 0.5 * value_error**2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the usual name
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; named as in CleanRL
         "rho": jnp.minimum(args.rho_bar, ratio),
         "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
         "value_error": value_error,
@@ -574,7 +575,9 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
 
 def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
     """The unrolls at `index` int32 [B], batch axis first; with a key, also keys for augmentation and dropout."""
-    chex.assert_tree_shape_prefix(unrolls.batch, unrolls.batch.is_reset.shape)  # an index too high would be no error
+    chex.assert_tree_shape_prefix(
+        unrolls.batch, unrolls.batch.is_reset.shape
+    )  # JAX clamps an index that is out of range
     steps = jnp.arange(args.num_steps + 1)
     time, env = steps[None, :-1], index[:, None]
 
@@ -590,8 +593,9 @@ def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.
     return inputs, jax.tree.map(lambda x: x[time, env], unrolls.batch)
 
 
-def fix_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBatch, *, gamma) -> UnrollBatch:
-    """Computes V-trace once for all epochs, by the parameters before the update, and normalises its advantages."""
+def precompute_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBatch, *, gamma) -> UnrollBatch:
+    """Computes V-trace once for all epochs, by the parameters before the update, and normalises the advantages, before
+    they are weighted: what is subtracted from all of them then changes no expected gradient."""
 
     def minibatch_targets(index):
         inputs, batch = make_minibatch(args, unrolls, index, None)
@@ -602,7 +606,7 @@ def fix_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBatch, *,
     targets = jax.tree.map(lambda x: x.reshape(-1, len(is_reset)).T, jax.lax.map(minibatch_targets, index))
     mean, var = masked_moments(targets.advantages, ~is_reset)
     targets = targets._replace(advantages=(targets.advantages - mean) / jnp.sqrt(var + 1e-8))
-    return unrolls._replace(batch=unrolls.batch._replace(targets_before=targets))
+    return unrolls._replace(batch=unrolls.batch._replace(old_targets=targets))
 
 
 def schedules(args: Args, step: jax.Array) -> tuple[jax.Array, ...]:
@@ -620,8 +624,8 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
     epochs = max(args.update_epochs // args.update_pieces, 1)
     num_minibatches = args.num_minibatches * args.update_epochs // (args.update_pieces * epochs)  # of each
     tx = make_optimizer(args)
-    if args.clip_coef and unrolls.batch.targets_before is None:
-        unrolls = fix_targets(args, agent, state.params, unrolls, gamma=gamma)
+    if args.clip_coef and unrolls.batch.old_targets is None:
+        unrolls = precompute_targets(args, agent, state.params, unrolls, gamma=gamma)
     minibatch_loss = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
 
     def train_minibatch(learner, key, index):

@@ -46,9 +46,11 @@ def test_vtrace_over_ends_equals_the_papers_formula(seed, length, gamma, vtrace_
     steps = jax.tree.map(lambda x: x[..., 0], random_steps(rng, length, 1))
     values, log_ratio = normal(rng, length + 1, scale=3), normal(rng, length, scale=0.7)
     rewards = np.where(steps.is_reset, 1e6, steps.rewards)  # whatever stands at a junk step
-    got = compiled_vtrace(log_ratio, rewards, values, steps.terminated, steps.is_reset, gamma=gamma, **bars_of(args))
+    targets, advantages, weights = compiled_vtrace(
+        log_ratio, rewards, values, steps.terminated, steps.is_reset, gamma=gamma, **bars_of(args)
+    )
     want = oracle.vtrace(args, log_ratio, steps.rewards, values, steps.terminated, steps.is_reset, gamma)
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip((targets, weights * advantages), want, strict=True):
         np.testing.assert_allclose(np.asarray(g)[~steps.is_reset], w[~steps.is_reset], rtol=2e-4, atol=2e-4)
 
 
@@ -133,7 +135,7 @@ def test_gradient_of_the_loss_takes_targets_and_advantages_as_constants():
     steps, actions = jax.tree.map(lambda x: x.T, random_steps(rng, 6, 2)), rng.integers(0, 15, (2, 6), np.int32)
     batch = impala.Batch(actions, normal(rng, 2, 6, 15), steps.rewards, steps.terminated, steps.is_reset)
     logits, values = normal(rng, 2, 6, 15), normal(rng, 2, 7)
-    targets, advantages, _ = impala.vtrace_targets(args, jax.nn.log_softmax(logits), values, batch, gamma=0.9)
+    targets, advantages, weights, _ = impala.vtrace_targets(args, jax.nn.log_softmax(logits), values, batch, gamma=0.9)
 
     def slopes(name):
         def total(logits, values):
@@ -142,7 +144,7 @@ def test_gradient_of_the_loss_takes_targets_and_advantages_as_constants():
         return jax.jit(jax.grad(total, (0, 1)))(logits, values)
 
     of_logits, of_values = slopes("policy_loss")
-    want = np.asarray(advantages)[..., None] * (jax.nn.softmax(logits) - np.eye(15)[actions])
+    want = np.asarray(weights * advantages)[..., None] * (jax.nn.softmax(logits) - np.eye(15)[actions])
     np.testing.assert_allclose(of_logits, want, rtol=1e-4, atol=1e-5)
     assert not of_values.any()
     of_logits, of_values = slopes("value_loss")
@@ -152,12 +154,13 @@ def test_gradient_of_the_loss_takes_targets_and_advantages_as_constants():
 
 
 def test_clipped_loss_after_an_update_has_the_targets_from_before_it():
-    """By hand: V-trace by the parameters from before, its advantages normalised over the batch, and PPO's surrogate."""
+    """By hand: V-trace by the parameters from before, its advantages normalised over the batch and then weighted, and
+    PPO's surrogate."""
     args = make_args(clip_coef=0.2, rho_bar=0.9, c_bar=0.8, pg_rho_bar=0.7, vtrace_lambda=0.95, dropout=0.5)
     agent, rng = impala.make_agent(args), np.random.default_rng(0)
     unrolls, before = random_unrolls(rng, args), init_state(impala, args, agent).params
     after = jax.tree.map(lambda x: x + normal(rng, *x.shape, scale=0.1), before)
-    unrolls = jax.jit(partial(impala.fix_targets, args, agent, gamma=0.9))(before, unrolls)
+    unrolls = jax.jit(partial(impala.precompute_targets, args, agent, gamma=0.9))(before, unrolls)
     old, new = outputs(agent, before, unrolls), outputs(agent, after, unrolls)
     kept, actions = ~unrolls.batch.is_reset, unrolls.batch.actions[..., None]
     acted, log_prob, moved = (
@@ -170,10 +173,13 @@ def test_clipped_loss_after_an_update_has_the_targets_from_before_it():
         ends = game.terminated, game.is_reset
         ratio = (log_prob - acted)[:, n]
         targets[:, n], advantages[:, n] = oracle.vtrace(args, ratio, game.rewards, old[1][:, n], *ends, 0.9)
-    advantages = (advantages - advantages[kept].mean()) / advantages[kept].std()
-    targets_before = unrolls.batch.targets_before
-    np.testing.assert_allclose(targets_before.targets[kept], targets[kept], rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(targets_before.advantages[kept], advantages[kept], rtol=1e-3, atol=1e-3)
+    weights = np.minimum(args.pg_rho_bar, np.exp(log_prob - acted))
+    advantages /= weights  # the oracle's are weighted
+    advantages = weights * (advantages - advantages[kept].mean()) / advantages[kept].std()
+    old_targets = unrolls.batch.old_targets
+    np.testing.assert_allclose(old_targets.targets[kept], targets[kept], rtol=1e-3, atol=1e-3)
+    got = old_targets.weights * old_targets.advantages
+    np.testing.assert_allclose(got[kept], advantages[kept], rtol=1e-3, atol=1e-3)
     inputs, batch = make_minibatch(args, unrolls)
     assert len(np.unique(np.asarray(inputs.keys).reshape(-1, 2), axis=0)) == NUM_ENVS * STEPS  # of dropout
     without_dropout = inputs._replace(keys=None), batch
