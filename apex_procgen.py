@@ -39,14 +39,17 @@ from common.flags import (
 from common.rewards import masked_moments
 
 SCRIPT = Path(__file__).stem
-EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C: without it a policy may stand still for ever
+EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C
+# Updates of RND's predictor before its errors are rewarded: its first errors are hundreds of times as large, and the
+# normalisation never forgets.
+PREDICTOR_WARMUP = 500
 
 
 @dataclass(frozen=True)
 class Args(
     envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, bonus.BonusArgs, runs.RunArgs
 ):
-    # What the network's outputs mean, and the rewards in the replay buffer.
+    # The shapes and meaning of the network's outputs, and the rewards in the replay buffer.
     FIXED: ClassVar = (
         "num_atoms", "v_min", "v_max", "num_quantiles", "dueling", "num_policies", "rnd_coef", "rnd_normalize",
     )  # fmt: skip
@@ -80,9 +83,10 @@ class Args(
     num_quantiles: Annotated[int, Interval(ge=0, le=1024)] = 0
     """learn this many quantiles of the distribution of values, drawn anew in each update (IQN); 0 to learn atoms"""
     munchausen_alpha: UnitInterval = 0.0
-    """weight in the reward of the bonus max(tau log pi(a|s), -1), pi a softmax of the target's values; 0 for none"""
+    """Munchausen's alpha: adds alpha max(tau log pi(a|s), -1) to the reward, pi a softmax of the target's Q-values; 0:
+    none"""
     munchausen_tau: PositiveFloat = 0.03
-    """temperature tau of Munchausen's softmax policy, whose mean value replaces that of double_q's best action"""
+    """temperature tau of Munchausen's softmax policy; its soft value replaces double Q-learning's"""
     cql_alpha: NonNegativeFloat = 0.0
     """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a), in the loss; 0 for none"""
     double_q: bool = True
@@ -109,8 +113,8 @@ class Args(
         runs.check_needs(self, differ, "two environments or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
         runs.check_needs(self, self.with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
-        check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, where values start")
-        check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, where values start")
+        check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, near which values start")
+        check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, near which values start")
         wide_enough = self.v_max - self.v_min >= 1e-3
         check(wide_enough, f"--v-max {self.v_max}: must be above --v-min, {self.v_min}, by 0.001 or more")
         check(
@@ -183,8 +187,8 @@ class Agent(nn.Module):
 
 
 def init_value_bias(support: Sequence[float], key: jax.Array, shape: tuple[int], dtype=jnp.float32) -> jax.Array:
-    """Initialises biases [outputs * atoms] so that values start around 0, as without a distribution. The middle of the
-    support is above most games' returns, and overestimated values bootstrap from themselves and fall slowly.
+    """Initialises biases [outputs * atoms] so that values start near 0, as without a distribution (with a lowest atom
+    of 0 at 5 % of the support). Overestimated values bootstrap from themselves, and those in the middle fall slowly.
 
     The logits are a bell around 0 with straight slopes, a twentieth of the support wide: a Gaussian's slopes would be
     hundreds of logits deep, and atoms down there are hardly learnt. If atoms are spaced further apart, the two around 0
@@ -238,7 +242,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     global_step: jax.Array  # int32 []: transitions played
     updates: jax.Array  # int32 []
-    iterations: jax.Array  # int32 []: the version of the parameters that actors have
+    iterations: jax.Array  # int32 []: main-loop iterations so far
     learn_from: jax.Array  # int32 []: the step at which learning starts
     curiosity: Curiosity | None  # None for a single policy
 
@@ -281,7 +285,7 @@ def init_state(args: Args, agent: Agent) -> TrainState:
 
 def policies_of(args: Args, env_ids: jax.Array) -> jax.Array | None:
     """The policies int32 [n] of environments env_ids int32 [n]; None if there is a single one. The last environment,
-    whose epsilon is the smallest, plays policy 0, the one before policy 1, and so on, round and round."""
+    whose epsilon is the smallest, plays policy 0."""
     return None if args.num_policies == 1 else (args.num_envs - 1 - env_ids) % args.num_policies
 
 
@@ -306,8 +310,7 @@ def make_intrinsic_rewards(args: Args, mesh: Mesh) -> Callable:
     def intrinsic_rewards(curiosity, rollouts):
         policies = policies_of(args, envs.join_envs([rollout.env_state.env_ids for rollout in rollouts], axis=0))
         frames = envs.join_envs([rollout.frames for rollout in rollouts], axis=1)
-        # Errors of a predictor that has not learnt are large everywhere, and would count in the normalisation for long.
-        mask = ~frames.is_first & (curiosity.opt_state.count > 0)
+        mask = ~frames.is_first & (curiosity.opt_state.count >= PREDICTOR_WARMUP)
         bonus_state, intrinsic = bonus.of_frames(
             args, curiosity.bonus, curiosity.predictor, frames=frames, mask=mask, gamma=args.gamma
         )
@@ -447,11 +450,11 @@ def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: rep
         actions = mean_value(support, outputs.next_selector_values).argmax(axis=1)
         return batch.returns, select_action(outputs.next_target_values, actions)
     tau = args.munchausen_tau
-    log_policy = tau * nn.log_softmax(mean_value(support, outputs.target_values) / tau)
-    log_prob = jnp.take_along_axis(log_policy, batch.actions[:, None], axis=1)[:, 0]
-    returns = batch.returns + args.munchausen_alpha * jnp.clip(log_prob, -1, 0)
-    log_policy = nn.log_softmax(mean_value(support, outputs.next_selector_values) / tau)[..., None]
-    return returns, (jnp.exp(log_policy) * (outputs.next_target_values - tau * log_policy)).sum(axis=1)
+    scaled_log_policy = tau * nn.log_softmax(mean_value(support, outputs.target_values) / tau)
+    scaled_log_prob = jnp.take_along_axis(scaled_log_policy, batch.actions[:, None], axis=1)[:, 0]
+    returns = batch.returns + args.munchausen_alpha * jnp.clip(scaled_log_prob, -1, 0)
+    next_log_policy = nn.log_softmax(mean_value(support, outputs.next_selector_values) / tau)[..., None]
+    return returns, (jnp.exp(next_log_policy) * (outputs.next_target_values - tau * next_log_policy)).sum(axis=1)
 
 
 def select_action(outputs: jax.Array, actions: jax.Array) -> jax.Array:
@@ -466,7 +469,7 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
     loss. A single atom is the value itself, learnt with Huber's loss, as in DQN (Mnih et al. 2015). The TD error is
     that of mean values (over the quantiles drawn), which actors compute too. With atoms its target is the mean of the
     projected one, since a return beyond the support cannot be learnt. Conservative Q-learning (Kumar et al. 2020, arXiv
-    2006.04779, equation 4, CQL(H)) lowers large mean values and raises those of the actions that were played.
+    2006.04779, equation 4, CQL(H)) lowers mean values by their softmax weight and raises the played action's.
     """
     chex.assert_equal_shape([outputs.values, outputs.next_target_values, outputs.next_selector_values])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])

@@ -605,12 +605,14 @@ def test_act_asks_each_environment_about_its_own_policy():
 
 def test_intrinsic_rewards_are_the_novelty_of_frames_by_each_policys_beta():
     """Normalised over two rollouts of two actors, in which episodes end and games restart; none before the predictor's
-    first update."""
+    warm-up is over."""
     args = make_args(num_policies=3, num_steps=8, num_devices=2, frame_stack=1, gamma=0.9, min_gamma=0.5)
     rng, mesh = np.random.default_rng(0), devices.make_mesh(args)
     state = init_state(apex, args, apex.make_agent(args))
     curiosity = jax.device_put(state.curiosity, devices.shardings(mesh, apex.CURIOSITY_SPECS))
-    trained = curiosity.opt_state._replace(count=curiosity.opt_state.count + 1)
+    untrained, trained = (
+        curiosity.opt_state._replace(count=curiosity.opt_state.count + apex.PREDICTOR_WARMUP - i) for i in (1, 0)
+    )
     compute, steps = apex.make_intrinsic_rewards(args, mesh), rng.integers(0, 4, (2, 8, 4), np.int32)
     images = rng.integers(0, 256, (2, 8, 4, 64, 64, 3), np.uint8)
     novelty = jax.jit(partial(bonus.novelty, state.curiosity.bonus.target))
@@ -625,9 +627,9 @@ def test_intrinsic_rewards_are_the_novelty_of_frames_by_each_policys_beta():
             rollouts.append(
                 rollout._replace(frames=rollout.frames.replace(images=frames, episode_steps=steps[i][:, columns]))
             )
-        untrained, _, nothing, _ = compute(curiosity._replace(opt_state=state.curiosity.opt_state), tuple(rollouts))
+        same, _, nothing, _ = compute(curiosity._replace(opt_state=untrained), tuple(rollouts))
         assert not np.any(nothing)
-        assert untrained.bonus.filter.count == curiosity.bonus.filter.count
+        assert same.bonus.filter.count == curiosity.bonus.filter.count
         curiosity, policies, got, metrics = compute(curiosity._replace(opt_state=trained), tuple(rollouts))
         raw = np.stack([novelty(state.curiosity.predictor, x) for x in images[i]]) * (steps[i] > 0)
         seen.append((raw, steps[i] == 0, steps[i] > 0))
