@@ -51,19 +51,19 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     alpha_learning_rate: Annotated[float, Interval(ge=1e-6, le=1)] = 0.01
     """learning rate of log alpha: each update adds this times (target entropy - entropy)"""
     min_alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 1e-6
-    """lower bound of the temperature; one that has sunk far rises again too slowly to save the policy's entropy"""
+    """lower bound of the temperature; from far below it would recover too slowly to stop a collapse of the entropy"""
     tau: Annotated[float, Interval(ge=1e-6, le=1)] = 0.005
     """coefficient of the target network's moving average; 1 copies the online network"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 1
     """updates between steps of the target network"""
     average_q: bool = False
-    """take the mean of both Q-functions, in targets and for the policy; the smaller one, the default, may be too low"""
+    """average both Q-functions in targets and policy loss; the default, their minimum, can underestimate"""
     q_clip: NonNegativeFloat = 0.0
-    """clip Q-values in the loss to +- this, in reward, around the target network's; 0 for no clipping"""
+    """clip Q-values in the loss to +- this (in units of return) around the target network's; 0 for no clipping"""
     cql_alpha: NonNegativeFloat = 0.0
     """coefficient of conservative Q-learning's penalty, log sum_b exp Q(s, b) - Q(s, a), of both Qs; 0 for none"""
     entropy_penalty: NonNegativeFloat = 0.0
-    """coefficient of half the squared difference (nats^2) of the policy's entropy from that of the target network's"""
+    """coefficient of 0.5 (H(policy) - H(target network's policy))^2, in nats^2"""
     learning_rate: NonNegativeSchedule = "3e-4"
     """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
     max_grad_norm: NonNegativeFloat = 10.0
@@ -218,8 +218,8 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
     Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
     here with the target network's policy as the old one. Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779,
-    equation 4, CQL(H)) lowers the values of actions that were not played. Importance weights scale the
-    Q-functions' loss only.
+    equation 4, CQL(H)) lowers values by their softmax weight and raises the played action's. Importance weights scale
+    the Q-functions' loss only.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     stop_gradient = jax.lax.stop_gradient
@@ -262,7 +262,7 @@ def loss(
     frames = augment.augment(args, keys, batch.frames)
     next_frames = augment.augment(args, next_keys, batch.next_frames)
     features = agent.apply(params, frames, dropout_keys, method="encode")
-    # The encoder learns from the Q-functions alone: these would have to follow whatever the policy's loss did to it.
+    # The encoder learns from the Q-functions alone: gradients of the policy would shift their features.
     logits = agent.apply(params, jax.lax.stop_gradient(features), method="logits")
     target_logits = target_values = None
     if args.q_clip or args.entropy_penalty:
@@ -281,8 +281,8 @@ def loss(
 def update_temperature(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
     """log alpha, float32 [], after a gradient step on Christodoulou 2019, equation 11, with a batch's mean entropy [].
 
-    As usual the gradient by alpha, entropy - target, is applied to log alpha. A plain step, not Adam's: its averages
-    remember the first updates, with entropies far above the target, and would hold back a temperature that must rise.
+    As usual the gradient by alpha, entropy - target, is applied to log alpha. A plain step, with a learning rate of its
+    own: by Adam at the networks' rate alpha could not rise fast enough to stop a collapse of the entropy.
     """
     difference = args.target_entropy_scale * MAX_ENTROPY - entropy
     max_alpha = 10.0  # far above any game's need

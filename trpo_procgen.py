@@ -71,15 +71,15 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     cg_iterations: Iterations = 10
     """conjugate-gradient iterations, one Fisher-vector product each"""
     damping: PositiveFloat = 0.1
-    """added to the Fisher matrix's diagonal: the more, the nearer a step is to the plain gradient's, and the shorter"""
+    """added to the Fisher matrix's diagonal; more turns steps towards the gradient and shortens them"""
     line_search_steps: Iterations = 10
-    """lengths of a step that are tried, each half the last, before it is given up"""
+    """backtracking steps of the line search, each half the last, before the step is given up"""
     learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's learning rate for values (with a penalty, the policy too): a number, or a schedule like gamma's"""
     value_epochs: Iterations = 3
     """epochs over each batch to fit the value network (with a penalty, the policy too)"""
     penalty: NonNegativeFloat = 0.0
-    """coefficient of a fixed KL penalty (PPO's --kl-coef), with Adam in place of the trust region; 0 for TRPO"""
+    """coefficient of a fixed KL penalty, with Adam in place of the trust region; 0 for TRPO"""
 
     def check(self) -> None:
         """Raises UsageError for inconsistent flags."""

@@ -72,8 +72,8 @@ def error(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
 def of_transitions(
     args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, timesteps: envs.Timesteps, gamma: jax.Array
 ):
-    """The bonus float32 [T, N] of each transition, for the frame it leads to; 0 for junk steps. Returns the Bonus with
-    its filter updated, and that."""
+    """The bonus float32 [T, N] of each transition, for the frame it leads to; 0 for junk steps. Returns the updated
+    Bonus and the bonus."""
 
     times, valid = jnp.arange(args.num_steps) + 1, ~timesteps.is_reset
     return _of_steps(args, bonus, predictor, frames, times, valid, timesteps.sequence_end, gamma)
@@ -81,8 +81,8 @@ def of_transitions(
 
 def of_frames(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, mask: jax.Array, gamma: jax.Array):
     """The bonus float32 [T, N] of reaching each frame; 0 where `mask` (bool [T, N]) is false, as it must be for an
-    episode's first frame. Row t is of transition t - 1, so row 0 of the previous rollout's last. Returns the Bonus
-    with its filter updated, and that."""
+    episode's first frame. Row t belongs to transition t - 1 (row 0: the previous rollout's last). Returns the
+    updated Bonus and the bonus."""
     return _of_steps(args, bonus, predictor, frames, jnp.arange(args.num_steps), mask, frames.is_first, gamma)
 
 

@@ -60,9 +60,9 @@ class OffPolicyArgs(actors.FleetArgs):
         check(not self.distributed, "--distributed: this script trains on one host, on as many devices as it has")
         steps = self.n_step + self.num_steps + 2 * max(self.frame_stack - 1, 1)  # the oldest rows lack stacked frames
         least = self.num_envs * steps
-        need = f"room for an unroll, an n-step return and two frame stacks of each of {self.num_envs} environments"
-        check(size >= least, f"--buffer-size {size}: give {least} or more, {need}")
-        valid = f"must be from {least}, {need}, to --buffer-size, {size}"
+        need = f"an unroll, an n-step return and two frame stacks of each of {self.num_envs} environments"
+        check(size >= least, f"--buffer-size {size}: give {least} or more, for {need}")
+        valid = f"must be from {least} ({need}) to {size} (--buffer-size)"
         check(least <= starts <= size, f"--learning-starts {starts}: {valid}")
         platforms = jax.config.jax_platforms or "cpu"
         valid = f"JAX_PLATFORMS={platforms} leaves out the host's memory, give {platforms},cpu"

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     episode_end: jax.Array  # bool [T, N]: it was its episode's last, or cut off by a forced reset
     is_reset: jax.Array  # bool [T, N]: a junk step, no transition
     action_value: jax.Array  # float32 [T, N]: the actor's estimate for its action
-    state_value: jax.Array  # float32 [T, N]: and for the state; both for a transition's first priority
+    state_value: jax.Array  # float32 [T, N]: and of the state's value; both set the initial priority
 
 
 class Policies(NamedTuple):
@@ -122,8 +122,8 @@ def insert(
 
     Args:
       new: with frames as of `envs.Frames.after`.
-      forced_reset: bool [N], whether an environment is reset after these rows. Then its last row is no transition
-        unless its episode terminated there, and an unfinished episode is truncated at the row before.
+      forced_reset: bool [N], whether an environment is reset after these rows. If so, its last transition lacks a
+        next frame and is dropped unless terminal: the episode is truncated one row earlier.
       policies: of the N environments, if there are several; their discount factors replace gamma.
       bonus: float32 [T, N], the intrinsic reward of reaching each new frame. It is added to the reward one row earlier,
         which no return that could be sampled contains yet.
@@ -166,7 +166,7 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
     B equal parts of the priorities' sum, then an environment within the row.
 
     The two steps have sums and random numbers of their own, since float32 has too few digits for one cumulative sum of
-    a million priorities. Computing the sums anew each time costs less than the network on a single frame.
+    a million priorities. The sums are computed anew each time: there is no sum tree.
 
     `beta` is the exponent of the importance weights (section 3.4), which also correct for devices whose priorities have
     unequal sums, since each samples B transitions of its own environments.

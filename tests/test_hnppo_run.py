@@ -114,7 +114,7 @@ def test_task_with_three_good_evaluations_ends_with_its_best_parameters(train, m
     agent, jitted = make(args)
     state = load_state(args, agent, run.path)
     assert (int(state.updates), float(state.best.success)) == (5, 1.0)
-    kept = hn.make_policy(jitted, jitted.policy_for(state, 0))(obs, 0)
+    kept = hn.make_policy(jitted, jitted.policy_params(state, 0))(obs, 0)
     assert [bool((kept == x).all()) for x in actions] == [False, False, False, True, False, True]
     # Parameters are chosen by other doors than the matrix is of, which evaluate.py plays with --seed 0.
     assert seeds == [hn.SELECT_SEED] * 5 + [hn.EVAL_SEED]
@@ -201,7 +201,7 @@ def test_evaluation_of_a_seed_is_always_the_same_and_of_each_tasks_policy(two_ta
     assert first.rows != evaluate_run(seed=0, random=True).rows
     agent, jitted = make(args)
     state = load_state(args, agent, two_tasks)
-    params = [jitted.policy_for(state, i) for i in range(2)]
+    params = [jitted.policy_params(state, i) for i in range(2)]
     assert any((x != y).any() for x, y in zip(*map(jax.tree.leaves, params), strict=True))
     for row, one in zip(first.rows, params, strict=True):
         policy = hn.make_policy(jitted, one)
