@@ -1,4 +1,4 @@
-"""Checkpoints of a run: pytrees of arrays, written by Orbax under a temporary name, and read only if they are whole."""
+"""Checkpoints of a run: pytrees of arrays, written by Orbax under a temporary name, and read only if they are complete."""
 
 import errno
 import hashlib
@@ -20,7 +20,7 @@ from common.files import UsageError, check
 
 VERSION = 3  # of a checkpoint's names
 TEMPORARY = ".orbax-checkpoint-tmp"  # after the step, in Orbax's name of an unfinished checkpoint
-# Errors of the machine, after which a checkpoint may still be whole.
+# Errors of the machine, after which a checkpoint may still be complete.
 MACHINE_ERRORS = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EISDIR, errno.EACCES}  # of file systems that sync only files
 
@@ -148,7 +148,7 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
         for sentence in damaged.values():
             print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)
         return newest, tree
-    none = f"{run_dir} has no {'whole' if damaged else 'complete'} checkpoint: nothing to load"
+    none = f"{run_dir} has no {'intact' if damaged else 'complete'} checkpoint: nothing to load"
     none += " (the first comes after --checkpoint-every steps, or at the run's end)"
     raise UsageError("; ".join([none, *damaged.values()]))
 

@@ -54,13 +54,13 @@ def distribute(mesh: Mesh, tree: Any, specs: Any) -> Any:
 
 
 def gather(tree: Any) -> Any:
-    """Gathers a pytree of global arrays as whole NumPy arrays on every host."""
+    """Gathers a pytree of global arrays as NumPy arrays on every host."""
 
-    def whole(x):
+    def gather_array(x):
         local = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
         return x if local else multihost_utils.process_allgather(x, tiled=True)
 
-    return jax.device_get(jax.tree.map(whole, tree))
+    return jax.device_get(jax.tree.map(gather_array, tree))
 
 
 def gather_per_host(tree: Any) -> dict[str, Any]:

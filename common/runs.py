@@ -341,7 +341,7 @@ class Run:
         steps = checkpoints.steps_in(self.path)
         if not steps:
             return "no checkpoint was written yet"
-        return f"the checkpoint of step {steps[-1]} is whole, to continue from it: {self._resume_command()}"
+        return f"the checkpoint of step {steps[-1]} is complete; continue from it: {self._resume_command()}"
 
     def _on_signal(self, number: int, frame) -> None:
         # A second signal does not wait for the iteration's end; one to a process group may come twice at once.

@@ -191,7 +191,7 @@ def test_run_with_all_parts_of_beyond_the_rainbow_stays_finite(train):
 
 @pytest.mark.slow
 def test_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(train):
-    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
         train(apex, checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
 
 

@@ -232,7 +232,7 @@ def test_a_resume_without_a_whole_checkpoint_is_refused(kind, run_dir, capfd):
         shutil.rmtree(run_dir / "checkpoints" / str(step))
         if kind == "all damaged":
             (run_dir / "checkpoints" / str(step)).mkdir()
-    says = f"{run_dir} has no {'complete' if kind == 'all gone' else 'whole'} checkpoint"
+    says = f"{run_dir} has no {'complete' if kind == 'all gone' else 'intact'} checkpoint"
     assert_refused(ppo, ["--resume", run_dir, "--wandb-mode", "disabled"], capfd, says)
 
 
@@ -341,7 +341,7 @@ def test_a_full_disk_while_a_checkpoint_is_written_is_answered_in_one_sentence(r
     assert code == 1
     assert len(said) == 1, said
     assert said[0].startswith(f"error: cannot write {run_dir}")
-    for part in (os.strerror(errno.EFBIG), "MiB are free there", "step 400 is whole", f"--resume {run_dir}"):
+    for part in (os.strerror(errno.EFBIG), "MiB are free there", "step 400 is complete", f"--resume {run_dir}"):
         assert part in said[0]
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [str(step) for step in STEPS]
     with resumed(run_dir) as run:

@@ -198,7 +198,7 @@ def test_an_actor_that_fails_after_its_last_batch_is_reported(train, monkeypatch
 
 @pytest.mark.slow
 def test_divergence_stops_a_run_and_its_actors(train):
-    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
         train(checkpoint_every=1000, total_timesteps=10_000)
     assert not actor_threads()
 

@@ -118,7 +118,7 @@ def test_an_actor_that_fails_stops_the_run_with_a_checkpoint(train, uninterrupte
 
 @pytest.mark.slow
 def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is whole"):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
         train(checkpoint_every=1000, total_timesteps=10_000)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
