@@ -113,8 +113,8 @@ class Args(
         runs.check_needs(self, differ, "two environments or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))
         runs.check_needs(self, self.with_atoms, "--num-atoms 2 or more and --num-quantiles 0", ("v_min", "v_max"))
-        check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less, near which values start")
-        check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more, near which values start")
+        check(self.v_min <= 0, f"--v-min {self.v_min}: must be 0 or less: values start near 0")
+        check(self.v_max >= 0, f"--v-max {self.v_max}: must be 0 or more: values start near 0")
         wide_enough = self.v_max - self.v_min >= 1e-3
         check(wide_enough, f"--v-max {self.v_max}: must be above --v-min, {self.v_min}, by 0.001 or more")
         check(
@@ -188,7 +188,7 @@ class Agent(nn.Module):
 
 def init_value_bias(support: Sequence[float], key: jax.Array, shape: tuple[int], dtype=jnp.float32) -> jax.Array:
     """Initialises biases [outputs * atoms] so that values start near 0, as without a distribution (with a lowest atom
-    of 0 at 5 % of the support). Overestimated values bootstrap from themselves, and those in the middle fall slowly.
+    of 0 at 5 % of the support). Overestimated values bootstrap from themselves, and from mid-support they fall slowly.
 
     The logits are a bell around 0 with straight slopes, a twentieth of the support wide: a Gaussian's slopes would be
     hundreds of logits deep, and atoms down there are hardly learnt. If atoms are spaced further apart, the two around 0

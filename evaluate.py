@@ -38,7 +38,7 @@ class Args:
     run_dirs: tyro.conf.Positional[tuple[str, ...]]
     """run directories, or those of exported agents"""
     episodes: Annotated[int, Interval(ge=1, le=10**6)] = 128
-    """episodes to play, rounded up so that each parallel environment plays as many (DoorGym: episodes of each task)"""
+    """episodes to play, rounded up so that all parallel environments play the same number (DoorGym: of each task)"""
     levels: Literal["train", "test"] = "test"
     """Procgen: play the training levels or the test levels (the same distribution if training levels were unlimited)"""
     video: bool = False

@@ -209,7 +209,7 @@ class VTraceTargets(NamedTuple):
     minibatch."""
 
     targets: jax.Array  # of the value loss
-    advantages: jax.Array  # of the policy gradient
+    advantages: jax.Array  # of the policy gradient, before their weights; in old_targets normalised
     weights: jax.Array  # importance weights of the advantages: ratios clipped at pg_rho_bar, 0 for junk steps
     log_prob: jax.Array  # of the action, by the learner's policy
 
@@ -595,7 +595,7 @@ def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.
 
 def precompute_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBatch, *, gamma) -> UnrollBatch:
     """Computes V-trace once for all epochs, by the parameters before the update, and normalises the advantages, before
-    they are weighted: what is subtracted from all of them then changes no expected gradient."""
+    they are weighted: the mean is then a baseline, which changes no expected gradient where no ratio is clipped."""
 
     def minibatch_targets(index):
         inputs, batch = make_minibatch(args, unrolls, index, None)

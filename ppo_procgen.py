@@ -392,9 +392,10 @@ def loss(
 ):
     """PPO's loss, with DrAC's regulariser and the error of RND's predictor if the flags ask for them.
 
-    Returns its terms per sample, float32 [B, S]; `devices.gradient` averages them over samples and devices,
-    differentiates "loss" and logs the others. A sample's terms may depend on that sample only: on a CPU `loss` is
-    called on 8 frames at a time. Batch statistics belong in `compute_advantages`.
+    Returns its terms per sample, float32 [B, S]; `devices.gradient` weights them (0 for junk steps), averages them over
+    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    only: on a CPU `loss` is called on 8 frames or one sequence at a time. Batch statistics belong in
+    `compute_advantages`.
     """
     inputs, batch = minibatch
     frames = inputs.frames

@@ -485,7 +485,7 @@ def prediction_error(args: Args, stats: FrameStatistics, target: dict, predictor
 
 
 def compute_bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
-    """Divides each transition's prediction error, of its next frame, by the running standard deviation of their return.
+    """Divides each transition's prediction error, on its next frame, by the running deviation of the errors' return.
 
     Returns the filter with this rollout added, the errors and the bonuses, float32 [T, N], 0 where not `mask`.
     """

@@ -51,7 +51,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     alpha_learning_rate: Annotated[float, Interval(ge=1e-6, le=1)] = 0.01
     """learning rate of log alpha: each update adds this times (target entropy - entropy)"""
     min_alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 1e-6
-    """lower bound of the temperature; from far below it would recover too slowly to stop a collapse of the entropy"""
+    """lower bound of the temperature, which from lower values recovers too slowly to stop a collapse of the entropy"""
     tau: Annotated[float, Interval(ge=1e-6, le=1)] = 0.005
     """coefficient of the target network's moving average; 1 copies the online network"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 1

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: pytrees of arrays, written by Orbax under a temporary name, and read only if they are complete."""
+"""Checkpoints of a run: pytrees of arrays, written by Orbax under a temporary name, and read only if complete."""
 
 import errno
 import hashlib

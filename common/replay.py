@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     episode_end: jax.Array  # bool [T, N]: it was its episode's last, or cut off by a forced reset
     is_reset: jax.Array  # bool [T, N]: a junk step, no transition
     action_value: jax.Array  # float32 [T, N]: the actor's estimate for its action
-    state_value: jax.Array  # float32 [T, N]: and of the state's value; both set the initial priority
+    state_value: jax.Array  # float32 [T, N]: its estimate of the state's value; both give the initial priority
 
 
 class Policies(NamedTuple):
@@ -117,7 +117,7 @@ def insert(
 ) -> Replay:  # fmt: skip
     """Writes T new rows; T must divide the ring's length.
 
-    A transition can be sampled once the n-th step after it is written. Its first priority is the TD error by the
+    A transition can be sampled once the n-th step after it is written. Its initial priority is the TD error by the
     actor's own values, without evaluating a network.
 
     Args:

@@ -91,7 +91,7 @@ def draw(games: dict[str, dict[str, tuple[list, list]]]) -> plt.Figure:
             if game in envs.RANDOM_RETURNS:
                 shown["random"] = axis.axhline(envs.RANDOM_RETURNS[game], color="0.4", ls=":"), "random play"
             axis.set(title=game, ylabel="return of an episode", xlabel="hours")
-        over_steps.set(xlabel="environment steps; right: last evaluation, unseen levels")
+        over_steps.set(xlabel="environment steps; right: last evaluation, test levels")
         over_steps.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(*zip(*shown.values(), strict=True), loc="outside lower center", ncols=3, handlelength=4)
     return figure

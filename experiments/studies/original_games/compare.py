@@ -61,7 +61,7 @@ class Args:
 
 
 class Original:
-    """OpenAI's games, with the settings of a Procgen script (`saved`: GameArgs), on its unseen levels."""
+    """OpenAI's games, with the settings of a Procgen script (`saved`: GameArgs), on its test levels."""
 
     def __init__(self, args: Args, saved, num_envs: int):
         first, count = envs.range_of_levels(saved, "test")
@@ -138,7 +138,7 @@ def difference(args: Args, saved, num_envs: int = 16, steps: int = 200) -> tuple
 
 
 def compare(args: Args, name: str, saved, mesh: Mesh, policy: Callable) -> dict:
-    """A row: the policy's mean return and its standard error in both, on unseen levels."""
+    """A row: the policy's mean return and its standard error in both, on test levels."""
     frames, pixels, rewards = difference(args, saved)
     ours, *_ = envs.evaluate(saved, mesh, policy, "test", episodes=args.episodes, seed=args.seed)
     num_envs = devices.round_to_devices(mesh, min(args.episodes, 64))

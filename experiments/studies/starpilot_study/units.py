@@ -92,7 +92,7 @@ def method_of(script: str, saved) -> str:
 
 
 def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
-    """Normalised returns over the number of training levels, on these to the left and on unseen ones to the right:
+    """Normalised returns over the number of training levels, on these to the left and on test levels to the right:
     published hollow and dotted, ours with standard errors and a line through the means over runs."""
     counts = sorted({int(row["training levels"]) for row in [*ours, *theirs]}, key=lambda n: n or np.inf)
     at = {n: n or 3 * max(1, *counts) for n in counts}  # all levels are drawn at the right end
@@ -113,7 +113,7 @@ def draw(ours: list[dict], theirs: list[dict]) -> plot.plt.Figure:
             if published:
                 x, y = zip(*((at[int(row["training levels"])], float(row[on])) for row in published), strict=True)
                 axis.plot(x, y, **style | {"ls": (0, (1, 2)), "mfc": "w", "ms": 6}, label=f"{setting}: published")
-    for axis, title in zip(axes, ("training levels", "unseen levels"), strict=True):
+    for axis, title in zip(axes, ("training levels", "test levels"), strict=True):
         axis.set(title=title, xscale="log", xlabel="number of training levels", ylim=(0, None))
         axis.set_xticks(list(at.values()), [str(n) if n else "all" for n in counts], fontsize=7, rotation=90)
         axis.minorticks_off()
