@@ -46,15 +46,15 @@ HYPERNET_FLAGS = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper
 
 @dataclass(frozen=True)
 class Args(doors.DoorArgs, runs.RunArgs):
-    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # num_envs: of the return filter
+    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # num_envs: the shape of the return filter
 
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
     """hnppo: hypernetwork; ppo: new policy and value networks for each task; finetune: the same ones for all tasks"""
     critic: Literal["hyper", "fresh"] = "hyper"
     """critic of --method hnppo; hyper: generated and remembered like the policy; fresh: a new network for each task"""
     keep_std: bool = False
-    """keep the actions' standard deviation, as Schoepf et al. 2022: hnppo generates it, finetune does not reset it;
-    otherwise it starts at 1 in each task"""
+    """as Schoepf et al. 2022: hnppo generates the actions' standard deviation, finetune carries it over; otherwise it
+    starts at 1 in each task"""
     beta: NonNegativeFloat = 1.0
     """coefficient of the penalty on changes to the weights generated for earlier tasks"""
     task_embedding_dim: Annotated[int, Interval(ge=1, le=4096)] = 8
@@ -90,7 +90,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     ent_coef: NonNegativeFloat = 0.01
     """coefficient of the entropy bonus"""
     noise_color: Annotated[float, Interval(ge=0, le=2)] = 1.0
-    """exponent of the exploration noise, whose power is 1 / frequency^this: 0 is white, 1 is pink"""
+    """beta of the exploration noise's power spectrum, 1 / f^beta: 0 is white, 1 is pink"""
     max_grad_norm: NonNegativeFloat = 0.5
     """maximum global norm of PPO's gradient, without the penalty's; 0 for no clipping"""
     adam_eps: PositiveFloat = 1e-5
@@ -98,7 +98,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     max_skipped: PositiveInt = 50
     """stop with an error after this many consecutive optimiser steps skipped for a gradient that is not finite"""
     stop_at_success: Annotated[float, Interval(ge=0, le=2)] = 0.95
-    """end a task early after three consecutive evaluations with at least this success rate; 2 for never"""
+    """end a task early after three consecutive evaluations with at least this success rate; above 1 for never"""
     num_devices: NonNegativeInt = 1  # small networks: a batch on one device takes less time than sums over several
     checkpoint_every: PositiveInt = 163_840
     """decisions between checkpoints"""
@@ -461,8 +461,7 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
     """The terms of PPO's loss (Schulman et al. 2017, equations 7 and 9) per sample, float32 [B].
 
     The value loss is half the larger of the squared errors of the value and the clipped value. Schoepf et al. 2022 use
-    the clipped value alone: then a value beyond the clip gets no gradient, and a generated critic, which the policy's
-    gradient changes too, forgets.
+    the clipped value alone, which gives values beyond the clip no gradient.
     """
     chex.assert_equal_shape([log_probs, values, batch.log_probs, batch.values, batch.advantages, batch.returns])
     log_ratio = log_probs - batch.log_probs
@@ -491,7 +490,7 @@ def loss(args: Args, agent: Agent, learner: dict, batch: Batch) -> dict[str, jax
 
 def penalty(agent: Agent, hyper: dict, state: TrainState) -> jax.Array:
     """The squared distance of the weights generated for earlier tasks from their targets, a mean over these tasks (von
-    Oswald et al. 2020, equation 2)."""
+    Oswald et al. 2020, equation 2, but with fixed targets)."""
     distance = ((agent.hyper.apply(hyper, state.embeddings) - state.targets) ** 2).sum(axis=-1)
     earlier = jnp.arange(MAX_TASKS) < state.task
     return (earlier * distance).sum() / jnp.maximum(state.task, 1)
@@ -660,8 +659,8 @@ def evaluate_task(args: Args, jitted: Jitted, state: TrainState, task: str) -> t
 
 def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
     """Loads a run's newest checkpoint or an exported agent: "actor", the policies' parameters stacked over tasks,
-    "finished", the number of finished tasks, and "global_step". An unfinished task has its best parameters so far.
-    With --method ppo each finished task has its own network; otherwise see `policy_params`."""
+    "finished", the number of finished tasks, and "global_step". In an unfinished task all use its best
+    parameters so far. With --method ppo each finished task has its own network; otherwise see `policy_params`."""
 
     def select(state):
         evaluated = (state.finished == state.task) & (state.best.success >= 0)
@@ -727,7 +726,7 @@ def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict, *, with_p
         rate += ", --beta" if with_penalty else ""
         raise runs.DivergedError(
             f"{skipped} gradients in a row were not finite before step {step}: training stopped; {run.resume_hint()}; "
-            f"try a smaller {rate}, --clip-coef or --max-grad-norm"
+            f"try a smaller {rate} or --clip-coef"
         )
 
 
