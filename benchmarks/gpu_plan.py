@@ -1,14 +1,16 @@
 """Memory, kernels, bytes and FLOPs of a script's programs as XLA compiles them for an H100, on a machine without a GPU.
 
-Needs XLA's compiler for NVIDIA GPUs, the package jax-cuda12-plugin, in an environment of its own (docs/gpu.md). The
-flags in quotes are those of the script:
+Needs XLA's compiler for NVIDIA GPUs in an environment of its own; the flags in quotes are those of the script:
 
-    python -m benchmarks.gpu_plan ppo --top 20
-    XLA_FLAGS=--xla_dump_to=hlo python -m benchmarks.gpu_plan ppo --flags="--num-envs 256 --num-steps 32"
+    python3.12 -m venv /tmp/gpu-plan
+    /tmp/gpu-plan/bin/pip install -r requirements.txt "jax[cuda12-local]"  # the plugin without the rest of CUDA
+    /tmp/gpu-plan/bin/python -m benchmarks.gpu_plan ppo --top 20
+    /tmp/gpu-plan/bin/python -m benchmarks.gpu_plan ppo --flags="--num-envs 256 --num-steps 32"
 
-Nothing is measured, and nothing is autotuned: cuDNN's choice of algorithms and their workspaces are not known. XLA
-reports no costs for a GPU that is not there, so they are counted in the optimised HLO: the bytes that each kernel must
-read and write, each array once, and the FLOPs of convolutions and matrix products, a multiply-add as two.
+XLA_FLAGS=--xla_dump_to=hlo keeps the programs. Nothing is measured, and nothing is autotuned: cuDNN's choice of
+algorithms and their workspaces are not known. XLA reports no costs for a GPU that is not there, so they are counted in
+the optimised HLO: the bytes that each kernel must read and write, each array once, and the FLOPs of convolutions and
+matrix products, a multiply-add as two.
 """
 
 import importlib.util
@@ -279,7 +281,7 @@ def main(args: Args) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     flags = records.read_flags(SCRIPTS[args.script], args.flags)
     found = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12")
-    runs.check(bool(found), "jax-cuda12-plugin is not installed: docs/gpu.md says how")
+    runs.check(bool(found), "jax-cuda12-plugin is not installed: see this file's first lines")
     records.make_room(args.csv, "--csv")
     gpus = topologies.get_topology_desc("h100", "cuda", target_config=H100, topology="1x1x1").devices
     mesh = Mesh(np.array(gpus), "device")
