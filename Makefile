@@ -36,10 +36,10 @@ torture: .venv/with-$(EXTRA)
 	.venv/bin/pip install --quiet --disable-pip-version-check -r .venv/requirements.txt "jax[cuda13]==0.11.2"
 	@touch $@
 
-# .venv with an extra of pyproject.toml, such as .venv/with-dev, which keeps the JAX of with-cuda13. To change its Python, or
-# from cuda13 to cuda12, delete it first.
+# .venv with an extra of pyproject.toml, such as .venv/with-dev, after which with-cuda13, if there, puts its JAX back. To
+# change its Python, or from cuda13 to cuda12, delete it first.
 .venv/with-%: pyproject.toml requirements.txt
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check ".[$*]"
-	test $* = cuda12 -o ! -e .venv/with-cuda13 || .venv/bin/pip install --quiet --disable-pip-version-check "jax[cuda13]==0.11.2"
+	test $* = cuda12 -o ! -e .venv/with-cuda13 || $(MAKE) --always-make .venv/with-cuda13
 	@touch $@

@@ -83,8 +83,7 @@ class Args(
     num_quantiles: Annotated[int, Interval(ge=0, le=1024)] = 0
     """learn this many quantiles of the distribution of values, drawn anew in each update (IQN); 0 to learn atoms"""
     munchausen_alpha: UnitInterval = 0.0
-    """Munchausen's alpha: adds alpha max(tau log pi(a|s), -1) to the reward, pi a softmax of the target's Q-values; 0:
-    none"""
+    """Munchausen's alpha: adds alpha max(tau log pi(a|s), -1) to rewards, pi the target's softmax policy; 0 for none"""
     munchausen_tau: PositiveFloat = 0.03
     """temperature tau of Munchausen's softmax policy; its soft value replaces double Q-learning's"""
     cql_alpha: NonNegativeFloat = 0.0

@@ -548,7 +548,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
 
 
 def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_penalty: bool):
-    """Epochs of minibatches; returns the next state and the last epoch's mean metrics."""
+    """Runs update_epochs epochs of minibatch steps; returns the next state and the last epoch's mean metrics."""
     chex.assert_tree_shape_prefix(batch, batch.returns.shape)  # JAX clamps an index that is out of range
     tx = make_optimizer(args)
 

@@ -305,7 +305,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, n]
     logits: jax.Array  # float32 [T, n, 15]
     initial_hidden_state: networks.HiddenState
-    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
+    env_state: envs.EnvState  # after the last step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -510,18 +510,18 @@ def impala_loss_terms(
     """
     log_prob, old_log_probs = action_log_prob(log_probs, batch.actions), jax.nn.log_softmax(batch.logits)
     ratio = jnp.exp(log_prob - action_log_prob(old_log_probs, batch.actions))
-    terms = {}
+    vtrace_output = batch.old_targets if args.clip_coef else vtrace_targets(args, log_probs, values, batch, gamma=gamma)
+    advantages = vtrace_output.weights * vtrace_output.advantages
     if args.clip_coef:  # Schulman et al. 2017, equation 7
-        targets, advantages, weights, log_prob_before = batch.old_targets
-        advantages = weights * advantages
-        update_ratio = jnp.exp(log_prob - log_prob_before)
+        update_ratio = jnp.exp(log_prob - vtrace_output.log_prob)
         ratio_clipped = jnp.clip(update_ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-        terms["clipfrac"] = (jnp.abs(update_ratio - 1) > args.clip_coef).astype(jnp.float32)
-        terms["policy_loss"] = -jnp.minimum(update_ratio * advantages, ratio_clipped * advantages)
+        terms = {
+            "policy_loss": -jnp.minimum(update_ratio * advantages, ratio_clipped * advantages),
+            "clipfrac": (jnp.abs(update_ratio - 1) > args.clip_coef).astype(jnp.float32),
+        }
     else:
-        targets, advantages, weights, _ = vtrace_targets(args, log_probs, values, batch, gamma=gamma)
-        terms["policy_loss"] = -(weights * advantages * log_prob)
-    value_error = values[:, :-1] - targets
+        terms = {"policy_loss": -(advantages * log_prob)}
+    value_error = values[:, :-1] - vtrace_output.targets
     return terms | {
         "value_loss": 0.5 * value_error**2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
@@ -530,8 +530,8 @@ def impala_loss_terms(
         "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
         "value_error": value_error,
         "value_error_square": value_error**2,
-        "target": targets,
-        "target_square": targets**2,
+        "target": vtrace_output.targets,
+        "target_square": vtrace_output.targets**2,
     }
 
 
@@ -575,9 +575,8 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
 
 def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
     """The unrolls at `index` int32 [B], batch axis first; with a key, also keys for augmentation and dropout."""
-    chex.assert_tree_shape_prefix(
-        unrolls.batch, unrolls.batch.is_reset.shape
-    )  # JAX clamps an index that is out of range
+    # JAX clamps an index that is out of range.
+    chex.assert_tree_shape_prefix(unrolls.batch, unrolls.batch.is_reset.shape)
     steps = jnp.arange(args.num_steps + 1)
     time, env = steps[None, :-1], index[:, None]
 
@@ -639,7 +638,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
 
     def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        num_unrolls = unrolls.batch.is_reset.shape[1]  # of this device, which has its part of each minibatch
+        num_unrolls = unrolls.batch.is_reset.shape[1]  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), num_unrolls)
         order = order.reshape(args.num_minibatches, -1)
         order = jax.lax.dynamic_slice_in_dim(order, piece * num_minibatches % args.num_minibatches, num_minibatches)
@@ -717,7 +716,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+    """Returns policy(params, ...), the policy that `envs.play_episodes` calls; it samples actions."""
 
     def sample_actions(params, frames, episode_step, keys, hidden_state):
         logits, hidden_state = policy_logits(agent, params, frames, episode_step == 0, hidden_state)
@@ -769,7 +768,7 @@ def main(args: Args) -> runs.Run:
         state = multihost.distribute(mesh, run.checkpoint["state"], REPLICATED)
         buffers = make_buffers(args, mesh, run)
         step, params = int(state.global_step), multihost.local_replica(mesh, state.params)
-        if "fleet" in run.checkpoint:  # missing in a new run, and where the number of hosts has changed
+        if "fleet" in run.checkpoint:  # absent in a new run, or after the number of hosts changed
             episodes.restore(run.checkpoint["episodes"])
             fleet.restore(run.checkpoint["fleet"], params, run)
 

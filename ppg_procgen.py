@@ -337,7 +337,7 @@ def policy_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple, 
         "policy_loss": -jnp.minimum(ratio * batch.advantages, ratio_clipped * batch.advantages),
         "value_loss": 0.5 * (values - batch.returns) ** 2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the name is usual
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; named as in CleanRL
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
     return terms | {"loss": terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]}
@@ -367,7 +367,7 @@ def compute_advantages(
 def optimize(
     args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, mask, learning_rate, ent_coef, key
 ):
-    """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
+    """Runs update_epochs epochs of minibatch steps; returns parameters, Adam's state and the last epoch's mean metrics.
 
     Args:
       batch, mask: [T, N]; the mask is False for junk steps.
@@ -572,7 +572,7 @@ def restore_rollouts(args: Args, saved: dict) -> list[AuxBatch]:
 
 
 def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+    """Returns policy(params, ...), the policy that `envs.play_episodes` calls; it samples actions."""
 
     def sample_actions(params, frames, episode_step, keys, hidden_state):
         return jax.vmap(jax.random.categorical)(keys, forward(agent, params, frames)[0]), hidden_state

@@ -348,7 +348,7 @@ class Rollout(NamedTuple):
     logits: jax.Array  # float32 [T, N, 18]
     values: jax.Array  # float32 [T + 1, N, 2]
     initial_hidden_state: networks.HiddenState
-    env_state: EnvState  # of the newest step; `end_rollout` sets its history
+    env_state: EnvState  # after the last step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -679,7 +679,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
 
 
 def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batch: Batch, *, mask, learning_rate, key):
-    """Epochs of minibatches; returns parameters, Adam's state and the last epoch's mean metrics.
+    """Runs update_epochs epochs of minibatch steps; returns parameters, Adam's state and the last epoch's mean metrics.
 
     Args:
       batch, mask: [T, N]; the mask is False for junk steps.
@@ -719,7 +719,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
 
     def train_epoch(learner, key):
         shuffle_key, sample_key = jax.random.split(key)
-        samples = num_envs if recurrent else mask.size  # of this device, which has its part of each minibatch
+        samples = num_envs if recurrent else mask.size  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), samples)
         inputs = jax.random.split(sample_key, args.num_minibatches), order.reshape(args.num_minibatches, -1)
         learner, means = jax.lax.scan(lambda learner, x: train_minibatch(learner, *x), learner, inputs)
@@ -783,7 +783,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+    """Returns policy(params, ...), the policy that `envs.play_episodes` calls; it samples actions."""
 
     def sample_actions(params, frames, episode_step, keys, hidden_state):
         logits, _, hidden_state = policy_and_value(agent, params, frames, episode_step == 0, hidden_state)

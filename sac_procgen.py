@@ -348,7 +348,7 @@ def make_update_on_batch(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+    """Returns policy(params, ...), the policy that `envs.play_episodes` calls; it samples actions."""
 
     def sample_actions(params, frames, episode_step, keys, hidden_state):
         logits, _ = devices.map_in_chunks(partial(agent.apply, params), frames)

@@ -180,7 +180,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    env_state: envs.EnvState  # of the newest step; `end_rollout` sets its history
+    env_state: envs.EnvState  # after the last step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -310,7 +310,7 @@ def policy_loss_terms(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     log_ratio = jnp.take_along_axis(log_probs - old_log_probs, batch.actions[:, None], axis=-1)[:, 0]
     return {
         "policy_loss": -jnp.exp(log_ratio) * batch.advantages,
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; the usual name
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; named as in CleanRL
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
     }
 
@@ -568,7 +568,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns policy(params, ...), which samples actions as `envs.play_episodes` asks for them."""
+    """Returns policy(params, ...), the policy that `envs.play_episodes` calls; it samples actions."""
 
     def sample_actions(params, frames, episode_step, keys, hidden_state):
         logits = apply_network(agent.policy, params, frames)
@@ -607,7 +607,7 @@ def main(args: Args) -> runs.Run:
         env_state_sharding = devices.shardings(mesh.local_mesh, envs.ENV_STATE_SPECS)
         env_state = jax.device_put(run.checkpoint["env_state"], env_state_sharding)
         step = int(state.global_step)
-        if "snapshot" in run.checkpoint:  # missing in a new run, and where the number of hosts has changed
+        if "snapshot" in run.checkpoint:  # absent in a new run, or after the number of hosts changed
             episodes.restore(run.checkpoint["episodes"])
             vec_env.restore(run.checkpoint["snapshot"], run)
 

@@ -92,13 +92,13 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
         def timed() -> list[dict]:
             return timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_of(args))
 
-        def look(alive: bool) -> None:
+        def stop_if_timed(alive: bool) -> None:
             if len(timed()) > updates:
                 stopping.set()
 
         try:
             with files.lock_run(Path(folder)) as lock, contextlib.suppress(trials.Stopped):
-                trials.run(f"{name}.py", flags, Path(folder), lock, stopping, look)
+                trials.run(f"{name}.py", flags, Path(folder), lock, stopping, stop_if_timed)
         except RuntimeError as error:
             raise files.FailedError(f"{name}.py: {error}") from None
         lines = timed()

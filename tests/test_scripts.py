@@ -83,6 +83,14 @@ def train(name, folder, args_class=None, **flags):
     return script.main((args_class or script.Args)(**FLAGS[name] | {"run_dir": str(folder)} | flags)).path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_warmup():
+    """Ape-X's runs here have too few updates for its bonus to begin."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("apex_procgen.PREDICTOR_WARMUP", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """uninterrupted(name) is the script's run with a checkpoint after each update."""
