@@ -152,14 +152,14 @@ def num_replayed(args: Args) -> int:
 
 
 class Agent(nn.Module):
-    """Policy and value heads on an encoder, with a recurrent core between them."""
+    """An encoder, a recurrent core, and policy and value heads."""
 
     encoder: nn.Module
     core: networks.Recurrent
     dropout: float
 
     def setup(self):
-        # Heads in full float32, on a GPU too; a small last layer makes the first policy nearly uniform.
+        # Heads in full float32, on a GPU too; a small gain makes the first policy nearly uniform.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -204,12 +204,12 @@ class TrainState(NamedTuple):
     updates: jax.Array  # int32 []: the version of the parameters
 
 
-class VTraceTargets(NamedTuple):
+class VTraceOutput(NamedTuple):
     """What V-trace computes for each step, constants to the gradient: float32 [T, N] for a batch, [B, T] for a
     minibatch."""
 
     targets: jax.Array  # of the value loss
-    advantages: jax.Array  # of the policy gradient, before their weights; in old_targets normalised
+    advantages: jax.Array  # of the policy gradient, not yet weighted; in `Batch.old_targets` normalised
     weights: jax.Array  # importance weights of the advantages: ratios clipped at pg_rho_bar, 0 for junk steps
     log_prob: jax.Array  # of the action, by the learner's policy
 
@@ -222,7 +222,7 @@ class Batch(NamedTuple):
     rewards: jax.Array  # float32
     terminated: jax.Array  # bool
     is_reset: jax.Array  # bool: EnvPool resets in this step, which is no transition (a junk step)
-    old_targets: VTraceTargets | None = None  # with clip_coef: by the parameters before the update
+    old_targets: VTraceOutput | None = None  # with clip_coef: by the parameters before the update
 
 
 class UnrollBatch(NamedTuple):
@@ -238,7 +238,7 @@ class LearnerBuffers(NamedTuple):
 
     reward_filter: ReturnFilter
     replay: UnrollBatch | None  # N = replay_size
-    written: jax.Array  # int32 []: unrolls written to each device's part of the replay; once full, size to 2 size - 1
+    written: jax.Array  # int32 []: unrolls written to each device's part of the replay, less full rounds of it
 
 
 BUFFER_SPECS = devices.partition_specs(LearnerBuffers, reward_filter=RETURN_FILTER_SPECS, replay=TIME_ENV_SHARDED)
@@ -409,13 +409,13 @@ def add_replayed(args: Args, buffers: LearnerBuffers, new: UnrollBatch, i: jax.A
     key = devices.fold_in_axis_index(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
     num_envs, size = new.batch.is_reset.shape[1], args.replay_size // devices.axis_size()  # of this device
     filled = jnp.minimum(buffers.written, size)
-    is_empty = filled == 0  # in the first update, which draws from the new ones
+    is_empty = filled == 0  # nothing is written yet: draw from the new ones
     index = jax.random.randint(key, num_replayed(args) // devices.axis_size(), 0, jnp.where(is_empty, num_envs, filled))
     old = jax.tree.map(lambda x, stored: jnp.where(is_empty, x[:, index], stored[:, index]), new, buffers.replay)
     slots = (buffers.written + jnp.arange(num_envs)) % size
     replay = jax.tree.map(lambda stored, x: stored.at[:, slots].set(x), buffers.replay, new)
     written = buffers.written + num_envs
-    # Once full it stays below 2 size, so that it never overflows; modulo the size it is unchanged.
+    # Below 2 size it never overflows, and from size on it says that the replay is full.
     written = jnp.where(written < 2 * size, written, written - size)
     unrolls = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), new, old)
     return LearnerBuffers(buffers.reward_filter, replay, written), unrolls
@@ -450,7 +450,7 @@ def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, 
         rest of a truncated episode, and nothing of the next episode comes through.
       gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda: float32 [].
 
-    Returns targets of the values, and advantages of the policy gradient with their importance weights, float32 [T].
+    Returns float32 [T] each: the values' targets, the policy gradient's advantages, and their importance weights.
     """
     chex.assert_rank([log_ratio, rewards, values, terminated, is_reset], 1)
     chex.assert_equal_shape([log_ratio, rewards, values[1:], terminated, is_reset])
@@ -485,7 +485,7 @@ def action_log_prob(log_probs: jax.Array, actions: jax.Array) -> jax.Array:
     return jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
 
 
-def vtrace_targets(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> VTraceTargets:
+def vtrace_targets(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch, *, gamma) -> VTraceOutput:
     """V-trace of B unrolls, from the learner's log-probabilities float32 [B, T, 15] and values [B, T + 1]."""
     chex.assert_equal_shape([log_probs, batch.logits])
     chex.assert_equal_shape([values[:, 1:], batch.actions, batch.rewards, batch.terminated, batch.is_reset])
@@ -495,7 +495,7 @@ def vtrace_targets(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
     targets, advantages, weights = jax.vmap(partial(vtrace, gamma=gamma, vtrace_lambda=args.vtrace_lambda, **clips))(
         log_ratio, batch.rewards, values, batch.terminated, batch.is_reset
     )
-    return jax.lax.stop_gradient(VTraceTargets(targets, advantages, weights, log_prob))
+    return jax.lax.stop_gradient(VTraceOutput(targets, advantages, weights, log_prob))
 
 
 def impala_loss_terms(
@@ -508,8 +508,8 @@ def impala_loss_terms(
       values: float32 [B, T + 1].
       batch: [B, T].
     """
-    log_prob, old_log_probs = action_log_prob(log_probs, batch.actions), jax.nn.log_softmax(batch.logits)
-    ratio = jnp.exp(log_prob - action_log_prob(old_log_probs, batch.actions))
+    log_prob, acting_log_probs = action_log_prob(log_probs, batch.actions), jax.nn.log_softmax(batch.logits)
+    ratio = jnp.exp(log_prob - action_log_prob(acting_log_probs, batch.actions))
     vtrace_output = batch.old_targets if args.clip_coef else vtrace_targets(args, log_probs, values, batch, gamma=gamma)
     advantages = vtrace_output.weights * vtrace_output.advantages
     if args.clip_coef:  # Schulman et al. 2017, equation 7
@@ -522,10 +522,11 @@ def impala_loss_terms(
     else:
         terms = {"policy_loss": -(advantages * log_prob)}
     value_error = values[:, :-1] - vtrace_output.targets
+    # Not logged: the last four, of which `finish_update` makes the explained variance.
     return terms | {
         "value_loss": 0.5 * value_error**2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; named as in CleanRL
+        "approx_kl": (jnp.exp(acting_log_probs) * (acting_log_probs - log_probs)).sum(axis=-1),  # exact; CleanRL's name
         "rho": jnp.minimum(args.rho_bar, ratio),
         "rho_clipfrac": (ratio > args.rho_bar).astype(jnp.float32),
         "value_error": value_error,
@@ -538,10 +539,10 @@ def impala_loss_terms(
 def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities float32 [B, T, 15] and values [B, T + 1] for `frames` of T steps in place of the inputs' own.
     The last value, of the inputs' last frame, is a constant to the gradient."""
-    batch, steps = frames.shape[:2]
+    shape = frames.shape[:2]
     frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (frames, inputs.keys))
     features = devices.map_in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
-    features = features.reshape(batch, steps, -1)
+    features = features.reshape(*shape, -1)
     logits, values, hidden_state = agent.apply(
         params, features, inputs.is_first[:, :-1], inputs.hidden_state, method="decode"
     )
@@ -553,7 +554,10 @@ def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tu
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch], *, gamma, ent_coef):
     """IMPALA's loss, with DrAC's regulariser if the flags ask for it.
 
-    Returns its terms per sample, float32 [B, T]: `devices.gradient` weights and averages them.
+    Returns its terms per sample, float32 [B, T]; `devices.gradient` weights them (0 for junk steps), averages them over
+    samples and devices and differentiates "loss"; the others are logged. A term may depend on its own unroll only: on a
+    CPU `loss` is called on one unroll at a time (several if they are short). Batch statistics belong in
+    `assemble_batch` or, with --clip-coef, `precompute_targets`.
     """
     inputs, batch = minibatch
     frames = inputs.frames[:, :-1]
@@ -580,21 +584,21 @@ def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.
     steps = jnp.arange(args.num_steps + 1)
     time, env = steps[None, :-1], index[:, None]
 
-    def step_keys(env):
-        return devices.fold_in_ids(jax.random.fold_in(key, env), steps[:-1])
+    def sample_keys(i):
+        return devices.fold_in_ids(jax.random.fold_in(key, i), steps[:-1])
 
     inputs = Inputs(
         frames=unrolls.frames.stack(steps[None], env),
         is_first=unrolls.frames.is_first[steps[None], env],
         hidden_state=jax.tree.map(lambda x: x[0, index], unrolls.hidden_state),
-        keys=jax.vmap(step_keys)(index) if key is not None and (args.augment or args.dropout) else None,
+        keys=jax.vmap(sample_keys)(index) if key is not None and (args.augment or args.dropout) else None,
     )
     return inputs, jax.tree.map(lambda x: x[time, env], unrolls.batch)
 
 
 def precompute_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBatch, *, gamma) -> UnrollBatch:
-    """Computes V-trace once for all epochs, by the parameters before the update, and normalises the advantages, before
-    they are weighted: the mean is then a baseline, which changes no expected gradient where no ratio is clipped."""
+    """Computes V-trace once for all epochs, by the parameters before the update, and normalises the advantages before
+    they are weighted: subtracting their mean then changes no expected gradient where no ratio is clipped."""
 
     def minibatch_targets(index):
         inputs, batch = make_minibatch(args, unrolls, index, None)
@@ -602,10 +606,10 @@ def precompute_targets(args: Args, agent: Agent, params: dict, unrolls: UnrollBa
 
     is_reset = unrolls.batch.is_reset
     index = jnp.arange(is_reset.shape[1]).reshape(args.num_minibatches, -1)  # in no more memory than a minibatch takes
-    targets = jax.tree.map(lambda x: x.reshape(-1, len(is_reset)).T, jax.lax.map(minibatch_targets, index))
-    mean, var = masked_moments(targets.advantages, ~is_reset)
-    targets = targets._replace(advantages=(targets.advantages - mean) / jnp.sqrt(var + 1e-8))
-    return unrolls._replace(batch=unrolls.batch._replace(old_targets=targets))
+    output = jax.tree.map(lambda x: x.reshape(-1, len(is_reset)).T, jax.lax.map(minibatch_targets, index))
+    mean, var = masked_moments(output.advantages, ~is_reset)
+    output = output._replace(advantages=(output.advantages - mean) / jnp.sqrt(var + 1e-8))
+    return unrolls._replace(batch=unrolls.batch._replace(old_targets=output))
 
 
 def schedules(args: Args, step: jax.Array) -> tuple[jax.Array, ...]:
@@ -621,14 +625,14 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
     """
     learning_rate, ent_coef, gamma = schedules(args, state.global_step)
     epochs = max(args.update_epochs // args.update_pieces, 1)
-    num_minibatches = args.num_minibatches * args.update_epochs // (args.update_pieces * epochs)  # of each
+    minibatches = args.num_minibatches * args.update_epochs // (args.update_pieces * epochs)  # of an epoch, in a piece
     tx = make_optimizer(args)
     if args.clip_coef and unrolls.batch.old_targets is None:
         unrolls = precompute_targets(args, agent, state.params, unrolls, gamma=gamma)
     minibatch_loss = partial(loss, args, agent, gamma=gamma, ent_coef=ent_coef)
 
-    def train_minibatch(learner, key, index):
-        params, opt_state = learner
+    def train_minibatch(carry, key, index):
+        params, opt_state = carry
         inputs, batch = make_minibatch(args, unrolls, index, key)
         grads, means, _ = devices.gradient(minibatch_loss, params, (inputs, batch), ~batch.is_reset)
         grads = networks.add_l2(grads, params, args.l2)
@@ -636,17 +640,15 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
-    def train_epoch(learner, key):
+    def train_epoch(carry, key):
         shuffle_key, sample_key = jax.random.split(key)
         num_unrolls = unrolls.batch.is_reset.shape[1]  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), num_unrolls)
         order = order.reshape(args.num_minibatches, -1)
-        order = jax.lax.dynamic_slice_in_dim(order, piece * num_minibatches % args.num_minibatches, num_minibatches)
+        order = jax.lax.dynamic_slice_in_dim(order, piece * minibatches % args.num_minibatches, minibatches)
         sample_key = devices.fold_in_axis_index(sample_key)
-        learner, means = jax.lax.scan(
-            lambda learner, index: train_minibatch(learner, sample_key, index), learner, order
-        )
-        return learner, jax.tree.map(jnp.mean, means)
+        carry, means = jax.lax.scan(lambda carry, index: train_minibatch(carry, sample_key, index), carry, order)
+        return carry, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(jax.random.split(state.key)[1], args.update_epochs)
     keys = jax.lax.dynamic_slice_in_dim(keys, piece * args.update_epochs // args.update_pieces, epochs)
@@ -667,10 +669,10 @@ def finish_update(args: Args, state: TrainState, is_reset: jax.Array, means: lis
         "charts/ent_coef": ent_coef,
         "charts/gamma": gamma,
     }
-    new = args.num_envs // devices.axis_size()  # this device's unrolls that are not replayed
+    num_new = args.num_envs // devices.axis_size()  # this device's unrolls that are not replayed
     state = state._replace(
         key=jax.random.split(state.key)[0],
-        global_step=state.global_step + devices.psum((~is_reset[:, :new]).sum()),
+        global_step=state.global_step + devices.psum((~is_reset[:, :num_new]).sum()),
         updates=state.updates + 1,
     )
     return state, metrics
@@ -696,9 +698,9 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     state_and_metrics = REPLICATED, REPLICATED
     if args.update_pieces == 1:
         return jit(partial(update, args, agent), (REPLICATED, TIME_ENV_SHARDED), state_and_metrics)
-    in_specs = REPLICATED, TIME_ENV_SHARDED, REPLICATED
-    train = jit(partial(optimize, args, agent), in_specs, in_specs)
-    finish = jit(partial(finish_update, args), in_specs, state_and_metrics)
+    specs = REPLICATED, TIME_ENV_SHARDED, REPLICATED  # of the arguments, and of what `optimize` returns
+    train = jit(partial(optimize, args, agent), specs, specs)
+    finish = jit(partial(finish_update, args), specs, state_and_metrics)
 
     def update_in_pieces(state: TrainState, unrolls: UnrollBatch):
         means = []
