@@ -76,7 +76,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     update_epochs: Iterations = 10
     """epochs over each batch"""
     learning_rate: NonNegativeFloat = 1e-3
-    """Adam's learning rate for parameters that are not generated"""
+    """Adam's learning rate for policy, critic and standard deviation where they are not generated"""
     hyper_learning_rate: NonNegativeFloat = 5e-5
     """Adam's learning rate for the hypernetwork and the task's embedding"""
     gamma: UnitInterval = 0.99
@@ -86,11 +86,11 @@ class Args(doors.DoorArgs, runs.RunArgs):
     clip_coef: PositiveFloat = 0.2
     """clip the probability ratio to 1 +- this, and the change of a value to +- this"""
     vf_coef: NonNegativeFloat = 0.5
-    """coefficient of the value loss, half the mean squared error"""
+    """coefficient of the value loss, half the mean of the larger squared error, of the value or the clipped value"""
     ent_coef: NonNegativeFloat = 0.01
     """coefficient of the entropy bonus"""
     noise_color: Annotated[float, Interval(ge=0, le=2)] = 1.0
-    """beta of the exploration noise's power spectrum, 1 / f^beta: 0 is white, 1 is pink"""
+    """exponent of the exploration noise's power spectrum, 1 / f^exponent: 0 is white, 1 is pink"""
     max_grad_norm: NonNegativeFloat = 0.5
     """maximum global norm of PPO's gradient, without the penalty's; 0 for no clipping"""
     adam_eps: PositiveFloat = 1e-5
@@ -145,14 +145,14 @@ def tanh_layers(x: jax.Array, hidden: int, layers: int) -> jax.Array:
 class Actor(nn.Module):
     """The mean of a Gaussian over actions: float32 [..., D] -> float32 [..., A]."""
 
-    actions: int
+    action_size: int
     hidden: int
     layers: int
 
     @nn.compact
     def __call__(self, x: jax.Array):
         x = tanh_layers(x, self.hidden, self.layers)
-        return Dense(self.actions, kernel_init=nn.initializers.orthogonal(1.0))(x)
+        return Dense(self.action_size, kernel_init=nn.initializers.orthogonal(1.0))(x)
 
 
 class Critic(nn.Module):
@@ -233,7 +233,7 @@ class Agent:
         actor_key, critic_key = jax.random.split(key)
         obs = jnp.zeros(doorgym.vector.sizes(self.args.robot)[0])
         networks = {"actor": self.actor.init(actor_key, obs), "critic": self.critic.init(critic_key, obs)}
-        return networks | {"log_std": jnp.zeros(self.actor.actions)}
+        return networks | {"log_std": jnp.zeros(self.actor.action_size)}
 
     def init(self, key: jax.Array) -> dict:
         """A new learner; its embedding is drawn when its task begins."""
@@ -302,7 +302,7 @@ class TrainState(NamedTuple):
     learner: dict
     opt_state: optax.OptState
     embeddings: jax.Array  # [MAX_TASKS, E], of the finished tasks; fixed
-    targets: jax.Array  # [MAX_TASKS, size]: the stored weights of each task when it was finished
+    targets: jax.Array  # [MAX_TASKS, size]: the finished tasks' weights (`Agent.stored`), the penalty's targets
     best: Best
     matrix: jax.Array  # float32 [MAX_TASKS, MAX_TASKS]: success rate on task j after task i; NaN where not measured
     key: jax.Array
@@ -357,9 +357,9 @@ def init_state(args: Args, agent: Agent) -> TrainState:
 def begin_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
     """Starts the next task: keeps the hypernetwork (hnppo) or the networks (finetune), initialises everything else."""
     key, learner_key, embedding_key = jax.random.split(state.key, 3)
-    kept = {"hnppo": ("hyper",), "ppo": (), "finetune": ("actor", "critic", "log_std")}[args.method]
-    if not args.keep_std:  # a standard deviation that has shrunk in one task would not let the next explore
-        kept = tuple(name for name in kept if name != "log_std")
+    # A standard deviation that has shrunk in one task would not let the next explore.
+    finetuned = ("actor", "critic", "log_std") if args.keep_std else ("actor", "critic")
+    kept = {"hnppo": ("hyper",), "ppo": (), "finetune": finetuned}[args.method]
     learner = agent.init(learner_key) | {name: state.learner[name] for name in kept}
     if args.method == "hnppo":
         learner["embedding"] = jax.random.normal(embedding_key, (args.task_embedding_dim,))
@@ -396,7 +396,7 @@ def act(agent: Agent, params: dict, obs: jax.Array, noise: jax.Array | None = No
     return mean if noise is None else mean + jnp.exp(params["log_std"]) * noise
 
 
-def colored_noise(args: Args, actions: int, key: jax.Array) -> jax.Array:
+def colored_noise(args: Args, action_size: int, key: jax.Array) -> jax.Array:
     """An episode's noise float32 [DECISIONS, N, A] of variance 1 and power 1 / f^noise_color at frequency f (Timmer &
     Koenig 1995): noise that is correlated in time moves a door further than white noise.
 
@@ -404,9 +404,9 @@ def colored_noise(args: Args, actions: int, key: jax.Array) -> jax.Array:
     """
     frequencies = jnp.maximum(jnp.abs(jnp.fft.fftfreq(DECISIONS)), 1 / DECISIONS)
     scale = frequencies ** (-args.noise_color / 2)
-    white = jax.random.normal(key, (DECISIONS, args.num_envs * actions))
+    white = jax.random.normal(key, (DECISIONS, args.num_envs * action_size))
     colored = jnp.fft.ifft(scale[:, None] * jnp.fft.fft(white, axis=0), axis=0).real
-    return (colored / jnp.sqrt((scale**2).mean())).reshape(DECISIONS, args.num_envs, actions)
+    return (colored / jnp.sqrt((scale**2).mean())).reshape(DECISIONS, args.num_envs, action_size)
 
 
 def collect(args: Args, jitted: "Jitted", env: doorgym.DoorVectorEnv, state: TrainState, watch: runs.Stopwatch):
@@ -445,7 +445,7 @@ class Batch(NamedTuple):
 
     obs: jax.Array  # [B, D]
     actions: jax.Array  # [B, A]
-    log_probs: jax.Array  # [B], of the behaviour policy
+    log_prob: jax.Array  # [B], of these actions, by the behaviour policy
     values: jax.Array  # [B]
     advantages: jax.Array  # [B]
     returns: jax.Array  # [B]
@@ -457,14 +457,14 @@ def log_prob(mean: jax.Array, log_std: jax.Array, actions: jax.Array) -> jax.Arr
     return (-0.5 * x**2 - log_std - 0.5 * np.log(2 * np.pi)).sum(axis=-1)
 
 
-def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+def ppo_loss_terms(args: Args, log_prob: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     """The terms of PPO's loss (Schulman et al. 2017, equations 7 and 9) per sample, float32 [B].
 
     The value loss is half the larger of the squared errors of the value and the clipped value. Schoepf et al. 2022 use
     the clipped value alone, which gives values beyond the clip no gradient.
     """
-    chex.assert_equal_shape([log_probs, values, batch.log_probs, batch.values, batch.advantages, batch.returns])
-    log_ratio = log_probs - batch.log_probs
+    chex.assert_equal_shape([log_prob, values, batch.log_prob, batch.values, batch.advantages, batch.returns])
+    log_ratio = log_prob - batch.log_prob
     ratio = jnp.exp(log_ratio)
     ratio_clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     value_clipped = batch.values + jnp.clip(values - batch.values, -args.clip_coef, args.clip_coef)
@@ -478,7 +478,12 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
 
 
 def loss(args: Args, agent: Agent, learner: dict, batch: Batch) -> dict[str, jax.Array]:
-    """PPO's loss. Returns its terms per sample, float32 [B]: `devices.gradient` weights and averages them."""
+    """PPO's loss.
+
+    Returns its terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
+    differentiates "loss"; the others are logged. A mean over samples within a term would be over one device's part of
+    the minibatch: batch statistics belong in `compute_advantages`.
+    """
     params = agent.networks(learner)
     mean, log_std = agent.actor.apply(params["actor"], batch.obs), params["log_std"]
     values = agent.critic.apply(params["critic"], batch.obs)
@@ -502,8 +507,7 @@ def minibatch_gradient(args: Args, agent: Agent, state: TrainState, batch: Batch
     weight = jnp.ones(len(batch.obs))
     grads, means, _ = devices.gradient(partial(loss, args, agent), state.learner, batch, weight, in_chunks=False)
     grads = devices.optimization_barrier(grads)
-    norm = devices.global_norm(grads)
-    means["grad_norm"] = norm
+    norm = means["grad_norm"] = devices.global_norm(grads)
     if args.max_grad_norm:
         scale = jnp.minimum(1.0, args.max_grad_norm / jnp.maximum(norm, 1e-30))
         grads = jax.tree.map(lambda g: scale * g, grads)
@@ -538,7 +542,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
     batch = Batch(
         obs=rollout.obs[:-1],
         actions=rollout.actions,
-        log_probs=log_prob(mean, log_std, rollout.actions),
+        log_prob=log_prob(mean, log_std, rollout.actions),
         values=values[:-1],
         advantages=(advantages - mean_advantage) / (jnp.sqrt(var_advantage) + 1e-5),
         returns=returns,
@@ -577,13 +581,13 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_
         means = jax.tree.map(lambda x: jnp.where(finite, x, 0).sum() / steps, means)  # means of the steps not skipped
         return state, (means, in_a_row.max())
 
-    key, *keys = jax.random.split(state.key, 1 + args.update_epochs)
-    state, (means, in_a_row) = jax.lax.scan(train_epoch, state._replace(key=key), jnp.stack(keys))
+    keys = jax.random.split(state.key, 1 + args.update_epochs)
+    state, (means, in_a_row) = jax.lax.scan(train_epoch, state._replace(key=keys[0]), keys[1:])
     metrics = {f"losses/{name}": value[-1] for name, value in means.items()}
     return state, metrics | {"charts/skipped_steps": state.skipped, "charts/skipped_in_a_row": in_a_row.max()}
 
 
-def update(args: Args, agent: Agent, with_penalty: bool, state: TrainState, rollout: Rollout):
+def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, *, with_penalty: bool):
     """One PPO update, on each device's part of the rollout; returns the next state and metrics float32 []."""
     chex.assert_axis_dimension(rollout.rewards, 0, DECISIONS)
     state, batch, metrics = compute_advantages(args, agent, state, rollout)
@@ -596,7 +600,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh, *, with_penalty: bool) -> 
     """Returns the jitted update(state, rollout) -> TrainState, metrics, which donates the state."""
     return jax.jit(
         jax.shard_map(
-            partial(update, args, agent, with_penalty),
+            partial(update, args, agent, with_penalty=with_penalty),
             mesh=mesh,
             in_specs=(STATE_SPECS, TIME_ENV_SHARDED),
             out_specs=(STATE_SPECS, REPLICATED),
@@ -625,7 +629,7 @@ class Jitted(NamedTuple):
     act: Callable  # (params, obs, noise) -> actions
     colored_noise: Callable  # (key) -> noise
     update: Callable  # (state, rollout) -> state, metrics
-    update_with_penalty: Callable  # the same, for --method hnppo after the first task
+    update_with_penalty: Callable  # the same, with --beta, for --method hnppo after the first task
     keep_best: Callable  # (state, success) -> state
 
 
@@ -636,7 +640,7 @@ def make_jitted(args: Args, agent: Agent, mesh: Mesh) -> Jitted:
         end_task=jax.jit(partial(end_task, args, agent)),
         policy_params=jax.jit(partial(policy_params, agent)),
         act=jax.jit(partial(act, agent)),
-        colored_noise=jax.jit(partial(colored_noise, args, agent.actor.actions)),
+        colored_noise=jax.jit(partial(colored_noise, args, agent.actor.action_size)),
         update=make_update(args, agent, mesh, with_penalty=False),
         update_with_penalty=make_update(args, agent, mesh, with_penalty=True),
         keep_best=jax.jit(partial(keep_best, args)),
@@ -659,15 +663,18 @@ def evaluate_task(args: Args, jitted: Jitted, state: TrainState, task: str) -> t
 
 def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
     """Loads a run's newest checkpoint or an exported agent: "actor", the policies' parameters stacked over tasks,
-    "finished", the number of finished tasks, and "global_step". In an unfinished task all use its best
-    parameters so far. With --method ppo each finished task has its own network; otherwise see `policy_params`."""
+    "finished", the number of finished tasks, and "global_step".
+
+    In an unfinished task its best parameters, once it was evaluated, stand for the current ones. Each task's policy is
+    that of `policy_params`; with --method ppo a finished task has its own."""
 
     def select(state):
         evaluated = (state.finished == state.task) & (state.best.success >= 0)
         learner = jax.tree.map(partial(jnp.where, evaluated), state.best.learner, state.learner)
         state, actors = state._replace(learner=learner), []
+        params_of = jax.jit(partial(policy_params, agent))
         for i in range(len(doors.task_names(args))):
-            actor = jax.jit(partial(policy_params, agent))(state, i)["actor"]
+            actor = params_of(state, i)["actor"]
             if args.method == "ppo":
                 own = agent.unpack(state.targets[i])["actor"]
                 actor = jax.tree.map(partial(jnp.where, i < state.finished), own, actor)
@@ -686,16 +693,16 @@ def evaluate(
     check(episodes <= most, f"--episodes {episodes}: give at most {most:,}, since each needs a door of its own")
     agent = make_agent(args)
     jitted = make_jitted(args, agent, devices.make_mesh(args))
-    params, rows, film = load_params(args, agent, run_dir), [], []
-    rng, finished = np.random.default_rng(seed), int(params["finished"])
+    loaded, rows, film = load_params(args, agent, run_dir), [], []
+    rng, finished = np.random.default_rng(seed), int(loaded["finished"])
 
     space = doorgym.vector.action_space(args.robot)
 
     def random_policy(obs, t):
-        return rng.uniform(space.low, space.high, (len(obs), agent.actor.actions))
+        return rng.uniform(space.low, space.high, (len(obs), agent.actor.action_size))
 
     for i, task in enumerate(doors.task_names(args)):
-        actor = jax.tree.map(itemgetter(i), params["actor"])
+        actor = jax.tree.map(itemgetter(i), loaded["actor"])
         policy = random_policy if random else make_policy(jitted, {"actor": actor})
         outcomes = doors.evaluate(
             args, policy, task, episodes=episodes, seed=EVAL_SEED + seed, film=film if video else None
@@ -704,7 +711,7 @@ def evaluate(
         row = {"task": task, "success_rate": success, "mean_return": mean_return}
         rows.append(row | {"episodes": episodes, "done": "yes" if i < finished else "no"})
     return runs.Evaluation(
-        step=int(params["global_step"]),
+        step=int(loaded["global_step"]),
         name="random_episodes" if random else "episodes",
         title=f"{args.method}, {args.robot}, doors opened" + (" by random actions" if random else ""),
         rows=rows,
@@ -737,7 +744,7 @@ def learn_task(args: Args, jitted: Jitted, mesh: Mesh, run: runs.Run, state: Tra
     with_penalty = args.method == "hnppo" and args.beta > 0 and int(state.task) > 0
     update = jitted.update_with_penalty if with_penalty else jitted.update
     shardings = devices.shardings(mesh, (STATE_SPECS, TIME_ENV_SHARDED))
-    batch = DECISIONS * args.num_envs
+    batch_size = DECISIONS * args.num_envs
     seed = envs.derive_seed(args.seed, 9)
     with closing(doors.make_doors(args, task, args.num_envs, seed=seed, num_worlds=args.num_worlds)) as env:
         while not run.stop and state.finished == state.task:
@@ -745,7 +752,7 @@ def learn_task(args: Args, jitted: Jitted, mesh: Mesh, run: runs.Run, state: Tra
             with watch("update"):
                 state, metrics = update(*jax.device_put((state, rollout), shardings))
                 metrics = jax.device_get(metrics)
-            step, decisions = int(state.global_step), batch * int(state.updates)
+            step, decisions = int(state.global_step), batch_size * int(state.updates)
             check_skipped(args, run, step, metrics, with_penalty=with_penalty)
             run.check_finite(step, metrics)
             metrics |= outcomes.means("charts/") | {
@@ -754,7 +761,7 @@ def learn_task(args: Args, jitted: Jitted, mesh: Mesh, run: runs.Run, state: Tra
                 "charts/task_updates": state.updates,
             }
             out_of_time = decisions >= args.task_timesteps
-            if out_of_time or runs.crossed(args.eval_every, decisions - batch, decisions):
+            if out_of_time or runs.crossed(args.eval_every, decisions - batch_size, decisions):
                 with watch("evaluation"):
                     state, eval_metrics = evaluate_task(args, jitted, state, task)
                 metrics |= eval_metrics
@@ -792,7 +799,7 @@ def init_checkpoint(args: Args, agent: Agent) -> dict:
     return {"state": init_state(args, agent)}
 
 
-def load(args: Args, init_checkpoint: Callable[[], dict], run_dir: str) -> dict:
+def load_checkpoint(args: Args, init_checkpoint: Callable[[], dict], run_dir: str) -> dict:
     """Loads the newest checkpoint of a run. Raises UsageError if --tasks does not begin with the run's own tasks."""
     own = doors.task_names(runs.saved_args(Args, run_dir, "--resume", SCRIPT))
     kept = doors.task_names(args)[: len(own)] == own
@@ -805,7 +812,7 @@ def main(args: Args) -> runs.Run:
     runs.check_args(args, SCRIPT)
     agent, mesh = make_agent(args), devices.make_mesh(args)
     jitted = make_jitted(args, agent, mesh)
-    with runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent), partial(load, args)) as run:
+    with runs.Run(args, SCRIPT, mesh, partial(init_checkpoint, args, agent), partial(load_checkpoint, args)) as run:
         state = run.checkpoint["state"]
         num_tasks = len(doors.task_names(args))
         if state.finished == num_tasks:

@@ -68,8 +68,8 @@ def random_rollout(args, seed=0):
 def random_batch(args, seed):
     rng = np.random.default_rng(seed)
     obs, actions = doorgym.vector.sizes(args.robot)
-    log_probs = -6 + normal(rng, 9)
-    return hn.Batch(normal(rng, 9, obs), normal(rng, 9, actions), log_probs, *(normal(rng, 9) for _ in range(3)))
+    log_prob = -6 + normal(rng, 9)
+    return hn.Batch(normal(rng, 9, obs), normal(rng, 9, actions), log_prob, *(normal(rng, 9) for _ in range(3)))
 
 
 def random_learner(agent, seed=1):
@@ -273,7 +273,7 @@ def test_loss_of_each_sample_equals_numpy(method, clip_coef):
     for i in range(len(b.obs)):
         mean, value = mlp(params["actor"], b.obs[i]), mlp(params["critic"], b.obs[i])[0]
         density = np.prod(np.exp(-((b.actions[i] - mean) ** 2) / 2 / std**2) / std / 2.5066283)
-        ratio = density / np.exp(b.log_probs[i])
+        ratio = density / np.exp(b.log_prob[i])
         policy = -min(ratio * b.advantages[i], np.clip(ratio, 1 - clip_coef, 1 + clip_coef) * b.advantages[i])
         value_clipped = b.values[i] + np.clip(value - b.values[i], -clip_coef, clip_coef)
         value_loss = 0.5 * max((value_clipped - b.returns[i]) ** 2, (value - b.returns[i]) ** 2)
@@ -314,7 +314,7 @@ def test_advantages_and_densities_of_a_rollout_equal_numpy(num_devices):
     expected = hn.Batch(
         obs=rollout.obs[:-1], actions=rollout.actions, values=values[:-1], returns=returns,
         advantages=(advantages - advantages.mean()) / advantages.std(),
-        log_probs=scipy.stats.norm.logpdf(rollout.actions, mean, np.exp(log_std)).sum(axis=-1),
+        log_prob=scipy.stats.norm.logpdf(rollout.actions, mean, np.exp(log_std)).sum(axis=-1),
     )  # fmt: skip
     compute = jax.shard_map(
         partial(hn.compute_advantages, args, agent),
