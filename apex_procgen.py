@@ -211,9 +211,9 @@ def make_agent(args: Args) -> Agent:
     return Agent(encoder, args.hidden, args.dropout, args.dueling, support, args.num_quantiles, args.num_policies)
 
 
-def mean_value(support: Sequence[float], outputs: jax.Array) -> jax.Array:
-    """The network's outputs float32 [..., atoms or quantiles] -> values float32 [...]: the mean over quantiles, or over
-    the support by the atoms' softmax."""
+def mean_q(support: Sequence[float], outputs: jax.Array) -> jax.Array:
+    """The network's outputs float32 [..., atoms or quantiles] -> Q-values float32 [...]: the mean over quantiles, or
+    over the support by the atoms' softmax."""
     if len(support) == 1:
         return outputs.mean(axis=-1)
     return jnp.matmul(nn.softmax(outputs), jnp.array(support), precision="highest")
@@ -356,16 +356,16 @@ def epsilons(args: Args) -> np.ndarray:
     return np.float32(args.epsilon ** (1 + fraction * args.epsilon_alpha))
 
 
-def epsilon_greedy(keys: jax.Array, values: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """The best actions int32 [N] by values float32 [N, 15], or with probability epsilon [N] random ones; keys are
+def epsilon_greedy(keys: jax.Array, q_values: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """The best actions int32 [N] by q_values float32 [N, 15], or with probability epsilon [N] random ones; keys are
     uint32 [N, 2]."""
 
-    def choose_action(key, values, epsilon):
+    def choose_action(key, q_values, epsilon):
         explore_key, action_key = jax.random.split(key)
         random_action = jax.random.randint(action_key, (), 0, envs.NUM_ACTIONS)
-        return jnp.where(jax.random.bernoulli(explore_key, epsilon), random_action, values.argmax())
+        return jnp.where(jax.random.bernoulli(explore_key, epsilon), random_action, q_values.argmax())
 
-    return jax.vmap(choose_action)(keys, values, epsilon)
+    return jax.vmap(choose_action)(keys, q_values, epsilon)
 
 
 def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs: jax.Array, episode_step: jax.Array):
@@ -378,24 +378,24 @@ def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs:
         return agent.apply(params, frames, policies=policies)
 
     inputs = frames.stack(t), policies_of(args, env_ids)
-    values = mean_value(agent.support, devices.map_in_chunks(outputs, inputs))
+    q_values = mean_q(agent.support, devices.map_in_chunks(outputs, inputs))
     policy_keys, sticky_keys = envs.step_keys(rollout.key, t, env_ids)
-    actions = epsilon_greedy(policy_keys, values, jnp.array(epsilons(args))[env_ids])
+    actions = epsilon_greedy(policy_keys, q_values, jnp.array(epsilons(args))[env_ids])
     return offpolicy.record_step(
         args, rollout._replace(frames=frames), episode_step, actions,
-        values=values, state_value=state_value(args, values), sticky_keys=sticky_keys,
+        q_values=q_values, state_value=state_value(args, q_values), sticky_keys=sticky_keys,
     )  # fmt: skip
 
 
 # ALGORITHM
 
 
-def state_value(args: Args, values: jax.Array) -> jax.Array:
-    """State values float32 [...] from action values [..., 15]: the largest or, with Munchausen, the softmax policy's
+def state_value(args: Args, q_values: jax.Array) -> jax.Array:
+    """State values float32 [...] from Q-values [..., 15]: the largest or, with Munchausen, the softmax policy's
     mean value plus tau times its entropy (Vieillard et al. 2020, the sum over actions in equation 3)."""
     if not args.munchausen_alpha:
-        return values.max(axis=-1)
-    return args.munchausen_tau * jax.nn.logsumexp(values / args.munchausen_tau, axis=-1)
+        return q_values.max(axis=-1)
+    return args.munchausen_tau * jax.nn.logsumexp(q_values / args.munchausen_tau, axis=-1)
 
 
 def quantile_loss(taus: jax.Array, quantiles: jax.Array, targets: jax.Array) -> jax.Array:
@@ -429,13 +429,13 @@ def project(support: jax.Array, returns: jax.Array, discounts: jax.Array, probs:
 
 
 class Outputs(NamedTuple):
-    """Network outputs for B transitions: distributions by K atoms or quantiles, or values (K = 1)."""
+    """Network outputs for B transitions: distributions by K atoms or quantiles, or Q-values (K = 1)."""
 
-    values: jax.Array  # float32 [B, 15, K], of the online network
-    next_target_values: jax.Array  # float32 [B, 15, K], of the target network for the next frames
-    next_selector_values: jax.Array  # float32 [B, 15, K], for the next frames, of the network that selects their action
-    target_values: jax.Array | None  # float32 [B, 15, K], of the target network; for Munchausen
-    taus: jax.Array | None  # float32 [B, K], the fractions of the quantiles `values`
+    online: jax.Array  # float32 [B, 15, K], of the online network
+    next_target: jax.Array  # float32 [B, 15, K], of the target network for the next frames
+    next_selector: jax.Array  # float32 [B, 15, K], for the next frames, of the network that selects their action
+    target: jax.Array | None  # float32 [B, 15, K], of the target network; for Munchausen
+    taus: jax.Array | None  # float32 [B, K], the fractions of the quantiles `online`
 
 
 def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch):
@@ -446,14 +446,14 @@ def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: rep
     the first of the n rewards, and the next state's value is its mean under pi, entropy included.
     """
     if not args.munchausen_alpha:
-        actions = mean_value(support, outputs.next_selector_values).argmax(axis=1)
-        return batch.returns, select_action(outputs.next_target_values, actions)
+        actions = mean_q(support, outputs.next_selector).argmax(axis=1)
+        return batch.returns, select_action(outputs.next_target, actions)
     tau = args.munchausen_tau
-    scaled_log_policy = tau * nn.log_softmax(mean_value(support, outputs.target_values) / tau)
+    scaled_log_policy = tau * nn.log_softmax(mean_q(support, outputs.target) / tau)
     scaled_log_prob = jnp.take_along_axis(scaled_log_policy, batch.actions[:, None], axis=1)[:, 0]
     returns = batch.returns + args.munchausen_alpha * jnp.clip(scaled_log_prob, -1, 0)
-    next_log_policy = nn.log_softmax(mean_value(support, outputs.next_selector_values) / tau)[..., None]
-    return returns, (jnp.exp(next_log_policy) * (outputs.next_target_values - tau * next_log_policy)).sum(axis=1)
+    next_log_policy = nn.log_softmax(mean_q(support, outputs.next_selector) / tau)[..., None]
+    return returns, (jnp.exp(next_log_policy) * (outputs.next_target - tau * next_log_policy)).sum(axis=1)
 
 
 def select_action(outputs: jax.Array, actions: jax.Array) -> jax.Array:
@@ -466,34 +466,39 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
 
     For atoms the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), for quantiles their
     loss. A single atom is the value itself, learnt with Huber's loss, as in DQN (Mnih et al. 2015). The TD error is
-    that of mean values (over the quantiles drawn), which actors compute too. With atoms its target is the mean of the
+    that of mean Q-values (over the quantiles drawn), which actors compute too. With atoms its target is the mean of the
     projected one, since a return beyond the support cannot be learnt. Conservative Q-learning (Kumar et al. 2020, arXiv
-    2006.04779, equation 4, CQL(H)) lowers mean values by their softmax weight and raises the played action's.
+    2006.04779, equation 4, CQL(H)) lowers mean Q-values by their softmax weight and raises the played action's.
     """
-    chex.assert_equal_shape([outputs.values, outputs.next_target_values, outputs.next_selector_values])
+    chex.assert_equal_shape([outputs.online, outputs.next_target, outputs.next_selector])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
-    chosen = select_action(outputs.values, batch.actions)
+    chosen = select_action(outputs.online, batch.actions)
     returns, next_outputs = jax.lax.stop_gradient(bootstrap(args, support, outputs, batch))
-    value = mean_value(support, chosen)
-    td_errors = returns + batch.discounts * mean_value(support, next_outputs) - value
+    q_value = mean_q(support, chosen)
+    td_errors = returns + batch.discounts * mean_q(support, next_outputs) - q_value
     if args.num_quantiles:
         losses = quantile_loss(outputs.taus, chosen, returns[:, None] + batch.discounts[:, None] * next_outputs)
     elif len(support) == 1:
         losses = optax.huber_loss(td_errors)
     else:
         target = project(jnp.array(support), returns, batch.discounts, nn.softmax(next_outputs))
-        td_errors = jnp.matmul(target, jnp.array(support), precision="highest") - value
+        td_errors = jnp.matmul(target, jnp.array(support), precision="highest") - q_value
         losses = -(target * nn.log_softmax(chosen)).sum(axis=-1)
-    terms = {"q_values": value, "td_error": jnp.abs(td_errors)}
+    terms = {"q_values": q_value, "td_error": jnp.abs(td_errors)}
     if args.cql_alpha:
-        terms["cql_loss"] = jax.nn.logsumexp(mean_value(support, outputs.values), axis=1) - value
+        terms["cql_loss"] = jax.nn.logsumexp(mean_q(support, outputs.online), axis=1) - q_value
         losses += args.cql_alpha * terms["cql_loss"]
     chex.assert_equal_shape([losses, td_errors, batch.weight])
     return {"loss": batch.weight * losses} | terms
 
 
 def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_params: dict) -> dict[str, jax.Array]:
-    """Ape-X's loss. Returns its terms per sample, float32 [B]: `devices.gradient` weights and averages them."""
+    """Ape-X's loss.
+
+    Returns its terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
+    differentiates "loss"; the others are logged. A sample's terms may depend on that sample only: on a CPU `loss` is
+    called on 8 samples at a time.
+    """
     keys, next_keys, dropout_keys, *tau_keys = (
         jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(5)
     )
@@ -505,11 +510,11 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_
     selector_params = params if args.double_q and not args.munchausen_alpha else target_params
     apply = partial(agent.apply, policies=batch.policies)
     outputs = Outputs(
-        values=apply(params, frames, dropout_keys, taus),
-        next_target_values=apply(target_params, next_frames, taus=next_taus),
+        online=apply(params, frames, dropout_keys, taus),
+        next_target=apply(target_params, next_frames, taus=next_taus),
         # With evenly spaced quantiles: an action selected by the draws that value it would be valued too high.
-        next_selector_values=apply(selector_params, next_frames),
-        target_values=apply(target_params, frames) if args.munchausen_alpha else None,
+        next_selector=apply(selector_params, next_frames),
+        target=apply(target_params, frames) if args.munchausen_alpha else None,
         taus=taus,
     )
     return q_loss_terms(args, agent.support, outputs, batch)
@@ -575,8 +580,8 @@ def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns policy(params, ...), epsilon-greedy with EVALUATION_EPSILON, as `envs.play_episodes` asks for it."""
 
     def choose_actions(params, frames, episode_step, keys, hidden_state):
-        values = mean_value(agent.support, devices.map_in_chunks(partial(agent.apply, params), frames))
-        return epsilon_greedy(keys, values, jnp.full(len(frames), EVALUATION_EPSILON)), hidden_state
+        q_values = mean_q(agent.support, devices.map_in_chunks(partial(agent.apply, params), frames))
+        return epsilon_greedy(keys, q_values, jnp.full(len(frames), EVALUATION_EPSILON)), hidden_state
 
     return envs.jit_policy(mesh, choose_actions)
 

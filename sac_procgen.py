@@ -111,14 +111,14 @@ class Agent(nn.Module):
         """Features [B, hidden] -> the policy's logits float32 [B, 15]."""
         return self.policy(features)
 
-    def values(self, features: jax.Array) -> jax.Array:
+    def q_values(self, features: jax.Array) -> jax.Array:
         """Features [B, hidden] -> both Q-functions of all actions, float32 [B, 2, 15]."""
         return jnp.stack([self.q1(features), self.q2(features)], axis=1)
 
     def __call__(self, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Frames [B, 64, 64, C] -> logits [B, 15] and values [B, 2, 15]."""
+        """Frames [B, 64, 64, C] -> logits [B, 15] and Q-values [B, 2, 15]."""
         features = self.encode(frames)
-        return self.logits(features), self.values(features)
+        return self.logits(features), self.q_values(features)
 
 
 def make_agent(args: Args) -> Agent:
@@ -164,31 +164,31 @@ def init_state(args: Args, agent: Agent) -> TrainState:
 # ACTING
 
 
-def aggregate_q(args: Args, values: jax.Array) -> jax.Array:
+def aggregate_q(args: Args, q_values: jax.Array) -> jax.Array:
     """The minimum over both Q-functions [B, 2, ...] or their mean: [B, ...] (Zhou et al. 2022, section 4)."""
-    return values.mean(axis=1) if args.average_q else values.min(axis=1)
+    return q_values.mean(axis=1) if args.average_q else q_values.min(axis=1)
 
 
-def soft_value(args: Args, logits: jax.Array, values: jax.Array, alpha: jax.Array) -> jax.Array:
+def soft_value(args: Args, logits: jax.Array, q_values: jax.Array, alpha: jax.Array) -> jax.Array:
     """The soft state values float32 [B] of a policy with logits [B, 15] by two Q-functions [B, 2, 15], at temperature
     alpha [] (Christodoulou 2019, equation 10: an exact expectation, not a sample)."""
-    chex.assert_equal_shape([logits, values[:, 0], values[:, 1]])
+    chex.assert_equal_shape([logits, q_values[:, 0], q_values[:, 1]])
     log_probs = jax.nn.log_softmax(logits)
-    return (jnp.exp(log_probs) * (aggregate_q(args, values) - alpha * log_probs)).sum(axis=-1)
+    return (jnp.exp(log_probs) * (aggregate_q(args, q_values) - alpha * log_probs)).sum(axis=-1)
 
 
 def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs: jax.Array, episode_step: jax.Array):
     """Samples actions for obs uint8 [n, 3, 64, 64] and episode_step int32 [n]; returns the rollout and actions [n]."""
     t = rollout.t
     frames = rollout.frames.write(t, obs, episode_step)
-    logits, values = devices.map_in_chunks(partial(agent.apply, params["agent"]), frames.stack(t))
+    logits, q_values = devices.map_in_chunks(partial(agent.apply, params["agent"]), frames.stack(t))
     policy_keys, sticky_keys = envs.step_keys(rollout.key, t, rollout.env_state.env_ids)
     actions = jax.vmap(jax.random.categorical)(policy_keys, logits)
-    state_value = soft_value(args, logits, values, jnp.exp(params["log_alpha"]))
-    mean_values = values.mean(axis=1)  # as in the learner's TD error
+    state_value = soft_value(args, logits, q_values, jnp.exp(params["log_alpha"]))
+    mean_q_values = q_values.mean(axis=1)  # as in the learner's TD error
     return offpolicy.record_step(
         args, rollout._replace(frames=frames), episode_step, actions,
-        values=mean_values, state_value=state_value, sticky_keys=sticky_keys,
+        q_values=mean_q_values, state_value=state_value, sticky_keys=sticky_keys,
     )  # fmt: skip
 
 
@@ -198,11 +198,11 @@ def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs:
 class Outputs(NamedTuple):
     """Network outputs for B transitions."""
 
-    values: jax.Array  # float32 [B, 2, 15], of the online Q-functions
+    q_values: jax.Array  # float32 [B, 2, 15], of the online Q-functions
     logits: jax.Array  # float32 [B, 15], of the policy, from features that its loss does not change
     next_logits: jax.Array  # float32 [B, 15], of the policy for the next frames
-    next_target_values: jax.Array  # float32 [B, 2, 15], of the target network for the next frames
-    target_values: jax.Array | None  # float32 [B, 2, 15], of the target network; for --q-clip
+    next_target_q_values: jax.Array  # float32 [B, 2, 15], of the target network for the next frames
+    target_q_values: jax.Array | None  # float32 [B, 2, 15], of the target network; for --q-clip
     target_logits: jax.Array | None  # float32 [B, 15], of the target network; for --entropy-penalty
 
 
@@ -218,28 +218,28 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
     Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
     here with the target network's policy as the old one. Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779,
-    equation 4, CQL(H)) lowers values by their softmax weight and raises the played action's. Importance weights scale
+    equation 4, CQL(H)) lowers Q-values by their softmax weight and raises the played action's. Importance weights scale
     the Q-functions' loss only.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     stop_gradient = jax.lax.stop_gradient
 
-    def select_action(values):
-        return jnp.take_along_axis(values, batch.actions[:, None, None], axis=2)[..., 0]
+    def select_action(q_values):
+        return jnp.take_along_axis(q_values, batch.actions[:, None, None], axis=2)[..., 0]
 
     # Only the bootstrap state's entropy is in the target, as is usual with n-step returns.
-    next_value = soft_value(args, outputs.next_logits, outputs.next_target_values, alpha)
+    next_value = soft_value(args, outputs.next_logits, outputs.next_target_q_values, alpha)
     target = stop_gradient(batch.returns + batch.discounts * next_value)[:, None]
-    chosen = select_action(outputs.values)  # [B, 2]
+    chosen = select_action(outputs.q_values)  # [B, 2]
     q_loss = (chosen - target) ** 2
     if args.q_clip:
-        old = stop_gradient(select_action(outputs.target_values))
-        value_clipped = old + jnp.clip(chosen - old, -args.q_clip, args.q_clip)
-        q_loss = jnp.maximum(q_loss, (value_clipped - target) ** 2)
+        old = stop_gradient(select_action(outputs.target_q_values))
+        q_clipped = old + jnp.clip(chosen - old, -args.q_clip, args.q_clip)
+        q_loss = jnp.maximum(q_loss, (q_clipped - target) ** 2)
     entropy = policy_entropy(outputs.logits)
     terms = {
         "q_loss": batch.weight * 0.5 * q_loss.sum(axis=-1),
-        "policy_loss": -soft_value(args, outputs.logits, stop_gradient(outputs.values), alpha),
+        "policy_loss": -soft_value(args, outputs.logits, stop_gradient(outputs.q_values), alpha),
         "q_values": chosen.mean(axis=-1),
         "q_difference": jnp.abs(chosen[:, 0] - chosen[:, 1]),
         "entropy": entropy,
@@ -247,7 +247,7 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
     }
     total = terms["q_loss"] + terms["policy_loss"]
     if args.cql_alpha:
-        terms["cql_loss"] = (jax.nn.logsumexp(outputs.values, axis=-1) - chosen).sum(axis=-1)
+        terms["cql_loss"] = (jax.nn.logsumexp(outputs.q_values, axis=-1) - chosen).sum(axis=-1)
         total += args.cql_alpha * batch.weight * terms["cql_loss"]
     if args.entropy_penalty:
         total += args.entropy_penalty * 0.5 * (entropy - stop_gradient(policy_entropy(outputs.target_logits))) ** 2
@@ -257,22 +257,27 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
 def loss(
     args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_params: dict, alpha: jax.Array
 ) -> dict[str, jax.Array]:
-    """SAC's losses. Returns their terms per sample, float32 [B]: `devices.gradient` weights and averages them."""
+    """SAC's losses, added.
+
+    Returns their terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
+    differentiates "loss"; the others are logged. A sample's terms may depend on that sample only: on a CPU `loss` is
+    called on 8 samples at a time.
+    """
     keys, next_keys, dropout_keys = (jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3))
     frames = augment.augment(args, keys, batch.frames)
     next_frames = augment.augment(args, next_keys, batch.next_frames)
     features = agent.apply(params, frames, dropout_keys, method="encode")
     # The encoder learns from the Q-functions alone: gradients of the policy would shift their features.
     logits = agent.apply(params, jax.lax.stop_gradient(features), method="logits")
-    target_logits = target_values = None
+    target_logits = target_q_values = None
     if args.q_clip or args.entropy_penalty:
-        target_logits, target_values = agent.apply(target_params, frames)
+        target_logits, target_q_values = agent.apply(target_params, frames)
     outputs = Outputs(
-        values=agent.apply(params, features, method="values"),
+        q_values=agent.apply(params, features, method="q_values"),
         logits=logits,
         next_logits=jax.lax.stop_gradient(agent.apply(params, next_frames)[0]),
-        next_target_values=agent.apply(target_params, next_frames)[1],
-        target_values=target_values,
+        next_target_q_values=agent.apply(target_params, next_frames)[1],
+        target_q_values=target_q_values,
         target_logits=target_logits,
     )
     return sac_loss_terms(args, outputs, alpha, batch)

@@ -115,15 +115,15 @@ def begin_rollout(args: Any, env_state: envs.EnvState, i: int) -> Rollout:
 
 
 def record_step(
-    args: Any, rollout: Rollout, episode_step: jax.Array, actions: jax.Array, *, values, state_value, sticky_keys
+    args: Any, rollout: Rollout, episode_step: jax.Array, actions: jax.Array, *, q_values, state_value, sticky_keys
 ) -> tuple[Rollout, jax.Array]:
-    """Records actions int32 [n] chosen by values float32 [n, 15], and state_value float32 [n]; returns the rollout and
-    the actions to play, which sticky actions may replace."""
+    """Records actions int32 [n] chosen by q_values float32 [n, 15], and state_value float32 [n]; returns the rollout
+    and the actions to play, which sticky actions may replace."""
     t, env_state = rollout.t, rollout.env_state
     played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         actions=rollout.actions.at[t].set(actions),
-        action_value=rollout.action_value.at[t].set(jnp.take_along_axis(values, actions[:, None], axis=-1)[:, 0]),
+        action_value=rollout.action_value.at[t].set(jnp.take_along_axis(q_values, actions[:, None], axis=-1)[:, 0]),
         state_value=rollout.state_value.at[t].set(state_value),
         env_state=env_state._replace(last_action=played),
         t=t + 1,

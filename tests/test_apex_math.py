@@ -150,15 +150,15 @@ def test_loss_with_quantiles_asks_the_right_network_about_the_right_frames(alpha
     apply = partial(jax.jit(agent.apply), policies=policies)
     following = apply(target, batch.next_frames, taus=next_taus)
     outputs = apex.Outputs(
-        values=apply(online, batch.frames, taus=taus), next_target_values=following,
-        next_selector_values=apply(target if alpha else online, batch.next_frames),
-        target_values=apply(target, batch.frames), taus=taus,
+        online=apply(online, batch.frames, taus=taus), next_target=following,
+        next_selector=apply(target if alpha else online, batch.next_frames),
+        target=apply(target, batch.frames), taus=taus,
     )  # fmt: skip
     want = apex.q_loss_terms(args, agent.support, outputs, batch)
     got = apex.loss(args, agent, online, batch, target_params=target)
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
-    for wrong in ({"taus": next_taus}, {"next_selector_values": apply(online if alpha else target, batch.next_frames)}):
+    for wrong in ({"taus": next_taus}, {"next_selector": apply(online if alpha else target, batch.next_frames)}):
         other = apex.q_loss_terms(args, agent.support, outputs._replace(**wrong), batch)["loss"]
         assert np.abs(other - want["loss"]).max() > 1e-3
 
@@ -236,12 +236,12 @@ def test_loss_with_quantiles_or_munchausen_equals_the_sums_by_hand(seed, quantil
         one = jax.tree.map(lambda x: np.float64(x[i]), outputs)  # noqa: B023
         action, reward, discount = batch.actions[i], float(batch.returns[i]), float(batch.discounts[i])
         if alpha:
-            outputs_of_one = one.target_values, one.next_target_values, one.next_selector_values
+            outputs_of_one = one.target, one.next_target, one.next_selector
             targets = oracle.munchausen(args, *outputs_of_one, action, reward, discount)
         else:
-            targets = reward + discount * one.next_target_values[one.next_selector_values.mean(axis=1).argmax()]
-        td = targets.mean() - one.values[action].mean()
-        loss = oracle.quantile_loss(one.taus, one.values[action], targets) if quantiles else oracle.huber(td)
+            targets = reward + discount * one.next_target[one.next_selector.mean(axis=1).argmax()]
+        td = targets.mean() - one.online[action].mean()
+        loss = oracle.quantile_loss(one.taus, one.online[action], targets) if quantiles else oracle.huber(td)
         np.testing.assert_allclose(got["loss"][i], batch.weight[i] * loss, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(got["td_error"][i], abs(td), rtol=1e-3, atol=1e-4)
 
@@ -249,8 +249,8 @@ def test_loss_with_quantiles_or_munchausen_equals_the_sums_by_hand(seed, quantil
         return apex.q_loss_terms(args, (0.0,), outputs, batch)["loss"].sum()
 
     slopes = jax.grad(total)(outputs)
-    assert np.any(slopes.values)
-    assert not any(np.any(x) for x in (slopes.next_target_values, slopes.next_selector_values, slopes.target_values))
+    assert np.any(slopes.online)
+    assert not any(np.any(x) for x in (slopes.next_target, slopes.next_selector, slopes.target))
 
 
 @pytest.mark.parametrize("flags", [{"num_atoms": 1}, {"num_atoms": 11}, {"num_atoms": 99, "num_quantiles": 4}])
@@ -264,12 +264,12 @@ def test_conservative_penalty_of_random_outputs_and_its_gradient_equal_those_by_
     batch = jax.tree.map(lambda x: x[:size], random_batch(rng, args))
 
     def total(args, values):
-        terms = apex.q_loss_terms(args, support.tolist(), outputs._replace(values=values), batch)
+        terms = apex.q_loss_terms(args, support.tolist(), outputs._replace(online=values), batch)
         return terms["loss"].sum(), terms
 
-    slopes, terms = jax.grad(partial(total, args), has_aux=True)(outputs.values)
-    plain_slopes, plain_terms = jax.grad(partial(total, plain), has_aux=True)(outputs.values)
-    for i, logits in enumerate(np.float64(outputs.values)):
+    slopes, terms = jax.grad(partial(total, args), has_aux=True)(outputs.online)
+    plain_slopes, plain_terms = jax.grad(partial(total, plain), has_aux=True)(outputs.online)
+    for i, logits in enumerate(np.float64(outputs.online)):
         p = (
             np.stack([oracle.softmax(x) for x in logits])
             if args.with_atoms
@@ -446,7 +446,7 @@ def test_values_before_training_are_near_zero():
         agent = apex.make_agent(make_args(**flags))
         key = jax.random.key(0, impl="rbg")  # whose draws compile quickly
         outputs, _ = jax.jit(agent.init_with_output)(key, frames)
-        values = apex.mean_value(agent.support, outputs)
+        values = apex.mean_q(agent.support, outputs)
         assert values.shape == (8, 15)
         apart = np.diff(agent.support).max(initial=0)  # what an output's noise moves a value by
         assert np.abs(values).max() < max(1, apart / 4)
@@ -472,7 +472,7 @@ def test_policy_in_an_evaluation_is_all_but_greedy():
     args = make_args(epsilon=0.9)
     agent, rng = apex.make_agent(args), np.random.default_rng(0)
     params, frames = init_state(apex, args, agent).params, rng.integers(0, 256, (8, 64, 64, 6), np.uint8)
-    best = apex.mean_value(agent.support, jax.jit(agent.apply)(params, frames)).argmax(axis=1)
+    best = apex.mean_q(agent.support, jax.jit(agent.apply)(params, frames)).argmax(axis=1)
     assert apex.EVALUATION_EPSILON == 0.001
     policy = apex.make_policy(args, agent, devices.make_mesh(args))
     chosen, _ = policy(params, frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
@@ -510,7 +510,7 @@ def test_record_step_with_sticky_actions_remembers_what_was_played():
     rollout = offpolicy.begin_rollout(args, init_env_state(args, range(4)), 0)
     policy_keys, sticky_keys = envs.step_keys(rollout.key, rollout.t, rollout.env_state.env_ids)
     assert (policy_keys != sticky_keys).any(axis=1).all()
-    values = {"values": jnp.zeros((4, 15)), "state_value": jnp.zeros(4)}
+    values = {"q_values": jnp.zeros((4, 15)), "state_value": jnp.zeros(4)}
     rollout, played = offpolicy.record_step(
         args, rollout, np.ones(4, np.int32), jnp.full(4, 7), sticky_keys=sticky_keys, **values
     )
@@ -555,7 +555,7 @@ def test_samples_of_real_games_are_what_the_actors_saw():
     buffer = jax.device_put(buffer, jax.devices()[0])
     rows = buffer.rows
     sample = jax.jit(partial(offpolicy.sample, args))
-    values_of = jax.jit(lambda frames: apex.mean_value(agent.support, agent.apply(params, frames)))
+    values_of = jax.jit(lambda frames: apex.mean_q(agent.support, agent.apply(params, frames)))
     for i in range(16):
         batch = sample(buffer, i, 0.4)
         np.testing.assert_allclose(
@@ -598,7 +598,7 @@ def test_act_asks_each_environment_about_its_own_policy():
     params = init_state(apex, args, agent).params
     rollout = offpolicy.begin_rollout(args, init_env_state(args, [3, 0, 2, 1]), 0)
     rollout, _ = jax.jit(partial(apex.act, args, agent))(params, rollout, obs, np.zeros(4, np.int32))
-    values = apex.mean_value(agent.support, agent.apply(params, rollout.frames.stack(0), policies=np.arange(4)))
+    values = apex.mean_q(agent.support, agent.apply(params, rollout.frames.stack(0), policies=np.arange(4)))
     np.testing.assert_allclose(rollout.state_value[0], values.max(axis=1)[np.array([0, 3, 1, 2])], rtol=1e-4, atol=1e-5)
     assert len(np.unique(rollout.state_value[0].round(4))) == 4
 
@@ -711,7 +711,7 @@ def learnt_values(updates, **flags):
     for i in range(0, updates, 10):
         state = state._replace(global_step=jax.device_put(jnp.int32(i), devices.shardings(own.mesh, REPLICATED)))
         state, buffer, _ = own.run_updates(state, buffer, 10, 1.0, watch)
-    values = np.asarray(apex.mean_value(own.agent.support, jax.jit(own.agent.apply)(state.params, ROOMS)))
+    values = np.asarray(apex.mean_q(own.agent.support, jax.jit(own.agent.apply)(state.params, ROOMS)))
     return np.array([values[i, i + 1] for i in range(3)]), np.array([np.delete(values[i], i + 1) for i in range(3)])
 
 

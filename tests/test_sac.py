@@ -47,25 +47,25 @@ def by_hand(args, outputs, constant, alpha, batch):
     names = "q_loss", "policy_loss", "entropy", "loss", "td_error", "q_values", "q_difference", "cql_loss"
     rows = {name: [] for name in names}
     for i in range(len(batch.actions)):
-        a, p, q = batch.actions[i], softmax(constant.next_logits[i]), np.float64(constant.next_target_values[i])
+        a, p, q = batch.actions[i], softmax(constant.next_logits[i]), np.float64(constant.next_target_q_values[i])
         following = sum(p[b] * (one(q[:, b]) - alpha * np.log(p[b])) for b in range(15))
         target = float(batch.returns[i]) + float(batch.discounts[i]) * following
-        q_loss, both = 0.0, np.float64(outputs.values[i, :, a])
+        q_loss, both = 0.0, np.float64(outputs.q_values[i, :, a])
         for k in range(2):
-            value, old = float(outputs.values[i, k, a]), float(constant.target_values[i, k, a])
+            value, old = float(outputs.q_values[i, k, a]), float(constant.target_q_values[i, k, a])
             square = (value - target) ** 2
             if args.q_clip:
                 value_clipped = old + min(max(value - old, -args.q_clip), args.q_clip)
                 square = max(square, (value_clipped - target) ** 2)
             q_loss += float(batch.weight[i]) * square / 2
-        p, q = softmax(outputs.logits[i]), np.float64(constant.values[i])
+        p, q = softmax(outputs.logits[i]), np.float64(constant.q_values[i])
         policy = sum(p[b] * (alpha * np.log(p[b]) - one(q[:, b])) for b in range(15))
         entropy = -sum(p * np.log(p))
         total = q_loss + policy
         if args.entropy_penalty:
             old = softmax(constant.target_logits[i])
             total += args.entropy_penalty / 2 * (entropy + sum(old * np.log(old))) ** 2
-        penalty = sum(cql(outputs.values[i, k], a)[0] for k in range(2))
+        penalty = sum(cql(outputs.q_values[i, k], a)[0] for k in range(2))
         total += args.cql_alpha * float(batch.weight[i]) * penalty
         td, difference = abs(target - both.mean()), abs(both[0] - both[1])
         for name, x in zip(names, (q_loss, policy, entropy, total, td, both.mean(), difference, penalty), strict=True):
@@ -99,13 +99,13 @@ def test_losses_and_gradients_of_random_outputs_equal_those_by_hand(seed, flags)
         return (sums[0] - sums[1]) / (2 * small)
 
     for i in range(size):
-        seen = "values", (i, int(rng.integers(2)), batch.actions[i])
-        any_action = "values", (i, int(rng.integers(2)), int(rng.integers(15)))  # which CQL's penalty lowers
+        seen = "q_values", (i, int(rng.integers(2)), batch.actions[i])
+        any_action = "q_values", (i, int(rng.integers(2)), int(rng.integers(15)))  # which CQL's penalty lowers
         for field, index in (seen, any_action, ("logits", (i, int(rng.integers(15))))):
             np.testing.assert_allclose(
                 getattr(grads, field)[index], change(field, index), rtol=2e-2, atol=2e-3, err_msg=field
             )
-    for field in ("next_logits", "next_target_values", "target_values", "target_logits"):
+    for field in ("next_logits", "next_target_q_values", "target_q_values", "target_logits"):
         assert not np.any(getattr(grads, field)), field
 
 
@@ -161,11 +161,11 @@ def test_loss_with_all_terms_asks_the_right_network_about_the_right_frames():
     assert 0.2 < (features[whole != 0] == 0).mean() < 0.8
     target_logits, target_values = agent.apply(target, frames)
     outputs = sac.Outputs(
-        agent.apply(online, features, method="values"), agent.apply(online, features, method="logits"),
-        next_logits=agent.apply(online, next_frames)[0], next_target_values=agent.apply(target, next_frames)[1],
-        target_values=target_values, target_logits=target_logits,
+        agent.apply(online, features, method="q_values"), agent.apply(online, features, method="logits"),
+        next_logits=agent.apply(online, next_frames)[0], next_target_q_values=agent.apply(target, next_frames)[1],
+        target_q_values=target_values, target_logits=target_logits,
     )  # fmt: skip
-    assert np.abs(outputs.values - target_values).max() > 0.1
+    assert np.abs(outputs.q_values - target_values).max() > 0.1
     want = sac.sac_loss_terms(args, outputs, 0.3, batch)
     got = sac.loss(args, agent, online, batch, target_params=target, alpha=0.3)
     for name, x in want.items():

@@ -73,7 +73,7 @@ def q_values(script, args, run_dir: str, frames: np.ndarray) -> tuple[int, np.nd
     @jax.jit
     def values(frames):
         outputs = agent.apply(tree["params"], frames)
-        return outputs[1].mean(axis=1) if script.SCRIPT == "sac_procgen" else script.mean_value(agent.support, outputs)
+        return outputs[1].mean(axis=1) if script.SCRIPT == "sac_procgen" else script.mean_q(agent.support, outputs)
 
     parts = np.array_split(frames, max(len(frames) // 64, 1))
     return int(tree["global_step"]), np.concatenate([values(part) for part in parts])
