@@ -1,8 +1,8 @@
 """PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
 
 Burda et al. 2018 (arXiv 1810.12894), with the paper's hyperparameters as defaults, except that a run and the random
-play before it are a third as long; "the bonus" is the paper's intrinsic reward. With --async the actor plays while the
-learner learns, one update behind. Try:
+play before it are a third as long; "the bonus" is the paper's intrinsic reward. With --async the actors play while the
+learner learns, with parameters one update old. Try:
 
     python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --channels 16,32,32 --hidden 256 --num-envs 32 --num-minibatches 8 --total-timesteps 8000000
@@ -65,7 +65,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 1
     """with async: number of actor threads, which share the environments"""
     vtrace: bool = False
-    """with async: V-trace targets for both values (rho-bar and c-bar 1), to correct for the policy's lag"""
+    """with async: V-trace (rho-bar and c-bar 1) for both values, and PPO's ratio to the policy before the update, to
+    correct for the policy's lag"""
     obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
     """random steps per environment before training (not in total_timesteps), to initialise observation normalisation"""
     num_minibatches: PositiveInt = 4
@@ -83,7 +84,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     gae_lambda: UnitInterval = 0.95
     """lambda of generalised advantage estimation (GAE), for both advantages"""
     ext_coef: NonNegativeFloat = 2.0
-    """weight of the advantage from the game's reward, of which the sign is used; 0 for curiosity only"""
+    """weight of the advantage from the sign of the game's reward; 0 for curiosity only"""
     int_coef: NonNegativeFloat = 1.0
     """weight of the advantage from the bonus"""
     int_reward_clip: NonNegativeFloat = 0.0
@@ -105,7 +106,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     channels: str = "32,64,64"
     """channels of the three convolutions, in policy, target and predictor"""
     hidden: Size = 512
-    """units of the dense layers (half as many in the policy's first) and of the core; RND's features"""
+    """units of the dense layers (half as many in the policy's first) and of the core; number of RND's features"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core of the policy; minibatches then hold whole rollouts"""
     separate_value: bool = False
@@ -138,7 +139,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         return super().sharded_sizes() | {"an actor's environments, --num-envs / --num-actors": num_envs}
 
     def check_training(self) -> None:
-        """Raises UsageError if so many devices leave the predictor nothing to learn from."""
+        """Raises UsageError if --update-proportion leaves the predictor no sample of a device's part of a minibatch."""
         sample = self.num_envs * self.num_steps // self.num_minibatches // devices.num_learner_devices(self)
         check(
             round(self.update_proportion * sample) >= 1,
@@ -370,7 +371,7 @@ ROLLOUT_SPECS = devices.partition_specs(
 
 
 class Unroll(NamedTuple):
-    """Steps that the actor has played."""
+    """Steps that an actor has played."""
 
     rollout: Rollout
     timesteps: envs.Timesteps
@@ -379,7 +380,7 @@ class Unroll(NamedTuple):
 
 
 def begin_rollout(args: Args, env_state: EnvState, i: int) -> Rollout:
-    """The run's i-th rollout, before its first step."""
+    """An actor's i-th rollout, before its first step."""
     shape = (args.num_steps, len(env_state.env_ids))
     return Rollout(
         frames=envs.Frames.after(env_state.history, args.num_steps + 1, args.stack_offsets),
@@ -429,10 +430,11 @@ def end_rollout(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: j
 
 def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState, which `actors.Fleet`
-    calls in the actor's thread: it plays the i-th rollout, num_steps steps of each environment."""
+    calls in an actor's thread: it plays the i-th rollout, num_steps steps of each environment."""
     begin = partial(begin_rollout, args)
-    step, end = (partial(function, args, networks.acting_agent(agent)) for function in (act, end_rollout))
-    if not args.async_:  # on all devices, each with its own environments; with --async on one, the parameters'
+    acting_agent = networks.acting_agent(agent)
+    step, end = partial(act, args, acting_agent), partial(end_rollout, args, acting_agent)
+    if not args.async_:  # on all devices, each with its own environments; with --async on the parameters' device
         shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
         in_specs = (REPLICATED, ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED)
         begin = shard_map(begin, in_specs=(ENV_STATE_SPECS, REPLICATED), out_specs=ROLLOUT_SPECS)
@@ -491,7 +493,7 @@ def compute_bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.A
     """
     error_of = partial(prediction_error, args, state.frame_stats, state.target, state.params["predictor"])
     errors = mask * jax.lax.map(partial(devices.map_in_chunks, error_of), rollout.next_frames)
-    # The bonus's return does not end with the episode, and is not clipped.
+    # The bonus's return does not end with the episode; `compute_advantages` clips the bonus.
     ended = jnp.zeros_like(mask)
     bonus_filter, bonus = normalize_rewards(state.bonus_filter, errors, ended, mask, args.int_gamma, clip=jnp.inf)
     return bonus_filter, errors, bonus
@@ -519,7 +521,7 @@ def gae(rewards, values, *, discount, decay, ratio) -> jax.Array:
       decay: float32 [T, ...], of the next advantage: discount x lambda, 0 at an episode's end, 1 to skip a step.
       ratio: float32 [T, ...], learner's over actor's probability of the action; 1 on-policy.
 
-    Returns advantages float32 [T, ...], also V-trace's targets minus the values (with its lambda, as in rlax).
+    Returns advantages float32 [T, ...]; added to the values they are V-trace's targets (with its lambda, as in rlax).
     """
     chex.assert_equal_shape([rewards, values[1:], discount, decay, ratio])
     rho = jnp.minimum(1.0, ratio)
@@ -542,7 +544,7 @@ def gae_per_head(args: Args, rewards, bonus, *, values, ratio, timesteps: envs.T
       values: float32 [T + 1, N, 2].
     """
     # At a truncation the last frame's value stands for the rest of the episode.
-    extrinsic = gae(
+    ext_advantages = gae(
         rewards,
         values[..., 0],
         discount=args.gamma * (1.0 - timesteps.terminated),
@@ -552,14 +554,14 @@ def gae_per_head(args: Args, rewards, bonus, *, values, ratio, timesteps: envs.T
     # The bonus's return continues in the next episode, and skips EnvPool's junk step.
     mask = ~timesteps.is_reset
     int_values = jnp.where(mask, values[:-1, :, 1], values[1:, :, 1])
-    intrinsic = gae(
+    int_advantages = gae(
         bonus,
         jnp.concatenate([int_values, values[-1:, :, 1]]),
         discount=jnp.where(mask, args.int_gamma, 1.0),
         decay=jnp.where(mask, args.int_gamma * args.gae_lambda, 1.0),
         ratio=jnp.where(mask, ratio, 1.0),
     )
-    return jnp.stack([extrinsic, intrinsic], axis=-1)
+    return jnp.stack([ext_advantages, int_advantages], axis=-1)
 
 
 class Batch(NamedTuple):
@@ -567,8 +569,8 @@ class Batch(NamedTuple):
     recurrent core)."""
 
     actions: jax.Array  # int32; all else is float32
-    logits: jax.Array  # [..., 18], of the old policy: with --vtrace the one before the update
-    advantages: jax.Array  # of both heads, weighted and added
+    logits: jax.Array  # [..., 18], of the policy that acted or, with --vtrace, of the one before the update
+    advantages: jax.Array  # of both heads, weighted and added; with --norm-adv normalised
     returns: jax.Array  # [..., 2]
 
 
@@ -604,7 +606,7 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
         "policy_loss": -jnp.minimum(ratio * batch.advantages, ratio_clipped * batch.advantages),
         "value_loss": 0.5 * ((values - batch.returns) ** 2).sum(axis=-1),
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
-        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
+        "approx_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),  # exact; named as in CleanRL
         "clipfrac": (jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     }
 
@@ -621,7 +623,10 @@ def forward(agent: Agent, params: dict, inputs: Inputs) -> tuple[jax.Array, jax.
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]) -> dict[str, jax.Array]:
     """PPO's loss.
 
-    Returns its terms per sample, float32 [B, S]: `devices.gradient` weights and averages them.
+    Returns its terms per sample, float32 [B, S]; `devices.gradient` weights them (0 for junk steps), averages them over
+    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    only: on a CPU `loss` is called on 8 frames or one sequence at a time. Batch statistics belong in
+    `compute_advantages`.
     """
     inputs, batch = minibatch
     terms = ppo_loss_terms(args, *forward(agent, params, inputs), batch)
@@ -650,7 +655,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
         return masked_moments(x, mask)[0]
 
     logits, values, ratio, metrics = rollout.logits, rollout.values, jnp.ones(mask.shape), {}
-    if args.vtrace:  # from the actor's policy and values to the learner's, one update later
+    if args.vtrace:  # from the actors' policy and values to the learner's, one update later
         logits, values = recompute_policy_and_value(args, agent, state.params["agent"], rollout)
         acting_log_probs = jax.nn.log_softmax(rollout.logits)
         ratio = jnp.exp(log_ratio(jax.nn.log_softmax(logits), acting_log_probs, rollout.actions))
@@ -686,23 +691,25 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
       learning_rate: float32 [].
     """
     chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX clamps an index that is out of range
-    tx, recurrent, num_envs = make_optimizer(args), args.core != "none", len(rollout.env_state.env_ids)
+    tx, recurrent = make_optimizer(args), args.core != "none"
+    local_num_envs = len(rollout.env_state.env_ids)  # on this device
     agent_loss = partial(loss, args, agent)
     rnd_loss = partial(predictor_loss, args, state.frame_stats, state.target)
 
-    def predictor_gradient(params, key, time, env):  # on a random part of the transitions, int32 [B, S] each
+    def predictor_gradient(params, key, time, env):
+        """On a random part of the transitions at time, env, int32 [B, S] each."""
         samples = round(args.update_proportion * time.size)
         drawn = jax.random.choice(devices.fold_in_axis_index(key), time.size, (samples,), replace=False)
         time, env = time.reshape(-1)[drawn], env.reshape(-1)[drawn]
         grads, means, _ = devices.gradient(rnd_loss, params, rollout.next_frames[time, env], mask[time, env])
         return grads, means["loss"]
 
-    def train_minibatch(learner, key, index):
-        params, opt_state = learner
+    def train_minibatch(carry, key, index):
+        params, opt_state = carry
         if recurrent:  # whole rollouts of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
-            time, env = index[:, None] // num_envs, index[:, None] % num_envs
+            time, env = index[:, None] // local_num_envs, index[:, None] % local_num_envs
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
             is_first=rollout.frames.is_first[time, env],
@@ -717,13 +724,13 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
-    def train_epoch(learner, key):
+    def train_epoch(carry, key):
         shuffle_key, sample_key = jax.random.split(key)
-        samples = num_envs if recurrent else mask.size  # on this device
+        samples = local_num_envs if recurrent else mask.size  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), samples)
-        inputs = jax.random.split(sample_key, args.num_minibatches), order.reshape(args.num_minibatches, -1)
-        learner, means = jax.lax.scan(lambda learner, x: train_minibatch(learner, *x), learner, inputs)
-        return learner, jax.tree.map(jnp.mean, means)
+        keys, order = jax.random.split(sample_key, args.num_minibatches), order.reshape(args.num_minibatches, -1)
+        carry, means = jax.lax.scan(lambda carry, x: train_minibatch(carry, *x), carry, (keys, order))
+        return carry, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(key, args.update_epochs)
     (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
@@ -855,7 +862,7 @@ def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the actor and the statistics."""
+    """Contents of a checkpoint before the first step, without the actors and the statistics."""
     return {"state": init_state(args, agent)}
 
 
@@ -864,7 +871,8 @@ def main(args: Args) -> runs.Run:
     runs.check_args(args, SCRIPT)
     args.check_training()
     agent, mesh = make_agent(args), devices.make_mesh(args)
-    update, (_, join) = make_update(args, agent, mesh), envs.make_split_and_join(mesh, ROLLOUT_SPECS, args.num_actors)
+    update = make_update(args, agent, mesh)
+    _, join = envs.make_split_and_join(mesh, ROLLOUT_SPECS, args.num_actors)
     state_sharding, rollout_sharding, timestep_sharding = devices.shardings(
         mesh, (STATE_SPECS, ROLLOUT_SPECS, envs.TIMESTEP_SPECS)
     )
@@ -896,25 +904,25 @@ def main(args: Args) -> runs.Run:
             if batches is None:
                 break
             rollouts, timesteps, rooms, pictures = zip(*(batch.unroll for batch in batches), strict=True)
-            updates, timesteps = int(state.updates), envs.join_envs(timesteps, axis=-1)
+            i, timesteps = int(state.updates), envs.join_envs(timesteps, axis=-1)
             with watch("transfer"):
                 rollout = join(jax.device_put(list(rollouts), [rollout_sharding] * args.num_actors))
                 inputs = jax.block_until_ready((rollout, jax.device_put(timesteps, timestep_sharding)))
             with watch("update"):
                 state, metrics, bonus = update(state, *inputs)
                 metrics, bonus = jax.device_get((metrics, bonus))
-            fleet.publish(updates + 1, state.params["agent"])
+            fleet.publish(i + 1, state.params["agent"])
             step = int(state.global_step)
             run.check_finite(step, metrics)
             pictures = {room: picture for part in pictures for room, picture in part.items()}
             statistics.add(timesteps, bonus, envs.join_envs(rooms, axis=1), pictures)
-            metrics |= statistics.metrics() | fleet.metrics(updates, batches) | watch.fractions()
+            metrics |= statistics.metrics() | fleet.metrics(i, batches) | watch.fractions()
             run.log(step, metrics | {"charts/SPS": run.steps_per_second(step)})
             if run.checkpoint_due(step):
                 save()
         save()
         run.print(f"rooms visited: {', '.join(map(str, statistics.rooms.visited())) or 'none yet'}")
-        fleet.check()  # raises if the actor failed after its last batch
+        fleet.check()  # raises if an actor failed after its last batch
     return run
 
 
