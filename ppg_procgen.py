@@ -377,8 +377,8 @@ def optimize(
     env_ids, tx = rollout.env_state.env_ids, make_optimizer(args)
     minibatch_loss = partial(policy_phase_loss, args, agent, ent_coef=ent_coef)
 
-    def train_minibatch(learner, key, index):
-        params, opt_state = learner
+    def train_minibatch(carry, key, index):
+        params, opt_state = carry
         time, env = index // len(env_ids), index % len(env_ids)
         # Keys depend on a sample's global index, not on its device.
         keys = devices.fold_in_ids(key, time * args.num_envs + env_ids[env])
@@ -388,12 +388,12 @@ def optimize(
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
-    def train_epoch(learner, key):
+    def train_epoch(carry, key):
         shuffle_key, sample_key = jax.random.split(key)
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), mask.size)  # of this device's samples
         order = order.reshape(args.num_minibatches, -1)
-        learner, means = jax.lax.scan(lambda learner, x: train_minibatch(learner, sample_key, x), learner, order)
-        return learner, jax.tree.map(jnp.mean, means)
+        carry, means = jax.lax.scan(lambda carry, x: train_minibatch(carry, sample_key, x), carry, order)
+        return carry, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(key, args.update_epochs)
     (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)

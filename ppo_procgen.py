@@ -78,7 +78,7 @@ class Args(
     kl_coef: Annotated[float, Interval(ge=0, le=1000)] = 0.2
     """initial coefficient of the KL penalty, adaptive except with dropout or RAD; 0 for none"""
     kl_target: PositiveFloat = 0.01
-    """target KL divergence (nats) of the adaptive coefficient"""
+    """target KL divergence (nats) of the adaptive coefficient; no update stops early"""
     vf_coef: NonNegativeFloat = 1.0
     """coefficient of the value loss, half the mean squared error (RLlib omits the half: its 0.5 is 1.0 here)"""
     vf_clip: NonNegativeFloat = 30.0
@@ -295,7 +295,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
             rollouts[thread], actions = step(params, rollouts[thread], *devices.to_device(mesh, (obs, episode_step)))
             return actions
 
-        timesteps = vec_env.play(choose_actions, args.num_steps, watch)  # steps the environments num_steps times
+        timesteps = vec_env.play(choose_actions, args.num_steps, watch)
         for thread, part in enumerate(vec_env.parts):
             last = devices.to_device(mesh, (part.obs, part.episode_step))
             rollouts[thread] = end(rollouts[thread], *last)
@@ -315,7 +315,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]. Those of junk steps (EnvPool's resets) are meaningless and reach no other step.
+    Returns advantages float32 [T]. Those of junk steps (in which EnvPool resets) are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
@@ -477,8 +477,8 @@ def optimize(
     rnd_target = state.bonus.target if args.rnd_coef else None
     minibatch_loss = partial(loss, args, agent, kl_coef=state.kl_coef, ent_coef=ent_coef, rnd_target=rnd_target)
 
-    def train_minibatch(learner, key, index):
-        params, opt_state = learner
+    def train_minibatch(carry, key, index):
+        params, opt_state = carry
         if recurrent:  # whole rollouts of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
@@ -499,15 +499,13 @@ def optimize(
         params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
-    def train_epoch(learner, key):
+    def train_epoch(carry, key):
         shuffle_key, sample_key = jax.random.split(key)
         samples = local_num_envs if recurrent else mask.size  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), samples)
         order = order.reshape(args.num_minibatches, -1)
-        learner, means = jax.lax.scan(
-            lambda learner, index: train_minibatch(learner, sample_key, index), learner, order
-        )
-        return learner, jax.tree.map(jnp.mean, means)
+        carry, means = jax.lax.scan(lambda carry, index: train_minibatch(carry, sample_key, index), carry, order)
+        return carry, jax.tree.map(jnp.mean, means)
 
     keys = jax.random.split(key, args.update_epochs)
     (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)

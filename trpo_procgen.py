@@ -500,17 +500,17 @@ def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learnin
     """Epochs of Adam's minibatches; returns all parameters, Adam's state and the last epoch's mean metrics."""
     adam = make_optimizer()
 
-    def train_minibatch(learner, index):
-        params, opt_state = learner
+    def train_minibatch(carry, index):
+        params, opt_state = carry
         grads, means, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
         direction, opt_state = adam.update(grads, opt_state, params)
         params = tree_add_scale(params, -learning_rate, direction)
         norm_name = "grad_norm" if args.penalty else "value_grad_norm"
         return (params, opt_state), means | {norm_name: devices.global_norm(grads)}
 
-    def train_epoch(learner, key):
-        learner, means = jax.lax.scan(train_minibatch, learner, shuffled_minibatches(args, data.mask.size, key))
-        return learner, jax.tree.map(jnp.mean, means)
+    def train_epoch(carry, key):
+        carry, means = jax.lax.scan(train_minibatch, carry, shuffled_minibatches(args, data.mask.size, key))
+        return carry, jax.tree.map(jnp.mean, means)
 
     start = adam_params(args, state.params), state.opt_state
     (params, opt_state), means = jax.lax.scan(train_epoch, start, jax.random.split(key, args.value_epochs))

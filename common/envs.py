@@ -97,8 +97,8 @@ class GameArgs:
     reward_clip: NonNegativeFloat = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 131_072
-    """steps of each environment between restarts of all environments, which cut unfinished episodes; a resume replays
-    the steps since the last restart"""
+    """make all environments anew after this many steps of each, which cuts unfinished episodes: a resume replays the
+    steps since then"""
     eval_every: NonNegativeInt = 1_000_000
     """environment steps between evaluations; 0 for a single one at the end"""
     eval_episodes: Annotated[int, Interval(ge=0, le=10**6)] = 128
