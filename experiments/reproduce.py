@@ -450,7 +450,7 @@ def markdown(args: Args, results: list[dict]) -> str:
     where = f"{origin['machine']}, JAX {jax}, commit {commits}, {dates}:"
     lines = [
         f"# {args.table}",
-        "Published beside ours: the mean of what each run logged last, and its 95 % interval over seeds (Student's).",
+        "Ours: the mean of what each run logged last, with its 95 % interval over three or more seeds (Student's).",
         where if commands else "Nothing has run yet:",
         "\n".join(f"    {command}" for command in commands or [command_of(args, args.seeds, False)]),
         *([warning] if unlike else []),
@@ -463,7 +463,9 @@ def markdown(args: Args, results: list[dict]) -> str:
         steps = f"{row['steps']:,}" if row["steps"] else ""
         ours = number(row["ours"]), between, row["seeds"], steps, minutes, notes_of(row)
         table.append((row["cell"], row["published"], *ours))
-    return "\n\n".join(lines) + "\n\n" + "".join(f"| {' | '.join(map(str, row))} |\n" for row in table)
+    used = [i for i in range(len(columns)) if any(row[i] != "" for row in table[2:])]
+    rows = (" | ".join(str(row[i]) for i in used) for row in table)
+    return "\n\n".join(lines) + "\n\n" + "".join(f"| {row} |\n" for row in rows)
 
 
 def draw(title: str, results: list[dict]) -> Figure:
