@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from common import checkpoints, devices, envs, runs
+from common import checkpoints, devices, envs, files, runs
 from common.envs import EnvSnapshot, ReplayableVecEnv
 from common.files import check
 from common.flags import NonNegativeInt, Size
@@ -175,12 +175,13 @@ class Fleet:
                 self._changed.wait(0.2)
             batches = [queue.popleft() for queue in self._ready] if all(self._ready) and not self._error else None
         if self._error:
-            try:
-                if jax.process_count() == 1:  # other hosts would have to save too, and do not know
+            if jax.process_count() == 1:  # other hosts would have to save too, and do not know
+                try:
                     save()
-                    run.print(f"an actor failed; the last checkpoint is in {run.path}, continue with --resume")
-            finally:
-                self.check()
+                    run.print(f"an actor failed; {run.resume_hint()}")
+                except Exception as error:
+                    run.print(f"an actor failed, and no checkpoint could be written ({files.first_line(error)})")
+            self.check()
         if batches:
             self._env_states = [batch.env_state for batch in batches]
             self._snapshots = [batch.snapshot for batch in batches]

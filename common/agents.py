@@ -168,16 +168,17 @@ Play it, in a copy of the repository that has {script}.py:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads an agent and its card with the user's login; returns the card's URL. Does not change the folder. Raises
-    UsageError if its args.json or eval.json cannot be read, FailedError if the upload fails."""
+    """Uploads an agent and its card with the user's login; returns the repository's URL. Does not change the folder.
+    Raises UsageError if its args.json or eval.json cannot be read, FailedError if the upload fails."""
     from huggingface_hub import HfApi
 
     text = card(folder, name)
     try:
         api = HfApi()
-        api.create_repo(name, exist_ok=True)
+        url = api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=[FILE, "args.json", "eval.json"])
-        return str(api.upload_file(repo_id=name, path_in_repo="README.md", path_or_fileobj=text.encode()))
+        api.upload_file(repo_id=name, path_in_repo="README.md", path_or_fileobj=text.encode())
+        return str(url)
     except Exception as error:  # huggingface_hub's, httpx's, the system's
         reason = files.first_line(error)
         raise files.FailedError(f"--push-to-hub {name}: {reason} (hf auth login says who you are)") from None

@@ -148,9 +148,10 @@ def load(run_dir: str | Path) -> tuple[int, dict[str, Any]]:
         for sentence in damaged.values():
             print(f"{sentence}: the one before it is taken", file=sys.stderr, flush=True)
         return newest, tree
-    none = f"{run_dir} has no {'intact' if damaged else 'complete'} checkpoint: nothing to load"
-    none += " (the first comes after --checkpoint-every steps, or at the run's end)"
-    raise UsageError("; ".join([none, *damaged.values()]))
+    if damaged:
+        raise UsageError("; ".join([f"{run_dir} has no intact checkpoint: nothing to load", *damaged.values()]))
+    first = "the first comes after --checkpoint-every steps, or at the run's end"
+    raise UsageError(f"{run_dir} has no complete checkpoint: nothing to load ({first})")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -153,11 +153,13 @@ _make_home = functools.cache(tempfile.mkdtemp)
 
 def own_folder() -> Path:
     """This user's cache folder, for what all runs share."""
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache, "jax-rl-scripts")
     try:
         home = Path.home()
     except RuntimeError:  # a user without one, as in some containers: one for this process
         home = Path(_make_home())
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "jax-rl-scripts")
+    return home / ".cache" / "jax-rl-scripts"
 
 
 @contextlib.contextmanager
@@ -187,7 +189,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def full_disk(error: BaseException | None, path: Path | None = None) -> FullError | None:
     """The FullError for an error of a full disk, from Python or in a library's words; None for any other error. `path`
-    is what was being written, if the error does not name it."""
+    is what was being written; without it, the file that the error names."""
     if error is None or isinstance(error, FullError):
         return error
     told = errno.errorcode.get(getattr(error, "errno", None), "")

@@ -50,8 +50,9 @@ Iterations = Annotated[int, Interval(ge=1, le=1000)]
 def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
     """Runs `main(args)` with the command line's flags, which with `--resume RUN_DIR` default to that run's own.
 
-    Exit codes: 2 for a UsageError or a parse error, 1 for a FailedError or a full disk, 137 for full device memory,
-    each with one sentence on stderr; 128 and its number for a signal that no run handles.
+    Exit codes: 2 for a UsageError or a parse error, 1 for a FailedError or a full disk, 137 for full device memory, 128
+    plus its number for a signal before training or a run's second one, each with one sentence on stderr; 141 if nobody
+    reads the output. Any other exception is raised.
     """
     module = sys.modules[main.__module__]
     argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
@@ -65,7 +66,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             _check_once(args_class, flags)
             parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
             parser.add_argument("--resume", nargs="?")
-            run_dir = parser.parse_known_args(argv)[0].resume
+            run_dir = parser.parse_known_args(argv)[0].resume if hasattr(args_class, "resume") else None
             check(run_dir != "", "--resume '': give a run directory, or leave the flag out to start a new run")
             _check_types(args_class)
             default = saved_args(args_class, run_dir, "--resume", Path(module.__file__).stem) if run_dir else None
@@ -77,7 +78,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             _check_ranges(args)
             _check_threads()
             if getattr(args, "distributed", False):
-                # Before JAX starts, which a dtype that depends on the device would do: not every script can.
+                # Checked before JAX starts, as some scripts refuse it; "auto" would ask for the device.
                 check_flags(dataclasses.replace(args, dtype="float32") if hasattr(args, "dtype") else args)
                 _join_hosts()
             main(args)
@@ -97,7 +98,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
             _exit(1)
         if "RESOURCE_EXHAUSTED" in (why := f"{error} {error.__cause__}"):  # the cause of an ActorError
             full = files.first_line(why[why.index("RESOURCE_EXHAUSTED") :])
-            less = "run fewer scripts on the device, or start anew with smaller minibatches or fewer --num-envs"
+            less = "run fewer scripts on it, resume with smaller minibatches, or start anew with fewer --num-envs"
             print(f"error: a device's memory is full ({full[:200]}); {less}", file=sys.stderr, flush=True)
             _exit(128 + signal.SIGKILL)  # as when the host's memory is full: resuming may help
         if jax.process_count() == 1:
@@ -124,12 +125,11 @@ def silence(file: TextIO) -> None:
 def leave_closed_terminal() -> None:
     """Silences standard output and error if their terminal is closed, so that writing to them raises no OSError."""
     for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError):  # pytest's have no file
-            try:
-                os.ttyname(file.fileno())
-            except OSError as error:
-                if error.errno == errno.EIO:
-                    silence(file)
+        try:
+            os.ttyname(file.fileno())
+        except (OSError, ValueError) as error:  # a closed stream's is a ValueError
+            if getattr(error, "errno", None) == errno.EIO:
+                silence(file)
 
 
 @contextlib.contextmanager
@@ -416,7 +416,7 @@ def parse_schedule(text: str) -> Schedule:
     """Parses "0.0005" or "0:1e-4,500000:8e-4,1000000:1e-4"; raises ValueError."""
     points = text.split(",") if ":" in text else [f"0:{text}"]
     steps, values = zip(*(map(float, point.split(":")) for point in points), strict=True)
-    finite = (np.abs(steps + values) <= MAX_FLOAT).all()  # NaN is not
+    finite = (np.abs([*steps, *values]) <= MAX_FLOAT).all()  # False for NaN
     if not (finite and steps[0] >= 0 and (np.diff(steps) > 0).all()):
         raise ValueError(text)
     return Schedule(steps, values)
@@ -430,9 +430,9 @@ def read_args(run_dir: str, flag: str, script: str | None = None) -> dict[str, A
     `flag`, if `run_dir` is no run, or another script's than `script`."""
     form = "give a run directory, with a readable args.json in it"
     content = files.read(Path(run_dir, "args.json"), dict, flag, form)
-    known = re.fullmatch(r"\w+", str(content.get("script"))) and isinstance(content.get("args"), dict)
+    owner = content.get("script")
+    known = isinstance(owner, str) and re.fullmatch(r"\w+", owner) and isinstance(content.get("args"), dict)
     check(bool(known), f"{flag} {run_dir}: its args.json has no script's name or no arguments; {form}")
-    owner = content["script"]
     check(script in (None, owner), f"{flag} {run_dir}: give a run of {script}.py, this one is of {owner}.py")
     return content
 
@@ -461,4 +461,4 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
 def on_this_machine(args: Any) -> Any:
     """A run's arguments for evaluating it on this machine."""
     anywhere = {"num_devices": 0, "actor_devices": 0, "distributed": False, "replay_device": "device"}
-    return dataclasses.replace(args, **{name: anywhere[name] for name in anywhere if hasattr(args, name)})
+    return dataclasses.replace(args, **{name: value for name, value in anywhere.items() if hasattr(args, name)})

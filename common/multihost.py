@@ -20,7 +20,7 @@ def initialize() -> None:
     numbers = (os.environ.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
     processes, process = (int(number) if number else None for number in numbers)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which a run handles
-    # Under SLURM and Open MPI JAX would give each process one GPU; here a host is one process with all its GPUs.
+    # Under SLURM and Open MPI JAX would give each process one GPU; an empty list leaves it all of its host's.
     local_device_ids = None if os.environ.get("JAX_LOCAL_DEVICE_IDS") else []
     jax.distributed.initialize(
         num_processes=processes, process_id=process, local_device_ids=local_device_ids, heartbeat_timeout_seconds=30

@@ -201,6 +201,7 @@ class Run:
       checkpoint: within the `with` block, the newest checkpoint or that of a new run. If the number of hosts has
         changed, what each host saved for itself is as in a new run, or missing.
       stop: the name of the signal that asked the run to end, else None. Hosts agree on it in `finished`.
+      is_main: whether this is the first of several hosts.
     """
 
     def __init__(self, args: Any, script: str, mesh: Mesh, init_checkpoint: Callable[[], dict], load: Callable = load):
@@ -249,18 +250,17 @@ class Run:
 
     def _open(self, args: Any, script: str, load: Callable, *, mode: str, undo: contextlib.ExitStack) -> None:
         """Opens or makes the run directory, locks it and opens its files; `undo` collects how to revert that."""
-        self._lock = None
         if args.resume:
             self.path = Path(args.resume)
-            self._lock = files.lock_run(self.path) if self.is_main else None
-            if self.is_main and not self._lock:
-                holder = files.holder(self.path)
-                raise UsageError(f"--resume {args.resume}: {holder} is training it; wait for its end, or stop it")
         elif self.is_main:
             self.path = _new_directory(args, script)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
-            self._lock = files.lock_run(self.path)
-        undo.callback(lambda: self._lock and self._lock.close())
+        self._lock = files.lock_run(self.path) if self.is_main else None
+        if self._lock:
+            undo.callback(self._lock.close)
+        elif self.is_main:
+            holder = files.holder(self.path)
+            raise UsageError(f"--resume {args.resume}: {holder} is training it; wait for its end, or stop it")
         self.resumed = bool(args.resume)
         self.checkpoint = _load_for(args, script, load) if self.resumed else None
         if self.resumed and jax.process_count() > 1:
@@ -316,9 +316,10 @@ class Run:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        leave_closed_terminal()
         self._progress.stop()
         for file in filter(None, (self._metrics, self._board)):
-            with contextlib.suppress(OSError):  # a full disk is reported below
+            with contextlib.suppress(OSError):  # if the disk is full, `error` says so: reported below
                 file.close()
         if self.stop and kind is None:
             kept = checkpoints.steps_in(self.path)
@@ -369,6 +370,7 @@ class Run:
 
     def print(self, *parts: Any) -> None:
         """Prints sentences and Rich's tables to stderr, above the progress line."""
+        leave_closed_terminal()  # one that closed without a signal, as after disown
         for part in parts:
             self._console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 

@@ -4,18 +4,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+from common import files
 from common.files import UsageError, check
 
 
 def wandb_mode(args: Any) -> str:
     """online, offline or disabled; auto is WANDB_MODE, or else online if the user is logged in."""
-    if args.wandb_mode == "disabled" or args.track != "wandb":
+    mode = (os.environ.get("WANDB_MODE") or None) if args.wandb_mode == "auto" else args.wandb_mode
+    if mode == "disabled" or args.track != "wandb":
         return "disabled"
     try:
         import wandb
     except ImportError:
         raise UsageError(f"--wandb-mode {args.wandb_mode}: the package wandb is not installed; use disabled") from None
-    mode = (os.environ.get("WANDB_MODE") or None) if args.wandb_mode == "auto" else args.wandb_mode
     if mode in (None, "online"):
         try:
             logged_in = wandb.login(prompt=False)
@@ -60,8 +61,11 @@ def start_wandb(args: Any, mode: str, path: Path, run_id: str, config: dict[str,
         run.define_metric("*", step_metric="global_step")
         return run
     except Exception as error:  # W&B raises many kinds
-        given = f"--wandb-mode {args.wandb_mode} --wandb-project {args.wandb_project}"
-        valid = "give another mode or project, or --wandb-mode disabled"
+        if full := files.full_disk(error, path):
+            raise full from None
+        entity = f" --wandb-entity {args.wandb_entity}" if args.wandb_entity else ""
+        given = f"--wandb-mode {mode}{entity} --wandb-project {args.wandb_project}"
+        valid = "give another mode, entity or project, or --wandb-mode disabled"
         raise UsageError(f"{given}: W&B does not start ({error!r}); {valid}") from None
 
 

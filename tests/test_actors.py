@@ -39,6 +39,9 @@ def run_of(stop=lambda: None):
         def print(self, sentence):
             self.said.append(sentence)
 
+        def resume_hint(self):
+            return "no checkpoint was written yet"
+
     return Run()
 
 

@@ -122,9 +122,9 @@ def hub(tmp_path, monkeypatch):
 
     def upload_file(repo_id, path_in_repo, path_or_fileobj):
         (tmp_path / repo_id / path_in_repo).write_bytes(path_or_fileobj)
-        return f"hub/{repo_id}"
 
     api = create_autospec(huggingface_hub.HfApi)
+    api.return_value.create_repo.side_effect = lambda repo_id, exist_ok: f"hub/{repo_id}"
     api.return_value.upload_folder.side_effect = upload_folder
     api.return_value.upload_file.side_effect = upload_file
     monkeypatch.setattr(huggingface_hub, "HfApi", api)
