@@ -315,7 +315,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]. Those of junk steps (in which EnvPool resets) are meaningless and reach no other step.
+    Returns advantages float32 [T]. Those of junk steps, where EnvPool resets, are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
