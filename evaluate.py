@@ -1,6 +1,6 @@
-"""Plays trained agents: a table of their returns, eval.json, a video and a strip of it in the run directory.
+"""Plays trained agents, each a run's newest checkpoint or what --export has written of one.
 
-Each is the newest checkpoint of a run, or what --export has written of one. Try:
+Prints their returns and writes eval.json and, with --video, a video and a film strip to the agent's folder. Try:
 
     python evaluate.py runs/bigfish__ppo_procgen__1__1790000000 --episodes 256 --levels test --video
     python evaluate.py agents/ppo_bigfish agents/hnppo_six_doors --video
@@ -144,6 +144,7 @@ def main(args: Args) -> list[dict]:
     answers = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
     if len(answers) > 1:
         names = [Path(run_dir).resolve().name for run_dir in args.run_dirs]
+        names = names if len(set(names)) == len(names) else args.run_dirs
         summaries = {name: {"step": x.step} | x.summary for name, x in zip(names, answers, strict=True)}
         if all(x.keys() == summaries[names[0]].keys() for x in summaries.values()):
             show(f"{len(summaries)} runs", [], summaries)
