@@ -18,8 +18,6 @@ from typing import Annotated, Literal
 
 import tyro
 from annotated_types import Interval
-from rich.console import Console
-from rich.table import Table
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
 
@@ -237,10 +235,7 @@ def main(args: Args) -> None:
     for part in args.parts:
         suffix, measure = tables[part]
         rows = measure()
-        table = Table(*rows[0])
-        for row in rows:
-            table.add_row(*map(str, row.values()))
-        Console().print(table)
+        records.print_table(rows)
         records.append_rows(args.out and args.out + suffix + ".csv", [row | records.origin() for row in rows])
 
 

@@ -49,7 +49,7 @@ def start(args: Args, folder: str, devices: int, more: list[str], **variables: s
     """The script in a process of its own, in which a CPU is so many devices."""
     fixed = f"--total-timesteps {args.steps} --eval-episodes 0 --wandb-mode disabled --run-dir".split()
     env = os.environ | variables | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    command = [sys.executable, f"{args.script}.py", *records.words_of(args.flags), *fixed, folder, *more]
+    command = [sys.executable, f"{args.script}.py", *records.split_flags(args.flags), *fixed, folder, *more]
     return subprocess.Popen(command, cwd=records.ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -70,7 +70,11 @@ def steps_per_second(args: Args, way: str) -> float:
         else:
             number = 1 if way == "one device" else args.devices
             processes = [start(args, folder, number, ["--num-devices", str(number)])]
-        outputs = [process.communicate()[1] for process in processes]
+        try:
+            outputs = [process.communicate()[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         for process, output in zip(processes, outputs, strict=True):
             runs.check(process.returncode == 0, f"{way}: {(output.strip().splitlines() or ['no word'])[-1]}")
         (metrics,) = Path(folder).glob("*/metrics.jsonl")

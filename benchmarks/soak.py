@@ -202,7 +202,7 @@ def start(args: Args, folder: Path, lock) -> subprocess.Popen:
     """The script, with what it prints added to output.txt; it continues the run in the folder if there is one that
     has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
     run = resumable(folder)
-    words = ["--wandb-mode", "disabled", *records.words_of(args.flags)]
+    words = ["--wandb-mode", "disabled", *records.split_flags(args.flags)]
     if "total_timesteps" in [field.name for field in fields(import_module(Path(args.script).stem).Args)]:
         words = ["--total-timesteps", str(ENDLESS), *words]
     words += ["--resume", str(run)] if run else ["--run-dir", str(folder)]
@@ -262,9 +262,9 @@ def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
 
 
 def main(args: Args) -> None:
-    trials.check_flags(f"soak {args.script}", args.script, {})
+    trials.check_flags("SCRIPT", args.script, {})
     records.parse_flags(import_module(Path(args.script).stem), args.flags)
-    runs.check(Path("/proc/self/status").exists(), f"soak {args.script}: reads /proc, which is there on Linux only")
+    runs.check(Path("/proc/self/status").exists(), f"SCRIPT {args.script}: needs /proc, so Linux")
     files.make_room(Path(f"{args.out}.csv"), "--out")
     files.make_folder(Path(args.run_dir), "--run-dir")
     rows = read_rows(Path(f"{args.out}.csv"))

@@ -46,7 +46,7 @@ class Args:
 
 def read_variant(variant: str, flags: str) -> tuple[str, Any]:
     """The script's name and its parsed flags."""
-    words = records.words_of(variant)
+    words = records.split_flags(variant)
     runs.check(bool(words), "VARIANTS: give scripts, such as ppo_procgen")
     name = words[0].removesuffix(".py")
     trials.check_flags("VARIANTS", f"{name}.py", {})
@@ -103,7 +103,7 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
             raise files.FailedError(f"{name}.py: {error}") from None
         lines = timed()
     if len(lines) <= updates:
-        raise KeyboardInterrupt  # a signal stopped it: half a run is no measurement
+        raise files.FailedError(f"{name}.py: ended after {max(len(lines) - 1, 0)} of {updates} timed iterations")
     return rates(lines)
 
 
