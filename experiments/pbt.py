@@ -339,8 +339,9 @@ def read_rows(out: Path, numbers: list[str]) -> list[dict]:
     if not (out / "results.csv").exists():
         return []
     count, real = (Annotated[str, Field(pattern=pattern)] for pattern in (COUNT, REAL))
-    columns = {"member": count, "generation": count, "cloned_from": count | Literal[""], "why": str}
-    kind = TypedDict("Row", columns | dict.fromkeys(["global_step", "hours", *numbers], real))
+    columns = {"member": count, "generation": count, "why": str}
+    columns |= dict.fromkeys(["cloned_from", "global_step"], count | Literal[""])
+    kind = TypedDict("Row", columns | dict.fromkeys(["hours", *numbers], real))
     return files.read(out / "results.csv", list[kind], "--out", "give another folder")
 
 
@@ -435,8 +436,9 @@ def check_study(args: Args, out: Path) -> dict:
     if (out / "args.json").exists():
         saved = files.read(out / "args.json", Saved, "--out", "give another folder")
         for name, value in asked.items():
-            same = f"{runs.flag_of(name)} {value}: the study in {out} has {saved.get(name)}; continue that or give"
-            check(value == saved.get(name), f"{same} another --out")
+            flag = "PROGRAM" if name == "program" else runs.flag_of(name)
+            has = f"the study in {out} has {saved.get(name)}; continue that or give another --out"
+            check(value == saved.get(name), f"{flag} {value}: {has}")
     begun = (out / "members").exists()
     study = asked | {"id": saved.get("id", "") if begun else uuid.uuid4().hex}
     if begun:
@@ -465,7 +467,8 @@ def start_ray(args: Args) -> None:
         ray.init(args.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     except (OSError, ValueError, RuntimeError) as error:
         why = files.first_line(error)
-        raise runs.UsageError(f"--address {args.address or 'local'}: Ray does not start there ({why})") from None
+        what = f"--address {args.address}: Ray does not start there" if args.address else "Ray does not start"
+        raise runs.UsageError(f"{what} ({why})") from None
     gpus = ray.cluster_resources().get("GPU", 0)
     # A cluster may get its GPUs only when they are asked for; here, Ray would wait for them for ever.
     check(bool(args.address) or args.gpus <= gpus, f"--gpus {args.gpus:g}: there are {gpus:g} here, give at most that")

@@ -22,8 +22,6 @@ import matplotlib as mpl
 import numpy as np
 import tyro
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
-from rich.console import Console
-from rich.table import Table
 from typing_extensions import TypedDict
 
 from common import files, runs, tracking
@@ -69,7 +67,7 @@ class Args:
     """writes OUT.csv and OUT.png"""
     group_by: tuple[str, ...] = ()
     """flags that define groups of runs, script and env_id too; by default the script and all flags that differ, but for
-    the seed, total_timesteps and capture_video"""
+    seed, total_timesteps, capture_video and those that change nothing learnt, such as checkpoint_every"""
     reference: tuple[str, ...] = ()
     """OpenAI's PPO, such as easy-all, easy-200-test or hard-500-train, or a CSV of env_steps, mean_return"""
     time_to: str = ""
@@ -241,17 +239,17 @@ class Point(TypedDict):
     game: NotRequired[str]
 
 
-def read_reference(name: str, games: list[str]) -> dict[tuple[str, str], np.ndarray]:
+def read_reference(name: str, games: list[str], flag: str = "--reference") -> dict[tuple[str, str], np.ndarray]:
     """Reads published curves, float64 [2, points] (steps, return), by label and game ("" for any)."""
     path, own = (REFERENCE, "OpenAI's PPO") if name in REFERENCES else (Path(name), Path(name).stem)
     valid = f"give {', '.join(REFERENCES)} or a CSV with columns env_steps and mean_return"
     curves = {}
-    for row in files.read(path, list[Point], "--reference", valid):
+    for row in files.read(path, list[Point], flag, valid):
         if path != REFERENCE or row["split"] == name:
             label = ", ".join(filter(None, (own, row.get("split"))))
             curves.setdefault((label, row.get("game", "")), []).append((row["env_steps"], row["mean_return"]))
     curves = {key: np.array(sorted(points)).T for key, points in curves.items() if key[1] in ("", *games)}
-    runs.check(bool(curves), f"--reference {name}: has no curve of {' or '.join(games)}, give one that has")
+    runs.check(bool(curves), f"{flag} {name}: has no curve of {' or '.join(games)}, give one that has")
     return curves
 
 
@@ -265,19 +263,16 @@ def thin(lines: list[dict], points: int) -> list[dict]:
     return [x for i, x in enumerate(lines) if i % every == 0 or i == last or any(k.startswith("eval/") for k in x)]
 
 
-def can_be_drawn(value: float) -> bool:
-    """Whether a value is finite and small enough for Matplotlib's axes."""
-    return abs(value) < 1e100
-
-
 def curve(lines: list[dict], x: str, metric: str) -> np.ndarray:
     """A metric over `x` (global_step or hours), float64 [2, points]."""
-    points = [(line[x], line[metric]) for line in lines if can_be_drawn(line.get(metric, np.nan))]
+    # Matplotlib's axes take no larger number.
+    points = [(line[x], line[metric]) for line in lines if abs(line.get(metric, np.nan)) < 1e100]
     return np.array(points, np.float64).reshape(-1, 2).T
 
 
 def common_grid(curves: list[np.ndarray], points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolates curves [2, any length] on a grid [P], P <= points: the x of the shortest, where all overlap.
+    """Interpolates curves [2, any length] on a grid [P], P <= points: the x of the one with the fewest points, within
+    the range that all cover.
 
     Returns the grid and the values float64 [runs, P]; P may be 0. Runs log at slightly different steps, so a curve is
     held constant for up to 2 % before its first and after its last point.
@@ -304,10 +299,11 @@ def bootstrap_mean(values: np.ndarray, draws: int = 5000) -> np.ndarray:
 
 
 def times_to(name: str, everything: list[Logged], games: list[str]) -> list[dict]:
-    """A row for each run: at which step, and after how many minutes of its own clock, the mean return of the last 100
-    episodes first was OpenAI's after 25M steps (hard: 200M); "" if it never was."""
+    """A row for each run: the step and the minutes of training at which the mean return of its last 100 episodes first
+    reached what OpenAI's PPO has after 25M steps (hard: 200M); "" if it never did."""
     length = 25e6 if name.startswith("easy") else 200e6
-    targets = {game: np.interp(length, *points) for (_, game), points in read_reference(name, games).items()}
+    published = read_reference(name, games, "--time-to")
+    targets = {game: np.interp(length, *points) for (_, game), points in published.items()}
     rows = []
     for run in everything:
         runs.check(run.game in targets, f"--time-to {name}: has no curve of {run.game}, leave {run.path} out")
@@ -380,11 +376,12 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
         grid, values = common_grid(curves, args.points if len(curves) == 1 else min(args.points, 120))
         mean, low, high = bootstrap_mean(values)
         label += f", {describe_count([run for run, _ in drawn])}"
-        if not grid.size:
+        if grid.size:
+            every = max(1, len(grid) // 8)
+            axis.plot(grid, mean, **style, markevery=every, label=label, zorder=3, path_effects=HALO)
+        else:
             print(f"not drawn: {label}, whose {metric} has no {clock} in common")
-        every = max(1, len(grid) // 8)
-        axis.plot(grid, mean, **style, markevery=every, label=label, zorder=3, path_effects=HALO)
-        if len(curves) > 1:
+        if grid.size and len(curves) > 1:
             draw_band(axis, grid, low, high, color=style["color"])
         for points in curves if args.each_run and len(curves) > 1 else ():
             axis.plot(*points, color=style["color"], lw=0.5, alpha=0.6)
@@ -585,11 +582,7 @@ def main(args: Args) -> None:
         scores = {name: scores_of(name, group, games, args.score_metric) for name, group in groups.items()}
         write_aggregate(args, groups, games, scores)
     if args.time_to:
-        rows = times_to(args.time_to, everything, games)
-        table = Table(*rows[0])
-        for row in rows:
-            table.add_row(*map(str, row.values()))
-        Console().print(table)
+        records.print_table(times_to(args.time_to, everything, games))
     write_curves(args, groups, games)
     write_picture(args.out, ".png", draw_curves(args, groups, games, references))
 

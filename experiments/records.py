@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from common import devices, files, runs
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 # FLAGS
 
 
-def words_of(flags: str) -> list[str]:
+def split_flags(flags: str) -> list[str]:
     """Splits --flags into words as a shell does; raises UsageError."""
     try:
         return shlex.split(flags)
@@ -36,7 +37,7 @@ def words_of(flags: str) -> list[str]:
 def parse_flags(script: ModuleType, flags: str) -> Any:
     """Parses a script's Args, and exits as the script would for an unknown flag. Does not initialise the devices: that
     would take the GPU from the runs."""
-    return tyro.cli(script.Args, args=runs.plain_booleans(script.Args, words_of(flags)))
+    return tyro.cli(script.Args, args=runs.plain_booleans(script.Args, split_flags(flags)))
 
 
 def read_flags(script: ModuleType, flags: str) -> Any:
@@ -87,6 +88,14 @@ def show(rows: list[dict], names: Iterable[str]) -> None:
     table = Table("", *names)
     for key in rows[0]:
         table.add_row(key, *(str(row[key]) for row in rows))
+    Console().print(table)
+
+
+def print_table(rows: list[dict]) -> None:
+    """Prints a line for each row; brackets are text, not Rich's markup."""
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(escape(str(value)) for value in row.values()))
     Console().print(table)
 
 

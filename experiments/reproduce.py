@@ -48,7 +48,7 @@ class Args:
     seeds: tuple[Seed, ...] = (1, 2, 3)
     """seeds, each of which is a run of every cell"""
     cells: tuple[str, ...] = ()
-    """run only the cells with these names, or, where no cell is named so, with this in their name; none for all"""
+    """cells to run; a text that is no cell's name selects all cells that have it in their name; none for all"""
     jobs: Iterations = 1
     """runs at a time"""
     set: tuple[str, ...] = ()
@@ -380,7 +380,7 @@ def read_results(args: Args) -> list[dict]:
     for row in rows:
         if row["seeds"] or evaluated:
             given = row["command"].partition(" --set ")[2]
-            same = sorted(given.split()) == sorted(shlex.join(args.set).split())
+            same = sorted(given.replace("-", "_").split()) == sorted(shlex.join(args.set).replace("-", "_").split())
             check(same, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
             same = row["flags"] == flags.get((row["cell"], row["metric"]))
             check(same, f"--out {path}: has {row['cell']!r} of an older table; give another folder")

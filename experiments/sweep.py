@@ -453,7 +453,7 @@ def main(args: Args) -> None:
     sweep = read_sweep(args.sweep, args.set)
     check_values(sweep)
     count = args.count or sweep.get("run_cap") or (len(grid_cells(sweep)) if sweep["method"] == "grid" else 0)
-    check(count > 0, "--count 0: is for a grid only, give a number of trials")
+    check(count > 0, f"--count 0: SWEEP {args.sweep} is no grid and has no run_cap, give a number of trials")
     name = Path(args.sweep).stem
     out = Path(args.out or f"runs/sweeps/{name}").absolute()
     files.make_folder(out, "--out")

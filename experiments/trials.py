@@ -151,7 +151,10 @@ def find_run(folder: Path) -> Path | None:
     found = [path.parent for path in folder.glob("*/args.json")]
 
     def by_age(run):
-        return bool(checkpoints.steps_in(run)), (run / "args.json").stat().st_ctime
+        try:
+            return bool(checkpoints.steps_in(run)), (run / "args.json").stat().st_ctime
+        except FileNotFoundError:  # another process has just removed it
+            return False, 0.0
 
     return max(found, key=by_age, default=None)
 

@@ -91,6 +91,7 @@ def spreads(values: np.ndarray, groups: list[list[int]]) -> tuple[float, float, 
 
 
 def main(args: Args) -> None:
+    runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one")
     files.make_room(Path(f"{args.out}.csv"), "--out")
     rows = []
     for run_dir in args.run_dirs:

@@ -11,6 +11,7 @@ repeated.
 
 import contextlib
 import re
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -78,7 +79,7 @@ def play_theirs(args: Args, folder: Path) -> list[Point]:
                 last.append(float(found[2]))
                 points.append(Point(time.monotonic() - begun, int(found[1]), float(np.mean(last))))
     finally:
-        in_time = clock.is_alive()
+        in_time = time.monotonic() < begun + 60 * args.minutes
         clock.cancel()
         process.kill()
         process.wait()
@@ -94,9 +95,13 @@ def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
     stopping, begun = threading.Event(), time.time()
     clock = threading.Timer(60 * args.minutes, stopping.set)
     clock.start()
-    with files.lock_run(folder) as lock, contextlib.suppress(trials.Stopped):
-        trials.run(f"{ppo.SCRIPT}.py", changed | own, folder, lock, stopping)
-    clock.cancel()
+    try:
+        with files.lock_run(folder) as lock, contextlib.suppress(trials.Stopped):
+            trials.run(f"{ppo.SCRIPT}.py", changed | own, folder, lock, stopping)
+    except RuntimeError as error:
+        raise files.FailedError(f"{ppo.SCRIPT}.py: {error}") from None
+    finally:
+        clock.cancel()
     lines = trials.read_metrics(trials.find_run(folder))
     names = "time", "global_step", "charts/episodic_return"
     points = [Point(line[names[0]] - begun, line[names[1]], line[names[2]]) for line in lines if names[2] in line]
@@ -127,6 +132,7 @@ def draw(path: Path, game: str, curves: dict[str, np.ndarray]) -> None:
 
 
 def main(args: Args) -> None:
+    runs.check(shutil.which(args.python) is not None, f"--python {args.python}: no such program")
     table = Path(f"{args.out}.csv")
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}

@@ -8,6 +8,7 @@ channels, flattened, on frames uint8 [64, 64, 3].
 """
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -98,18 +99,21 @@ def run(python: str, name: str) -> tuple[float, str]:
 
 
 def main(args: Args) -> None:
+    for python in filter(None, (*args.jax, args.torch)):
+        runs.check(shutil.which(python) is not None, f"--jax or --torch {python}: no such program")
     jobs = [(sys.executable, name) for name in VARIANTS] + [(python, "as shipped") for python in args.jax]
     jobs += [(args.torch, name) for name in TORCH] if args.torch else []
     times, versions = {job: [] for job in jobs}, {}
     for i in range(args.rounds):
         for job in jobs if i % 2 == 0 else reversed(jobs):
-            milliseconds, versions[job] = run(*job)
+            milliseconds, version = run(*job)
+            versions[job] = version or versions.get(job, "")
             times[job].append(milliseconds)
     rows = []
     for job, found in times.items():
         ratios = [x / first for x, first in zip(found, times[jobs[0]], strict=True)]
-        row = {"variant": job[1], "library": versions[job], "ms": f"{statistics.median(found):.3g}"}
-        row |= {"times_shipped": f"{statistics.median(ratios):.3g}", "rounds": args.rounds} | records.origin()
+        row = {"variant": job[1], "library": versions[job], "ms": f"{np.median(found):.3g}"}
+        row |= {"times_shipped": f"{np.median(ratios):.3g}", "rounds": args.rounds} | records.origin()
         del row["jax"]  # of this process
         rows.append(row)
     records.add_rows(HERE / "cpu_speed.csv", rows, ("variant", "library", "machine"))

@@ -99,6 +99,7 @@ def main(args: Args) -> None:
         tasks = doors.task_names(of)
         ends = [line for line in run.lines if "eval/ACC" in line] or run.lines
         found = of.seed, ends[-1]["global_step"], read_rates(Path(run.path, "matrix.csv"), tasks)
+        check(len(found[2]) > 0, f"RUN_DIRS {run.path}: has no matrix.csv yet, leave it out")
         ours.setdefault(name_of(of), []).append(found)
     theirs, rows = published(tasks), []
     for name, found in ours.items():

@@ -27,11 +27,12 @@ class Args:
 
 
 def last_evaluation(run: plot.Logged, split: str) -> dict[str, float]:
-    """The last mean_return, min, max and std of a run on one split."""
+    """The last mean_return, min, max and std of a run on one split, and the step."""
     name = f"eval/{split}_levels/"
     lines = [line for line in run.lines if f"{name}mean_return" in line]
     runs.check(bool(lines), f"RUN_DIRS {run.path}: has no evaluation on {split} levels, leave it out")
-    return {key: lines[-1][name + key] for key in ("mean_return", "min", "max", "std")}
+    last = lines[-1]
+    return {key: last[name + key] for key in ("mean_return", "min", "max", "std")} | {"steps": last["global_step"]}
 
 
 def summarize(group: list[plot.Logged]) -> list[dict]:
@@ -46,7 +47,7 @@ def summarize(group: list[plot.Logged]) -> list[dict]:
             columns = {key: np.array([one[key] for one in found]) for key in found[0]}
             mean, low, high = plot.bootstrap_mean(columns["mean_return"])
             means[split] = mean
-            row = {"num_levels": levels, "split": split, "steps": same[0].lines[-1]["global_step"], "runs": len(same)}
+            row = {"num_levels": levels, "split": split, "steps": int(columns["steps"].min()), "runs": len(same)}
             row |= {"mean": mean, "low": low, "high": high, "min": columns["min"].min(), "max": columns["max"].max()}
             rows.append(row | {"variance": (columns["std"] ** 2).mean()})
         for row in rows[-2:] if len(means) == 2 else ():
@@ -63,6 +64,8 @@ def draw(groups: dict[str, list[dict]], title: str) -> plot.plt.Figure:
         style = plot.style_of(i) | {"ms": 7}
         for (top, bottom), split in zip(axes.T, SPLITS, strict=True):
             shown = [row for row in rows if row["split"] == split]
+            if not shown:  # a group that trains on all levels alone
+                continue
             x = [at[row["num_levels"]] for row in shown]
             names = "mean", "low", "high", "min", "max", "variance"
             mean, low, high, least, most, variance = np.array([[row[k] for k in names] for row in shown]).T
@@ -86,6 +89,7 @@ def draw(groups: dict[str, list[dict]], title: str) -> plot.plt.Figure:
 
 def main(args: Args) -> None:
     everything = plot.drop_repeats(plot.read_runs(args.run_dirs))
+    runs.check(len({run.game for run in everything}) == 1, "RUN_DIRS: give runs of one game")
     groups = {name: summarize(group) for name, group in plot.group_runs(everything, args.group_by).items()}
     columns = "group", "num_levels", "split", "steps", "runs", "mean", "low", "high", "min", "max", "variance", "gap"
     rows = [{"group": name} | row for name, group in groups.items() for row in group]

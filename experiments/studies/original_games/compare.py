@@ -8,6 +8,7 @@ OpenAI's package needs NumPy below 2 and Python 3.10 at most, so it runs in an i
 """
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,8 +69,9 @@ class Original:
         settings = {"num": num_envs, "env_name": saved.env_id, "distribution_mode": saved.distribution_mode,
                     "start_level": first, "num_levels": count, "rand_seed": args.seed,
                     "use_backgrounds": saved.use_backgrounds, "restrict_themes": saved.restrict_themes}  # fmt: skip
+        runs.check(shutil.which(args.python) is not None, f"--python {args.python}: no such program")
         command = [args.python, "-c", PLAYER, json.dumps(settings)]
-        self._num = num_envs
+        self._num, self._python = num_envs, args.python
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __enter__(self) -> "Original":
@@ -83,7 +85,7 @@ class Original:
         """Rewards float32 [N], first frames bool [N], and frames uint8 [N, 3, 64, 64]."""
         sizes = 4 * self._num, self._num, self._num * 64 * 64 * 3
         rewards, first, frames = (self._process.stdout.read(size) for size in sizes)
-        runs.check(len(frames) == sizes[2], "--python: its procgen does not play")
+        runs.check(len(frames) == sizes[2], f"--python {self._python}: its procgen does not play")
         frames = np.frombuffer(frames, np.uint8).reshape(self._num, 64, 64, 3).transpose(0, 3, 1, 2)
         return np.frombuffer(rewards, np.float32), np.frombuffer(first, np.uint8) > 0, frames
 
