@@ -18,7 +18,7 @@ PIVOT = np.array((1 - 0.06416, 0, 1.2053))  # of the wrist's joints, in the worl
 MIDDLE = np.array((-0.07084, 0, -0.0053))  # of the hook's inside, from the pivot
 INSIDE = 0.0185  # metres from there to the finger
 MASS = np.array((1.66, 1.66, 1.66, 1.005, 1.005, 1.005))  # kg and kg m^2 of the six joints
-FASTEST = np.array((1.2, 1.2, 1.2, 2, 2, 2))  # m/s^2 and rad/s^2: 2 N and 2 N m
+ACCELERATION = np.array((1.2, 1.2, 1.2, 2, 2, 2))  # m/s^2 and rad/s^2, of 2 N and 2 N m
 BEFORE, ABOVE, AROUND, TURN, MOVE = range(5)  # phases
 
 
@@ -56,7 +56,7 @@ class Opener:
         error = np.concatenate([goal - middle, angles - joints[:, 3:]], axis=1)
 
         # As fast as the motors can still brake.
-        speed = np.minimum(np.sqrt(1.4 * FASTEST * np.abs(error)), np.abs(error) / 0.25)
+        speed = np.minimum(np.sqrt(1.4 * ACCELERATION * np.abs(error)), np.abs(error) / 0.25)
         force = MASS * (np.sign(error) * speed - velocities) / 0.12
         if lever:
             force[phase >= TURN, 5] = -2 * task.side  # presses the handle down

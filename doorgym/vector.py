@@ -42,7 +42,7 @@ def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> n
       pitch, yaw: [N] of the wrist, radians, yaw less the door's angle; they are angles of joints, which turn about z, y
         and x in this order (the original's Euler angles have another order; small angles are the same).
       door, knob: [N] angles; 0 for a knob that does not turn.
-      actions: [N, A] before clipping.
+      actions: [N, 6] before clipping; a gripper's [N, 5], without the last two, as in the original's code.
     """
     distance = np.linalg.norm(offset, axis=-1)
     reach = -distance - np.log(distance**2 + 0.005) - 5
@@ -58,11 +58,12 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     info["final_obs"] and info["final_info"].
 
     info["door_angle"] and info["knob_angle"] [N] are in radians, the door's positive as it opens. Of the episode so
-    far: info["success"] [N], whether the door has been 0.2 rad open, info["freed"] [N], whether its latch was free of
-    the frame (False for a pull handle, which has none), and info["max_knob_angle"] [N], the largest absolute angle.
+    far: info["success"] [N], whether the door was 0.2 rad open after a step, info["freed"] [N], whether its latch was
+    free of the frame (False for a pull handle, which has none), and info["max_knob_angle"] [N], the largest absolute
+    angle.
 
-    The same seed gives the same trajectory for any number of threads, and of environments, but for the worlds of second
-    and later episodes with `in_turn`.
+    The same seed gives the same trajectories for any number of threads. Environment i's does not depend on the number
+    of environments either, except that with `in_turn` the worlds of its second and later episodes do.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50, "autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
@@ -145,7 +146,6 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         if len({model.signature for model in self.models}) > 1:
             raise RuntimeError(f"worlds of {task} differ in structure")
         self._nq, self._door = model.nq, model.joint("door").qposadr[0]
-        self._turns = self.task.turns
         self._datas = [mujoco.MjData(model) for _ in range(num_threads)]
         self._pool = Rollout(nthread=num_threads)
         steps = FRAME_SKIP * action_repeat
@@ -159,7 +159,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         self._steps, self._success = np.zeros(num_envs, int), np.zeros(num_envs, bool)
         self._max_knob = np.zeros(num_envs)
         self._renderers, self._autoreset, self._in_turn = {}, autoreset, in_turn
-        self._rngs, self._turn = [None] * num_envs, np.zeros(num_envs, int)
+        self._rngs, self._next_world = [None] * num_envs, np.zeros(num_envs, int)
         self.reset(seed=seed)
 
     # Parts of a state: self._state, or another array of its layout.
@@ -171,7 +171,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         """Door and knob."""
         positions = self._positions(state)
         door = positions[..., self._door]
-        return door, positions[..., -1] if self._turns else np.zeros_like(door)
+        return door, positions[..., -1] if self.task.turns else np.zeros_like(door)
 
     def _offset(self, sensors: np.ndarray) -> np.ndarray:
         """Finger (or the middle of two) minus knob [..., 3]."""
@@ -199,15 +199,15 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         """Starts an episode of environment i: picks a world, and places the robot at random."""
         rng = self._rngs[i]
         drawn = rng.integers(len(self.models))
-        self._world[i] = self._turn[i] % len(self.models) if self._in_turn else drawn
-        self._turn[i] += self.num_envs
+        self._world[i] = self._next_world[i] % len(self.models) if self._in_turn else drawn
+        self._next_world[i] += self.num_envs
         model, data = self.models[self._world[i]], self._datas[0]
         positions = np.zeros(self._nq)
         positions[:6] = rng.uniform(-0.3, 0.3, 6)
         positions[5] = rng.uniform(0, 3.13)
         sideways, up = rng.uniform(-0.05, 0.15) * self.task.side, rng.uniform(-0.15, 0.15)
         # As published: a turning knob varies only in height.
-        positions[self._door + 1 : self._door + 3] = (0.0 if self._turns else sideways), up
+        positions[self._door + 1 : self._door + 3] = (0.0 if self.task.turns else sideways), up
         self._state[i] = 0
         self._positions(self._state[i])[:] = positions
         data.qpos[:] = positions
@@ -228,7 +228,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
             if np.ndim(seed):
                 raise ValueError(f"seed {seed}: give one for all, of which each environment makes its own")
             for i in np.flatnonzero(mask):
-                self._rngs[i], self._turn[i] = np.random.default_rng([seed, 1, i]), i
+                self._rngs[i], self._next_world[i] = np.random.default_rng([seed, 1, i]), i
         for i in np.flatnonzero(mask):
             self._begin(i)
         return self._observe(), self._info()
@@ -238,7 +238,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         actions = np.asarray(actions, np.float64)
         if actions.shape != self.action_space.shape:
             raise ValueError(f"actions of shape {actions.shape}: give {self.action_space.shape}")
-        last = (self.action_repeat - 1) * FRAME_SKIP
+        start = (self.action_repeat - 1) * FRAME_SKIP  # the MuJoCo step with which the rewarded 20 ms begin
         # MuJoCo would clip them too, but treats one beyond 1e10 as an error.
         controls = np.clip(actions, self.single_action_space.low, self.single_action_space.high)
         if self.robot == "gripper":
@@ -250,11 +250,12 @@ class DoorVectorEnv(gym.vector.VectorEnv):
             state=self._states, sensordata=self._sensors, chunk_size=max(1, self.num_envs // (8 * len(self._datas))),
         )  # fmt: skip
 
-        before = self._states[:, last - 1] if last else self._state
+        before = self._states[:, start - 1] if start else self._state
         door, knob = self._angles(before)
         yaw, pitch = self._positions(before)[:, 3] - door, self._positions(before)[:, 4]
         costly = actions if self.robot == "hook" else actions[:, :-2]
-        rewards = reward(self._offset(self._sensors[:, last]), pitch, yaw, door, knob, costly)
+        # A sensor's reading after a MuJoCo step is of the state before it.
+        rewards = reward(self._offset(self._sensors[:, start]), pitch, yaw, door, knob, costly)
 
         self._state[:] = self._states[:, -1]
         self._finger_minus_knob[:] = self._offset(self._sensors[:, -1])

@@ -116,6 +116,7 @@ def draw(knob: str, hardness: str, rng: np.random.Generator) -> World:
 
 
 def door_mass(world: World) -> float:
+    """Mass of the slab, of 300 kg/m^3."""
     return world.height * WIDTH * world.thickness * 300
 
 
@@ -154,7 +155,10 @@ def build(task: Task, robot: Literal["hook", "gripper"], world: World) -> mujoco
     spec.worldbody.add_geom(
         name="floor", type=mjtGeom.mjGEOM_PLANE, pos=(0, 0, -0.05), size=(5, 5, 0.1), material="floor", **WORLD
     )
-    {"hook": add_hook, "gripper": add_gripper}[robot](spec, world)
+    if robot == "hook":
+        add_hook(spec, world.robot_damping)
+    else:
+        add_gripper(spec)
     add_wall(spec, world)
     add_door(spec, task, world)
     for name in {"hook": ("finger", "knob"), "gripper": ("finger_right", "finger_left", "knob")}[robot]:
@@ -237,8 +241,7 @@ def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
     knob = mount.add_body(name="knob")
     add_knob(spec, knob, task, world)
     if task.turns:
-        y, z = LATCH[1:]
-        x = LATCH[0]
+        x, y, z = LATCH
         knob.explicitinertial = True
         knob.mass, knob.ipos = 1.0, (-(GAP / 2 + 2.1 * t), 0, 0)
         knob.inertia = np.array((y**2 + z**2, x**2 + z**2, x**2 + y**2)) / 3
@@ -320,9 +323,9 @@ GRIP = {"friction": (1, 1, 1), "condim": 3} | ROBOT
 HOOK_ARM = np.array([(-0.020, 0), (-0.020, 0.040), (-0.0494, 0.0456), (-0.0565, 0.0385), (-0.0502, 0.019), (-0.030, 0)])
 
 
-def add_hook(spec: mujoco.MjSpec, world: World) -> None:
+def add_hook(spec: mujoco.MjSpec, damping: float) -> None:
     """Adds a hook: a C of four bars, 10 mm thick, open towards -y. Its finger is the bar farthest from the wrist."""
-    wrist = add_wrist(spec, world.robot_damping)
+    wrist = add_wrist(spec, damping)
     rings = [[(x, r * np.cos(a), r * np.sin(a)) for a in np.pi / 6 * np.arange(12)] for x, r in WRIST]
     _hull(spec, wrist, "wrist", np.concatenate(rings), **WRIST_LOOKS)
     hook = wrist.add_body(name="hook", pos=(-0.06, -0.02, 0))
@@ -337,10 +340,9 @@ def add_hook(spec: mujoco.MjSpec, world: World) -> None:
     finger.add_site(name="finger", pos=(-0.0999, 0.020, 0), size=(0.008,) * 3, rgba=(0, 1, 0, 0.5), group=4)
 
 
-def add_gripper(spec: mujoco.MjSpec, world: World) -> None:
+def add_gripper(spec: mujoco.MjSpec) -> None:
     """Adds two fingers of two links each, whose servos turn the inner link in and the outer one back, so that the tips
     stay parallel. In the original these joints lack the defaults of the robot's class: their damping is 1."""
-    del world
     wrist = add_wrist(spec, 1.0)
     _box(wrist, "wrist", (-0.10, -0.05, -0.05), (0.03, 0.05, 0.05), **WRIST_LOOKS)
     color = {"rgba": (0.9, 0.75, 0.1, 1)} | GRIP
