@@ -414,7 +414,7 @@ def loss(
         terms["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
         total += args.drac_coef * terms["drac_loss"]
     if args.rnd_coef:
-        terms["rnd_loss"] = bonus.error(rnd_target, params["predictor"], inputs.next_frames)
+        terms["rnd_loss"] = bonus.predictor_loss(rnd_target, params["predictor"], inputs.next_frames)
         total += terms["rnd_loss"]  # rnd_coef scales the reward only
     return terms | {"loss": total}
 

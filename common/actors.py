@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
@@ -272,10 +271,10 @@ def make_fleet(args: Any, collect: Callable, init_env_state: Callable) -> Fleet:
       collect: as Fleet takes it.
       init_env_state: init_env_state(env_ids int32 [n]) -> the first state of these environments.
     """
-    env_ids, seed = devices.local_env_ids(args).reshape(args.num_actors, -1), envs.derive_seed(args.seed, 0)
+    env_ids = devices.local_env_ids(args).reshape(args.num_actors, -1)
     return Fleet(
         collect,
-        [ReplayableVecEnv(partial(envs.make_procgen, args), ids, seed, args.restart_every) for ids in env_ids],
+        [envs.make_train_envs(args, ids) for ids in env_ids],
         [init_env_state(ids) for ids in env_ids],
         param_shardings=devices.actor_devices(args, args.num_actors),
         max_lag=args.max_lag,

@@ -202,13 +202,13 @@ class _Recorder:
         return obs, reward, terminated, truncated, info
 
 
-random_policy = partial(envs.random_policy, actions=NUM_ACTIONS)
+random_policy = partial(envs.random_policy, num_actions=NUM_ACTIONS)
 
 
 def evaluate(args, mesh: Mesh, policy: Callable, *, episodes: int, seed: int, record: bool = False):
     """`envs.play_episodes` on Montezuma's Revenge (`args`: GameArgs), in up to 32 environments.
 
-    Returns a row (score, steps, rooms) for each episode, of which there is a multiple of the environments; a summary
+    Returns a row (episode, score, steps, rooms) for each episode, the same number in each environment; a summary
     with the rooms of all; and, with `record`, the best episode's frames in colour, uint8 [T, 210, 160, 3].
     """
     num_envs = devices.round_to_devices(mesh, min(episodes, 32))

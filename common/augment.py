@@ -155,8 +155,8 @@ class DracArgs:
     """The use of augmented frames in the loss."""
 
     augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from augmented frames (the ratio compares them with the plain frames acted on); drac: learn from plain
-    frames and regularise with augmented ones"""
+    """rad: learn from augmented frames (the ratio is of the policy on these to the policy on the plain frames it acted
+    on); drac: learn from plain frames and regularise with augmented ones"""
     drac_coef: NonNegativeFloat = 0.1
     """coefficient of DrAC's regularisation terms"""
 
@@ -198,8 +198,9 @@ def augment(args: Any, keys: jax.Array, images: jax.Array) -> jax.Array:
 
 
 def drac_loss(logits: jax.Array, values: jax.Array, new_logits: jax.Array, new_values: jax.Array) -> jax.Array:
-    """DrAC's regulariser G_pi + G_V, float32 [...] (Raileanu et al. 2020, equations 4 and 5): pulls logits [..., A] and
-    values [...] of augmented frames (`new_*`) towards those of the plain frames, which are constants."""
+    """DrAC's regulariser G_pi + G_V, float32 [...] (Raileanu et al. 2020, equations 4 and 5): pulls logits (or
+    log-probabilities) [..., A] and values [...] of augmented frames (`new_*`) towards those of the plain frames, which
+    are constants."""
     logits, values = jax.lax.stop_gradient((logits, values))
     log_probs, new_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(new_logits)
     kl = (jnp.exp(log_probs) * (log_probs - new_log_probs)).sum(axis=-1)

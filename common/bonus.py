@@ -1,6 +1,7 @@
 """Random Network Distillation's exploration bonus as another algorithm's option (Burda et al. 2018, arXiv 1810.12894,
-section 2.2). It is added to the game's reward, so its return ends with the episode and it has no value head of its own;
-by default it is clipped as in the 2020 competition entry. rnd_montezuma.py is the paper's algorithm.
+section 2.2). It is added to the game's reward, so its return ends with the episode and it has no value head of its own.
+By default PPO clips it, as the 2020 competition entry, and Ape-X normalises it. rnd_montezuma.py is the paper's
+algorithm.
 """
 
 from dataclasses import dataclass, replace
@@ -52,7 +53,8 @@ def init(args, key: jax.Array, frames: jax.Array) -> tuple[dict, Bonus]:
     """The predictor's parameters ({} without --rnd-coef) and the Bonus, for stacked frames uint8 [1, 64, 64, C]."""
     if not args.rnd_coef:
         return {}, Bonus({}, init_return_filter(args.num_envs))
-    target, predictor = (_network(hidden).init(jax.random.fold_in(key, i), frames) for i, hidden in enumerate((0, 256)))
+    target = _network(0).init(jax.random.fold_in(key, 0), frames)
+    predictor = _network(256).init(jax.random.fold_in(key, 1), frames)
     return predictor, Bonus(target, init_return_filter(args.num_envs))
 
 
@@ -63,7 +65,7 @@ def novelty(target: dict, predictor: dict, frames: jax.Array) -> jax.Array:
         return ((_network(256).apply(predictor, frames) - truth) ** 2).mean(axis=-1)
 
 
-def error(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
+def predictor_loss(target: dict, predictor: dict, next_frames: jax.Array) -> jax.Array:
     """The predictor's loss [B, S] on the next stacked frames uint8 [B, S, 64, 64, C] of B sequences of S steps."""
     flat = next_frames.reshape(-1, *next_frames.shape[2:])
     return devices.map_in_chunks(lambda x: novelty(target, predictor, x), flat).reshape(next_frames.shape[:2])
@@ -74,7 +76,6 @@ def of_transitions(
 ):
     """The bonus float32 [T, N] of each transition, for the frame it leads to; 0 for junk steps. Returns the updated
     Bonus and the bonus."""
-
     times, valid = jnp.arange(args.num_steps) + 1, ~timesteps.is_reset
     return _of_steps(args, bonus, predictor, frames, times, valid, timesteps.sequence_end, gamma)
 

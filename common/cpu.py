@@ -11,16 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from common import devices, gpu
 from common.derivatives import custom_vjp
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
     """`lax.conv_general_dilated` as `nn.Conv` calls it: x [B, H, W, C] and w [h, w, C / groups, features] ->
-    [B, H', W', features] in x's dtype. On a GPU it is `gpu.conv_general_dilated`; on a CPU square kernels without
-    dilation, of one group or one per channel, take a fast form."""
-    if not devices.on_cpu():
-        return gpu.conv_general_dilated(x, w, strides, padding, **options)
+    [B, H', W', features] in x's dtype. Square kernels without dilation, of one group or one per channel, take a fast
+    form."""
     size, stride, groups = len(w), strides[0], options.get("feature_group_count", 1)
     known = w.shape[0] == w.shape[1] and len(set(strides)) == 1 and padding in ("SAME", "VALID")
     known &= groups in (1, x.shape[3])
@@ -32,9 +29,9 @@ def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options
     if groups == 1 and stride == 1 and padding == "SAME" and size % 2:
         return _conv(x, w, size // 2)
     # Pad or cut x to the pixels that the kernel sees.
-    places = [-(-n // stride) if padding == "SAME" else (n - size) // stride + 1 for n in x.shape[1:3]]
-    reach = [(places - 1) * stride + size for places in places]
-    before = [max(reach - n, 0) // 2 if padding == "SAME" else 0 for reach, n in zip(reach, x.shape[1:3], strict=True)]
+    outputs = [-(-n // stride) if padding == "SAME" else (n - size) // stride + 1 for n in x.shape[1:3]]
+    reach = [(n - 1) * stride + size for n in outputs]
+    before = [max(r - n, 0) // 2 if padding == "SAME" else 0 for r, n in zip(reach, x.shape[1:3], strict=True)]
     x = _pad(x, before, reach)
     if groups > 1:
         filters = w.shape[3] // groups  # of each channel
@@ -61,7 +58,7 @@ def _blocks(x, w, stride):
 
 @partial(custom_vjp, nondiff_argnums=(2,))
 def _strided(x, w, stride):
-    """The same where the stride does not divide the kernel's size: only its gradients take the blocks."""
+    """A VALID convolution whose stride does not divide the kernel's size: its gradients are those of _blocks."""
     return _plain_conv(x, w, 0, (stride, stride))
 
 
@@ -126,8 +123,8 @@ def _grouped_conv(x, w, pad):
     is repeated, shifted by a column each time, and strides by `group`."""
     size, _, inputs, outputs = w.shape
     height, width = (n + 2 * pad - size + 1 for n in x.shape[1:3])
-    group = 1 if inputs * outputs > 256 else 4 if inputs <= 4 else 2
-    if width % group:
+    group = 4 if inputs <= 4 else 2
+    if inputs * outputs > 256 or width % group:
         group = 1
     if group > 1:
         w = jnp.concatenate([jnp.pad(w, ((0, 0), (i, group - 1 - i), (0, 0), (0, 0))) for i in range(group)], axis=3)

@@ -1,7 +1,8 @@
 """The devices of a run: one mesh axis over them, PartitionSpecs, collectives, gradients of per-sample losses.
 
 The mesh has one axis, "device": the cores of a CPU, the GPUs of a host, the hosts of a job. Each device keeps the
-frames of its own environments and learns from them; only sums of gradients, moments and counts cross (`psum`).
+frames of its own environments and learns from them; only sums and maxima of gradients, moments and counts cross
+(`psum`, `pmax`).
 Parameters are replicated. How an environment is played does not depend on its device.
 
 XLA runs most convolutions on one core of a CPU. So each core is a device, and processes a few samples at a time, whose
@@ -61,15 +62,16 @@ def describe(mesh: Mesh) -> str:
     kind, stats = device.device_kind, device.memory_stats()
     if not on_cpu():
         return f"{mesh.size} x {kind}" + (f", {stats['bytes_limit'] / 1e9:.0f} GB each" if stats else "")
-    plugins = [version for version in (12, 13) if importlib.util.find_spec(f"jax_cuda{version}_plugin")]
-    hint = ", but JAX finds no GPU: see docs/troubleshooting.md"
-    hint = f"; jax-cuda{plugins[0]}-plugin is installed{hint}" if plugins else ""
-    return f"CPU, {mesh.size} of its cores{hint}"
+    text = f"CPU, {mesh.size} of its cores"
+    for version in (12, 13):
+        if importlib.util.find_spec(f"jax_cuda{version}_plugin"):
+            text += f"; jax-cuda{version}-plugin is installed, but JAX finds no GPU: see docs/troubleshooting.md"
+            break
+    return text
 
 
 def use_every_core() -> None:
-    """Makes each core (up to 8, a power of two) a JAX device; no effect once JAX has started."""
-    cores = available_cores()
+    """Makes cores JAX devices: the largest power of two of them, at most 8; no effect once JAX has started."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_collective_call" not in flags:  # a core may wait long for one that other programs use
         os.environ["XLA_FLAGS"] = (
@@ -77,6 +79,7 @@ def use_every_core() -> None:
             " --xla_cpu_collective_call_warn_stuck_timeout_seconds=600"
         )
     if "xla_force_host_platform_device_count" not in flags:
+        cores = available_cores()
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", min(1 << (cores.bit_length() - 1), 8))
 
@@ -219,7 +222,7 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, in_chunks: boo
 
     def objective(params, data):
         batch, weight = data
-        terms = _per_sample(loss(params, batch), weight.shape)
+        terms = _check_per_sample(loss(params, batch), weight.shape)
         means = {name: (weight * term).sum() for name, term in terms.items()}
         return means["loss"], (means, terms)
 
@@ -229,8 +232,8 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, in_chunks: boo
         grads, (means, terms) = grad(params, data)
         return *psum((grads, means)), terms
 
-    samples, steps = len(weight), weight.size // len(weight)
-    size = max(n for n in range(1, max(CHUNK_SIZE // steps, 1) + 1) if samples % n == 0)
+    sequences, steps = len(weight), weight.size // len(weight)
+    size = max(n for n in range(1, max(CHUNK_SIZE // steps, 1) + 1) if sequences % n == 0)  # sequences in a chunk
 
     def add_chunk(sums, chunk):
         grads, aux = grad(params, chunk)
@@ -241,7 +244,7 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, in_chunks: boo
     return *psum((grads, means)), jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), terms)
 
 
-def _per_sample(terms, shape: tuple[int, ...]) -> dict:
+def _check_per_sample(terms, shape: tuple[int, ...]) -> dict:
     """Checks the terms that a loss returned; raises ValueError if they are not per sample."""
     must = f"a loss returns a dict of terms per sample, here float32 {list(shape)}, one of them 'loss'"
     if not isinstance(terms, dict) or "loss" not in terms:
@@ -270,7 +273,7 @@ def global_norm(tree) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` (0: none), with `global_norm`, so that one computation serves logging too."""
+    """`optax.clip_by_global_norm` (0: none); on a GPU with `global_norm`, whose one computation serves logging too."""
     if not max_norm:
         return optax.identity()
     if on_cpu():

@@ -44,7 +44,7 @@ class DoorArgs:
     eval_every: NonNegativeInt = 81_920
     """decisions between evaluations within a task; 0 for only one at its end"""
     eval_episodes: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 100
-    """episodes per evaluation, within a task of the same doors, with mean actions; the best parameters are kept"""
+    """episodes per evaluation, with mean actions, on the same doors throughout a task; the best parameters are kept"""
 
     def check(self) -> None:
         for task in task_names(self):

@@ -68,7 +68,8 @@ Game = Literal[GAMES]
 class GameArgs:
     """The Procgen game, its observations and rewards, and evaluation."""
 
-    # A resume with another restart_every would miss an announced reset; another stack may have the same shapes.
+    # With another restart_every a resume could skip a reset that `forced_reset` announced; another stack may have the
+    # same shapes and would load.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
         "frame_stack", "gap_stack", "restart_every",
@@ -93,12 +94,12 @@ class GameArgs:
     gap_stack: bool = True
     """keep only the oldest and the newest frame of a stack"""
     reward_shaping: bool = False
-    """transform rewards to sign(r)(sqrt(|r| + 1) - 1) + 0.001 r (Pohlen et al. 2018)"""
+    """transform rewards to sign(r)(sqrt(|r| + 1) - 1) + 0.001 r (Pohlen et al. 2018; 0.001 as in R2D2)"""
     reward_clip: NonNegativeFloat = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 131_072
-    """make all environments anew after this many steps of each, which cuts unfinished episodes: a resume replays the
-    steps since then"""
+    """steps of each environment between restarts of all environments, which cut unfinished episodes; a resume replays
+    the steps since the last restart"""
     eval_every: NonNegativeInt = 1_000_000
     """environment steps between evaluations; 0 for a single one at the end"""
     eval_episodes: Annotated[int, Interval(ge=0, le=10**6)] = 128
@@ -187,7 +188,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 class Timesteps(NamedTuple):
-    """T steps of N environments, NumPy arrays on the host."""
+    """T steps of N environments: NumPy arrays from `play`, JAX arrays in the learner."""
 
     rewards: np.ndarray  # float32 [T, N]: of the transition that starts at step t
     terminated: np.ndarray  # bool [T, N]: that transition ended the episode
@@ -213,7 +214,7 @@ TIMESTEP_SPECS = Timesteps(*[TIME_ENV_SHARDED] * 5, forced_reset=ENV_SHARDED)
 class EnvState(NamedTuple):
     """Environment-side state carried between rollouts of N environments."""
 
-    history: jax.Array  # uint8 [H, N, 64, 64, 3]: the frames before the newest
+    history: jax.Array  # uint8 [past, N, 64, 64, 3]: the frames before the newest
     env_ids: jax.Array  # int32 [N]: their numbers in the run
     last_action: jax.Array  # int32 [N]: the actions played last
     hidden_state: tuple  # networks.HiddenState, () without a recurrent core
@@ -281,7 +282,7 @@ class EnvSnapshot(NamedTuple):
     steps: int  # how many of these actions come before this point
 
     def save(self) -> dict[str, np.ndarray]:
-        """Seed and actions uint8 [steps, N] (missing while there are none)."""
+        """{"seed", "actions": uint8 [steps, N]}, without "actions" before the first."""
         actions = self.actions[: self.steps]
         return {"seed": np.int64(self.seed)} | ({"actions": np.stack(actions)} if actions else {})
 
@@ -291,7 +292,7 @@ class ReplayableVecEnv:
 
     EnvPool cannot save its state, but a copy with the same seed that plays the same actions arrives at the same frames.
     To bound the list of actions, all environments are reset, with a seed derived from the last, after the first `play`
-    that completes `restart_every` steps. An environment's own seed is derived from this one and its id, so it does not
+    that completes `restart_every` steps. Each environment's seed is derived from that seed and its id, so it does not
     depend on the environments beside it.
 
     Attributes:
@@ -396,16 +397,17 @@ class ThreadedVecEnv:
             part.close()
 
 
-def make_train_envs(args, first: int = 0, every: int = 1) -> ReplayableVecEnv:
-    """This host's training environments of a Procgen script (`args`: GameArgs, num_envs, seed): from number `first` on
-    every `every`-th."""
-    env_ids, seed = devices.local_env_ids(args)[first::every], derive_seed(args.seed, 0)
-    return ReplayableVecEnv(partial(make_procgen, args), env_ids, seed, args.restart_every)
+def make_train_envs(args, env_ids: np.ndarray | None = None) -> ReplayableVecEnv:
+    """The training environments env_ids int32 [N] of a Procgen script (`args`: GameArgs, num_envs, seed); all of this
+    host's by default."""
+    env_ids = devices.local_env_ids(args) if env_ids is None else env_ids
+    return ReplayableVecEnv(partial(make_procgen, args), env_ids, derive_seed(args.seed, 0), args.restart_every)
 
 
 def make_threaded_envs(args) -> ThreadedVecEnv:
     """This host's training environments, split among `args.rollout_threads` threads."""
-    return ThreadedVecEnv([make_train_envs(args, i, args.rollout_threads) for i in range(args.rollout_threads)])
+    env_ids, count = devices.local_env_ids(args), args.rollout_threads
+    return ThreadedVecEnv([make_train_envs(args, env_ids[i::count]) for i in range(count)])
 
 
 def step_keys(key: jax.Array, t: jax.Array, env_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -550,6 +552,7 @@ def play_episodes(
         hidden_state. Its hidden state is None at first.
       offsets: from `frame_stack_offsets`.
       episodes: in all, rounded up to a multiple of N.
+      seed: of the policy's keys; `env` has its own.
       record: keep the frames of the first environment's first episode (else its first frame only).
       stop: called at each step; once it returns True, the result is None.
     """
@@ -640,7 +643,7 @@ def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> 
     """
     if not (args.eval_episodes and run.evaluation_due(step)):
         return
-    summaries, films, content = {}, {}, {"global_step": step}
+    summaries, content = {}, {"global_step": step}
     for i, levels in enumerate(("train", "test") if args.num_levels else ("test",)):
         record = args.capture_video and levels == "test"
         seed = derive_seed(args.seed, step, 1 + i)
@@ -650,10 +653,10 @@ def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> 
         )  # fmt: skip
         if result is None:
             return
-        summaries[levels], returns_by_level, films[levels] = result
+        summaries[levels], returns_by_level, film = result
         content[f"{levels}_levels"] = summaries[levels] | {"returns_by_level": returns_by_level}
     if args.capture_video:
-        run.save_video(step, films["test"])
+        run.save_video(step, film)  # of the test levels, which come last
     write_json(run.path / "eval.json", content)
     told = ", ".join(f"{k} levels {s['mean_return']:.2f} +- {s['standard_error']:.2f}" for k, s in summaries.items())
     random = f"; random play: {RANDOM_RETURNS[args.env_id]}" if args.distribution_mode == "easy" else ""
@@ -662,9 +665,9 @@ def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> 
     run.log_evaluation(step, metrics)
 
 
-def random_policy(frames, episode_step, key, hidden_state, actions: int = NUM_ACTIONS):
+def random_policy(frames, episode_step, key, hidden_state, num_actions: int = NUM_ACTIONS):
     """Uniformly random actions int32 [N], a policy for `play_episodes`."""
-    return jax.random.randint(key, len(frames), 0, actions), None
+    return jax.random.randint(key, len(frames), 0, num_actions), None
 
 
 def evaluate_checkpoint(

@@ -15,9 +15,9 @@ from common.derivatives import custom_vjp
 
 
 def conv_general_dilated(x: jax.Array, w: jax.Array, strides, padding, **options) -> jax.Array:
-    """`lax.conv_general_dilated` with channels of zeros up to a multiple of 8: in bfloat16 cuDNN would add them itself,
-    in kernels of its own. Not for the few frames of a step, whose time is that of launching kernels, one more by this.
-    """
+    """`lax.conv_general_dilated`; in bfloat16 with channels of zeros up to a multiple of 8, which cuDNN would otherwise
+    add in kernels of its own. Not for 512 frames or fewer, as in a step of acting: there launching kernels takes the
+    time, and padding would be one more."""
     more = -x.shape[3] % 8
     if more and len(x) > 512 and x.dtype == jnp.bfloat16 and options.get("feature_group_count", 1) == 1:
         x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))

@@ -49,7 +49,8 @@ class EncoderArgs:
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     center: Literal["auto", "yes", "no"] = "auto"
-    """subtract 128 from pixels, then divide; auto is no in nature, and yes, as the competition entry, in the others"""
+    """subtract 128 from pixels before dividing; auto is no in nature and yes in the others, as in the competition
+    entry"""
     init: Literal["glorot", "orthogonal", "kaiming", "pytorch"] = "glorot"
     """initializer of the encoder's layers; pytorch is PyTorch's default, biases included"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
@@ -66,20 +67,20 @@ class EncoderArgs:
 
     def check(self) -> None:
         name = self.encoder.partition(":")[0]
-        valid = 'give impala, nature, mobilenet or a text such as "xresnet:[32,2],[32,1],[64,2]"'
-        check(self.encoder in CHANNELS or self.encoder.startswith("xresnet:"), f"--encoder {self.encoder}: {valid}")
+        form = 'give impala, nature, mobilenet or a text such as "xresnet:[32,2],[32,1],[64,2]"'
+        check(self.encoder in CHANNELS or self.encoder.startswith("xresnet:"), f"--encoder {self.encoder}: {form}")
         encoders_with = {"channels": CHANNELS, "width": CHANNELS, "blocks": ("impala", "mobilenet")}
         encoders_with |= dict.fromkeys(("downsample", "separable"), ("impala", "xresnet"))
         for flag, encoders in encoders_with.items():
             value, default = getattr(self, flag), getattr(type(self), flag)
-            valid = "''" if default == "" else default
-            leave = f"only {' and '.join(encoders)} have it, not {name}; leave it at {valid}"
+            kept = "''" if default == "" else default
+            leave = f"only {' and '.join(encoders)} have it, not {name}; leave it at {kept}"
             check(value == default or name in encoders, f"--{flag} {value}: {leave}")
-        width = f"has no effect where --channels gives the channels; leave it at {type(self).width}"
-        check(not self.channels or self.width == type(self).width, f"--width {self.width}: {width}")
-        valid = name == "impala" and self.blocks and not self.separable
+        leave = f"has no effect where --channels gives the channels; leave it at {type(self).width}"
+        check(not self.channels or self.width == type(self).width, f"--width {self.width}: {leave}")
+        able = name == "impala" and self.blocks and not self.separable
         needs = "--spectral-norm: needs --encoder impala with --blocks 1 or more and --separable 0"
-        check(not self.spectral_norm or valid, needs)
+        check(not self.spectral_norm or able, needs)
         leave = f"--pool act_avg: only impala pools before its nonlinearity, not {name}; leave it at avg"
         check(self.pool != "act_avg" or name == "impala", leave)
         make_encoder(self)
@@ -100,7 +101,7 @@ INITS = {
 @custom_vjp
 def relu(x: jax.Array) -> jax.Array:
     """max(x, 0), whose gradient reads its output, which the next layer keeps anyway."""
-    return jax.nn.relu(x)  # where nothing or forward mode differentiates; its derivative at 0 is 0 too
+    return jax.nn.relu(x)  # runs without differentiation or in forward mode; its derivative at 0 is 0 too
 
 
 def _relu_forward(x):
@@ -122,7 +123,7 @@ ACTIVATIONS = {"relu": relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
 
 def max_pool(x: jax.Array) -> jax.Array:
     """3 x 3 max-pool with stride 2, SAME: [B, H, W, C] -> [B, H/2, W/2, C] (rounded up), as `nn.max_pool`."""
-    even = x.shape[1] % 2 == x.shape[2] % 2 == 0
+    even = x.shape[1] % 2 == x.shape[2] % 2 == 0  # cpu.max_pool needs that; gpu.max_pool is right on any device
     return cpu.max_pool(x) if devices.on_cpu() and even else gpu.max_pool(x)
 
 
@@ -155,7 +156,7 @@ def largest_singular_value(kernel: jax.Array) -> jax.Array:
 
 
 class SpectralConv(nn.Conv):
-    """A convolution with its kernel divided by its largest singular value."""
+    """`nn.Conv` by another name, which tells `cast_encoder` whose kernels to divide; `conv` adds the division."""
 
 
 def spectral(kernel: jax.Array) -> jax.Array:
@@ -163,16 +164,22 @@ def spectral(kernel: jax.Array) -> jax.Array:
     return kernel / jnp.maximum(largest_singular_value(kernel), 1e-12).astype(kernel.dtype)
 
 
+def convolve(x: jax.Array, kernel: jax.Array, strides, padding, **options) -> jax.Array:
+    """`lax.conv_general_dilated` in the form that is fast on this device."""
+    forms = cpu if devices.on_cpu() else gpu
+    return forms.conv_general_dilated(x, kernel, strides, padding, **options)
+
+
 def spectral_conv(x: jax.Array, kernel: jax.Array, *given, **options) -> jax.Array:
-    return cpu.conv_general_dilated(x, spectral(kernel), *given, **options)
+    return convolve(x, spectral(kernel), *given, **options)
 
 
-def conv(features: int, size: int, stride: int, padding: str, norm: str = "none", **options) -> nn.Conv:
-    """A convolution with a square kernel, in the form that is fast on this device. `norm` is "none", "spectral", or
-    "spectral, done" if its kernel is divided already."""
-    kind = nn.Conv if norm == "none" else SpectralConv
-    convolve = spectral_conv if norm == "spectral" else cpu.conv_general_dilated
-    return kind(features, (size, size), stride, padding, conv_general_dilated=convolve, **options)
+def conv(features: int, size: int, stride: int, padding: str, kernel_norm: str = "none", **options) -> nn.Conv:
+    """A convolution with a square kernel. `kernel_norm` is "none", "spectral" (divide the kernel by its largest
+    singular value) or "divided" (`cast_encoder` has done so)."""
+    kind = nn.Conv if kernel_norm == "none" else SpectralConv
+    function = spectral_conv if kernel_norm == "spectral" else convolve
+    return kind(features, (size, size), stride, padding, conv_general_dilated=function, **options)
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,7 @@ class Layers:
     """The settings of an encoder's layers. Its methods add layers to the module that calls them."""
 
     separable: int
-    norm: bool
+    group_norm: bool
     bias: bool
     init: str
     activation: str
@@ -199,19 +206,19 @@ class Layers:
         self, x: jax.Array, features: int, size: int = 3, stride: int = 1, padding="SAME", depthwise=False,
         kernel_norm="none",
     ) -> jax.Array:  # fmt: skip
-        """A convolution [B, H, W, C] -> [B, H', W', features], then GroupNorm if `norm`. If `depthwise`, `features` is
-        a multiple of C."""
+        """A convolution [B, H, W, C] -> [B, H', W', features], then GroupNorm if `group_norm`. If `depthwise`,
+        `features` is a multiple of C."""
         if self.separable and size > 1 and not depthwise:
             x = self._conv(x, self.separable * x.shape[3], size, stride, padding, groups=x.shape[3], bias=False)
             x = self._conv(x, features, 1, 1, padding)
         else:
             groups = x.shape[3] if depthwise else 1
-            x = self._conv(x, features, size, stride, padding, groups=groups, norm=kernel_norm)
-        return nn.GroupNorm(math.gcd(features, 8), dtype=self.dtype)(x) if self.norm else x
+            x = self._conv(x, features, size, stride, padding, groups=groups, kernel_norm=kernel_norm)
+        return nn.GroupNorm(math.gcd(features, 8), dtype=self.dtype)(x) if self.group_norm else x
 
-    def _conv(self, x, features, size, stride, padding, groups=1, bias=True, norm="none"):
+    def _conv(self, x, features, size, stride, padding, groups=1, bias=True, kernel_norm="none"):
         return conv(
-            features, size, stride, padding, norm,
+            features, size, stride, padding, kernel_norm,
             feature_group_count=groups, use_bias=bias and self.bias, dtype=self.dtype,
             kernel_init=INITS[self.init], bias_init=self.bias_init(size * size * x.shape[3] // groups),
         )(x)  # fmt: skip
@@ -316,13 +323,13 @@ class XResNet(nn.Module):
         return nn.sigmoid(self.layers.dense(weight, x.shape[3]))[:, None, None]
 
     def self_attention(self, x: jax.Array, i: int) -> jax.Array:
-        """x [B, H, W, C] plus attention between its positions, times a weight that starts at 0 (Zhang et al. 2019,
-        SAGAN, section 3)."""
+        """x [B, H, W, C] plus `gain`, which starts at 0, times the attention between its positions (after Zhang et al.
+        2019, SAGAN, section 3, with one C x C projection in place of its W_h and W_v)."""
+        flat = x.reshape(len(x), -1, x.shape[3])
 
         def project(features):
             return nn.Dense(features, use_bias=False, dtype=x.dtype, kernel_init=INITS[self.layers.init])(flat)
 
-        flat = x.reshape(len(x), -1, x.shape[3])
         few = max(x.shape[3] // 8, 1)
         query, key, value = project(few), project(few), project(x.shape[3])
         weights = nn.softmax(jnp.einsum("bqc,bkc->bqk", query, key).astype(jnp.float32)).astype(x.dtype)
@@ -347,9 +354,9 @@ class NatureCNN(nn.Module):
 
 
 class MobileNet(nn.Module):
-    """Four stages of inverted residual blocks (Sandler et al. 2018, MobileNetV2, section 3.3) for small frames:
-    expansion 4; all stages but the first halve the frame; GroupNorm, since BatchNorm does not suit a policy that acts
-    and learns in different batches."""
+    """A convolution with stride 2, then a stage of inverted residual blocks (Sandler et al. 2018, MobileNetV2, section
+    3.3) for each of `channels`, all but the first halving the frame, then a 1 x 1 convolution. Expansion is 4, for
+    small frames; GroupNorm, since BatchNorm does not suit a policy that acts and learns in different batches."""
 
     layers: Layers
     channels: tuple[int, ...]
@@ -379,7 +386,7 @@ def make_encoder(args) -> nn.Module:
 
     layers = Layers(
         separable=args.separable,
-        norm=on(args.norm, name == "mobilenet"),
+        group_norm=on(args.norm, name == "mobilenet"),
         bias=on(args.conv_bias, name in ("impala", "nature")),
         init=args.init,
         activation=args.activation,
@@ -417,12 +424,12 @@ def _parse_xresnet(text: str) -> dict:
     words = re.split(r",(?![^\[]*\])", text.removeprefix("xresnet:"))  # at the commas outside of brackets
     for word in (word.strip() for word in words):
         block = re.fullmatch(r"\[(\d{1,4}),\s*([12])\](?:x([1-9]\d?))?", word)
-        last = re.fullmatch(r"sa([1-9]\d?)?", word)
+        attend = re.fullmatch(r"sa([1-9]\d?)?", word)
         if block and 1 <= int(block[1]) <= 4096:
             blocks += [(int(block[1]), int(block[2]))] * int(block[3] or 1)
-        elif last or word in ("stem", "se"):
-            options.append("sa" if last else word)
-            attention = int(last[1] or 1) if last else attention
+        elif attend or word in ("stem", "se"):
+            options.append("sa" if attend else word)
+            attention = int(attend[1] or 1) if attend else attention
         else:
             raise UsageError(
                 f"--encoder {text}: {word!r} is neither [channels,stride] of 1 to 4096 channels and stride 1 or 2 (and "
@@ -457,7 +464,7 @@ def acting_agent(agent: nn.Module) -> nn.Module:
     layers = _encoder_layers(agent)
     if layers is None or layers.residual_norm == "none":
         return agent
-    return agent.clone(encoder=agent.encoder.clone(layers=dataclasses.replace(layers, residual_norm="spectral, done")))
+    return agent.clone(encoder=agent.encoder.clone(layers=dataclasses.replace(layers, residual_norm="divided")))
 
 
 def acting_params(agent: nn.Module, params: dict) -> dict:

@@ -256,17 +256,13 @@ def make_insert(args: Any, mesh: Mesh) -> Callable:
     others to it; without several policies leave the last two out."""
     unrolls = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
     specs = *unrolls, ENV_SHARDED, TIME_ENV_SHARDED
+    function = partial(insert, args)
     if args.replay_device == "host":
-        sharding, function = jax.devices("cpu")[0], partial(insert, args)
+        sharding = jax.devices("cpu")[0]
     else:
         sharding = devices.shardings(mesh, specs)
-        function = jax.shard_map(
-            partial(insert, args),
-            mesh=mesh,
-            in_specs=(replay.REPLAY_SPECS, *specs),
-            out_specs=replay.REPLAY_SPECS,
-            check_vma=False,
-        )
+        in_specs, out_specs = (replay.REPLAY_SPECS, *specs), replay.REPLAY_SPECS
+        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     function = jax.jit(function, donate_argnums=0)
 
     def move_and_insert(buffer, rollouts, timesteps, policies=replay.SINGLE_POLICY, bonus=None):

@@ -57,7 +57,7 @@ def normalize_rewards(
 
     Args:
       rewards: float32 [T, N].
-      ended: bool [T, N], whether nothing follows the transition: `envs.Timesteps.sequence_end`.
+      ended: bool [T, N], whether the return starts anew after this step, as after `envs.Timesteps.sequence_end`.
       mask: bool [T, N], False for junk steps.
       clip: the result is clipped to +- this.
 

@@ -365,7 +365,7 @@ def test_encoder_with_spectral_norm_divides_residual_kernels_by_numpys_norm():
         kernel = params["params"][f"SpectralConv_{i}"]["kernel"]
         norm = np.linalg.svd(np.reshape(kernel, (-1, kernel.shape[3])), compute_uv=False)[0]
         divided["params"][f"SpectralConv_{i}"]["kernel"] = kernel / norm
-    done = encoder.clone(layers=replace(encoder.layers, residual_norm="spectral, done"))
+    done = encoder.clone(layers=replace(encoder.layers, residual_norm="divided"))
     want = jax.jit(done.apply)(divided, frames)
     np.testing.assert_allclose(jax.jit(encoder.apply)(params, frames), want, rtol=5e-3, atol=1e-4)
 
