@@ -257,6 +257,12 @@ def check_args(args: Any, script: str) -> None:
         for name in fixed(type(args)):
             new, old = getattr(args, name), getattr(saved, name)
             check(new == old, f"{as_given(name, new)}: a resumed run keeps its own, {as_given(name, old)}")
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # JAX has no message for a GPU that it does not find
+        why = "; see docs/troubleshooting.md" if isinstance(error, AssertionError) else f" ({files.first_line(error)})"
+        given = os.environ.get("JAX_PLATFORMS", "")
+        raise UsageError(f"JAX_PLATFORMS={given}: JAX cannot start there{why}") from None
     check_flags(args)
     check_devices(args)
 

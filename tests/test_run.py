@@ -11,8 +11,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import av
+import jax
 import numpy as np
 import pytest
 import wandb
@@ -459,6 +461,14 @@ def test_a_fork_whose_runs_would_not_be_found_is_refused():
     for name in ("my-ppo", "myppo"):
         with pytest.raises(runs.UsageError, match=rf"{name}\.py: give it a name .* such as my_ppo\.py"):
             runs.check_args(ppo.Args(), name)
+
+
+def test_a_platform_that_jax_does_not_find_is_named(monkeypatch):
+    """For JAX_PLATFORMS=cuda without a GPU JAX raises a bare AssertionError."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", Mock(side_effect=AssertionError))
+    with pytest.raises(runs.UsageError, match="JAX_PLATFORMS=cuda: JAX cannot start"):
+        runs.check_args(ppo.Args(), "ppo_procgen")
 
 
 def test_a_forks_array_of_another_shape_in_a_batch_is_refused():
