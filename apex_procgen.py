@@ -107,7 +107,7 @@ class Args(
         return self.num_atoms > 1 and not self.num_quantiles
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         differ = self.num_envs > 1 and 0 < self.epsilon < 1
         runs.check_needs(self, differ, "two environments or more and an --epsilon between 0 and 1", ("epsilon_alpha",))
         runs.check_needs(self, not self.num_quantiles, "--num-quantiles 0", ("num_atoms",))

@@ -110,7 +110,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
         return self.task_timesteps * len(doors.task_names(self))
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         runs.check_needs(self, self.method == "hnppo", "--method hnppo", HYPERNET_FLAGS)
         runs.check_needs(self, self.method != "ppo", "--method hnppo or finetune", ("keep_std",))
         ordinary = self.method != "hnppo" or self.critic == "fresh" or not self.keep_std

@@ -102,7 +102,7 @@ class Args(
     """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         runs.check_needs(self, self.replay_fraction, "--replay-fraction", ("replay_size",))
         replayed = num_replayed(self)
         batch = self.num_envs + replayed

@@ -98,7 +98,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     normalize_gamma: UnitInterval = 0.99
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         runs.check_batch(self)
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
         divide = f"must divide the number of environments, {self.num_envs}"

@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # cannot change on resume: the checkpoint has the adapted coefficient
+    FIXED: ClassVar = ("kl_coef",)  # a resume keeps these and the groups' own: the checkpoint has the adapted value
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -95,7 +95,7 @@ class Args(
     """recurrent core between encoder and heads; minibatches then hold whole rollouts"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         runs.check_batch(self)
         divide = f"must divide the number of environments, {self.num_envs}"
         runs.check(self.num_envs % self.rollout_threads == 0, f"--rollout-threads {self.rollout_threads}: {divide}")

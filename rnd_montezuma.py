@@ -123,7 +123,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     wandb_project: str = "montezuma"
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
         check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")

@@ -70,7 +70,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     """maximum global norm of the gradient; 0 for no clipping"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
         # With dropout a target that is copied each time differs too, since it drops nothing.

@@ -82,7 +82,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     """coefficient of a fixed KL penalty, with Adam in place of the trust region; 0 for TRPO"""
 
     def check(self) -> None:
-        """Raises UsageError for inconsistent flags."""
+        """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         runs.check_batch(self)
         trust_region_flags = "max_kl", "fisher_fraction", "cg_iterations", "damping", "line_search_steps"
         runs.check_needs(self, not self.penalty, "--penalty 0", trust_region_flags)
