@@ -124,7 +124,7 @@ def silence(file: TextIO) -> None:
 
 def leave_closed_terminal() -> None:
     """Silences standard output and error if their terminal is closed, so that writing to them raises no OSError."""
-    for file in (sys.stdout, sys.stderr):
+    for file in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed from the start
         try:
             os.ttyname(file.fileno())
         except (OSError, ValueError) as error:  # a closed stream's is a ValueError
@@ -259,10 +259,12 @@ def check_args(args: Any, script: str) -> None:
             check(new == old, f"{as_given(name, new)}: a resumed run keeps its own, {as_given(name, old)}")
     try:
         jax.devices()
-    except (AssertionError, RuntimeError) as error:  # JAX has no message for a GPU that it does not find
-        why = "; see docs/troubleshooting.md" if isinstance(error, AssertionError) else f" ({files.first_line(error)})"
-        given = os.environ.get("JAX_PLATFORMS", "")
-        raise UsageError(f"JAX_PLATFORMS={given}: JAX cannot start there{why}") from None
+    except (AssertionError, RuntimeError) as error:  # the former for cuda where it finds no GPU
+        given = os.environ.get("JAX_PLATFORMS")
+        if not given or getattr(args, "distributed", False) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        why = f" ({files.first_line(error)})" if str(error) else ""
+        raise UsageError(f"JAX_PLATFORMS={given}: JAX finds no such device{why}; see docs/troubleshooting.md") from None
     check_flags(args)
     check_devices(args)
 

@@ -201,7 +201,7 @@ class Run:
       checkpoint: within the `with` block, the newest checkpoint or that of a new run. If the number of hosts has
         changed, what each host saved for itself is as in a new run, or missing.
       stop: the name of the signal that asked the run to end, else None. Hosts agree on it in `finished`.
-      is_main: whether this is the first of several hosts.
+      is_main: whether this host writes and evaluates: the only one, or the first of several.
     """
 
     def __init__(self, args: Any, script: str, mesh: Mesh, init_checkpoint: Callable[[], dict], load: Callable = load):

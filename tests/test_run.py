@@ -467,7 +467,7 @@ def test_a_platform_that_jax_does_not_find_is_named(monkeypatch):
     """For JAX_PLATFORMS=cuda without a GPU JAX raises a bare AssertionError."""
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", Mock(side_effect=AssertionError))
-    with pytest.raises(runs.UsageError, match="JAX_PLATFORMS=cuda: JAX cannot start"):
+    with pytest.raises(runs.UsageError, match="JAX_PLATFORMS=cuda: JAX finds no such device"):
         runs.check_args(ppo.Args(), "ppo_procgen")
 
 

@@ -18,7 +18,7 @@ from test_scripts import FLAGS, train
 
 import impala_procgen as impala
 import ppo_procgen as ppo
-from common import actors, augment, files, networks, runs, tracking
+from common import actors, augment, envs, files, networks, runs, tracking
 from common.networks import EncoderArgs
 from experiments import trials
 
@@ -149,7 +149,7 @@ def test_random_numbers_are_those_of_earlier_runs():
 @pytest.mark.parametrize("how", [{"deterministic": False, "max_lag": 3}, {"deterministic": True, "max_lag": 0}])
 def test_each_actor_has_environments_of_its_own(how, monkeypatch):
     fleet = mock.Mock()
-    monkeypatch.setattr(actors, "ReplayableVecEnv", lambda make, env_ids, seed, restart_every: env_ids.tolist())
+    monkeypatch.setattr(envs, "ReplayableVecEnv", lambda make, env_ids, seed, restart_every: env_ids.tolist())
     monkeypatch.setattr(actors, "Fleet", fleet)
     actors.make_fleet(impala.Args(num_envs=4, num_actors=2, **how), None, lambda env_ids: env_ids.tolist())
     _, vec_envs, env_states = fleet.call_args.args
