@@ -450,7 +450,8 @@ def markdown(args: Args, results: list[dict]) -> str:
     where = f"{origin['machine']}, JAX {jax}, commit {commits}, {dates}:"
     lines = [
         f"# {args.table}",
-        "Ours: the mean of what each run logged last, with its 95 % interval over three or more seeds (Student's).",
+        "Ours: the mean over seeds of what each run logged last; published: the source's value, where there is one; "
+        "95 %: Student's interval, from three seeds on.",
         where if commands else "Nothing has run yet:",
         "\n".join(f"    {command}" for command in commands or [command_of(args, args.seeds, False)]),
         *([warning] if unlike else []),

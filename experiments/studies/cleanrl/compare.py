@@ -66,6 +66,7 @@ class Point(NamedTuple):
 
 def play_theirs(args: Args, folder: Path) -> list[Point]:
     """CleanRL's curve, a point for each episode printed; raises UsageError if the script ends by itself."""
+    runs.check(shutil.which(args.python) is not None, f"--python {args.python}: no such program")
     python = str(Path(args.python).absolute()) if "/" in args.python else args.python  # it starts in another folder
     command = [python, "-u", str(Path(args.script).resolve()), "--env-id", args.env_id]
     command += ["--seed", str(args.seed), "--total-timesteps", str(FOREVER)]
@@ -132,7 +133,6 @@ def draw(path: Path, game: str, curves: dict[str, np.ndarray]) -> None:
 
 
 def main(args: Args) -> None:
-    runs.check(shutil.which(args.python) is not None, f"--python {args.python}: no such program")
     table = Path(f"{args.out}.csv")
     settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}
