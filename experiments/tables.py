@@ -152,8 +152,8 @@ def six_doors() -> list[str]:
 def at_the_end(row: dict) -> tuple[float, float, int, float]:
     """What we measured for a row of published.csv: value, standard error, number of seeds, steps (NaN where unknown).
 
-    An evaluation's value is its mean, and its last one's where a file has several; a training curve's is the mean over
-    the last tenth of its steps. Of several seeds: see `reproduce.pooled`.
+    An evaluation's value is its mean, and its last one's where a file has several; a curve's, in training or on test
+    levels, is the mean over the last tenth of its steps. Of several seeds: see `reproduce.pooled`.
     """
     path = EXPERIMENTS / row["file"]
     if path.suffix == ".json":  # an evaluation of an exported agent
@@ -335,22 +335,28 @@ def hard() -> list[str]:
     return by_game(columns, "hard")
 
 
-def constant_actions() -> list[str]:
-    """Random play and the best constant action in each game, and when OpenAI's PPO leaves that behind."""
+def without_learning() -> tuple[dict[str, dict[str, str]], dict[str, list[tuple[float, float]]]]:
+    """Random play and the best constant action in each game: cells of a table, and means with their errors."""
     rows = records.read_rows(EXPERIMENTS / "studies" / "constant_actions" / "constant_actions.csv")
-    found, highest = {game: {"game": game} for game in envs.GAMES}, dict.fromkeys(envs.GAMES, -np.inf)
+    cells, scores = {game: {"game": game} for game in envs.GAMES}, {game: [] for game in envs.GAMES}
     for row in rows:
         if row["action"] == "random" or row["action"].endswith("played anew"):
-            mean, error = float(row["mean"]), float(row["error"])
+            scores[row["game"]].append((float(row["mean"]), float(row["error"])))
             name = "random play" if row["action"] == "random" else "its return"
-            found[row["game"]][name] = plus_minus(mean, error)
+            cells[row["game"]][name] = plus_minus(*scores[row["game"]][-1])
             if name == "its return":
-                found[row["game"]]["best constant action"] = row["action"].split(",")[0]
-            highest[row["game"]] = max(highest[row["game"]], mean + 2 * error)
-    for game, score in highest.items():
-        found[game]["OpenAI's PPO above both from"] = above(game, score)
+                cells[row["game"]]["best constant action"] = row["action"].split(",")[0]
+    return cells, scores
+
+
+def constant_actions() -> list[str]:
+    """Random play and the best constant action in each game, and when OpenAI's PPO leaves that behind."""
+    cells, scores = without_learning()
+    for game, pairs in scores.items():
+        highest = max((mean + 2 * error for mean, error in pairs), default=-np.inf)
+        cells[game]["OpenAI's PPO above both from"] = above(game, highest)
     names = "game", "random play", "best constant action", "its return", "OpenAI's PPO above both from"
-    return table([dict.fromkeys(names, "") | row for row in found.values()], {name: itemgetter(name) for name in names})
+    return table([dict.fromkeys(names, "") | row for row in cells.values()], {name: itemgetter(name) for name in names})
 
 
 def above(game: str, score: float) -> str:
@@ -361,10 +367,27 @@ def above(game: str, score: float) -> str:
     return millions(steps[first]) if first < len(steps) else ""
 
 
+def laptop_games() -> list[str]:
+    """`make train`'s setting on each game, beside what needs no learning and OpenAI's PPO in training."""
+    cells, scores = without_learning()
+    rows = []
+    for row in records.read_rows(RESULTS / "laptop_games" / "games.csv"):
+        game, mean, error = row["game"], float(row["mean"]), float(row["error"])
+        learnt = all(mean - other > 2 * np.hypot(error, its_error) for other, its_error in scores[game])
+        theirs = np.interp(float(row["steps"]), *openai("easy-all", game))
+        ours = f"{plus_minus(mean, error)} ({row['episodes']})"
+        rows.append(cells[game] | row | {"ours": ours, "learnt": "yes" if learnt else "", "theirs": f"{theirs:.1f}"})
+    columns = {"game": itemgetter("game"), "steps": lambda row: f"{float(row['steps']) / 1e6:.2f}M"}
+    columns["return"] = itemgetter("ours")
+    columns |= {"random play": itemgetter("random play"), "best constant action": itemgetter("its return")}
+    columns |= {"above both": itemgetter("learnt"), "OpenAI's PPO": itemgetter("theirs")}
+    return table(rows, columns)
+
+
 PARTS = {
     "doors_update": doors, "encoders": encoders, "tables": tables, "published": published, "headlines": headlines,
     "six_doors": six_doors, "side_by_side": side_by_side, "constant_actions": constant_actions, "easy_all": easy_all,
-    "time_to_published": time_to_published, "easy_200": easy_200, "hard": hard,
+    "time_to_published": time_to_published, "easy_200": easy_200, "hard": hard, "laptop_games": laptop_games,
     **{name: partial(frozen, name) for name in FROZEN},
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""Draws the README's picture from committed curves:
+"""Draws the README's picture from committed curves, or that of `make train`'s setting on all games:
 
 python -m experiments.studies.learning_curves.draw --out docs/curves.png
+python -m experiments.studies.learning_curves.draw --laptop --out docs/laptop.png
 """
 
 import csv
@@ -18,18 +19,22 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter
 
 RESULTS = records.ROOT / "experiments" / "results"
-PANELS = {  # title: curve, game
+README = {  # title: curve, game
     "bigfish, defaults, one H100": ("ppo_8M/bigfish.csv", "bigfish"),
     "coinrun, defaults, one H200": ("ppo_8M/coinrun.csv", "coinrun"),
     "starpilot, OpenAI's setting, one H100": ("ppo_8M/starpilot.csv", "starpilot"),
     "starpilot, make train, two CPU cores": ("ppo_starpilot_cpu/starpilot.csv", "starpilot"),
 }
+LAPTOP = {game: (f"laptop_games/{game}.csv", game) for game in envs.GAMES}
+LAPTOP["starpilot"] = README["starpilot, make train, two CPU cores"]
 
 
 @dataclass(frozen=True)
 class Args:
     out: Path = Path("curves.png")
     """where to write the picture"""
+    laptop: bool = False
+    """draw a panel for each game with `make train`'s setting"""
 
 
 def read_curve(path: Path) -> np.ndarray:
@@ -40,18 +45,31 @@ def read_curve(path: Path) -> np.ndarray:
 
 
 def main(args: Args) -> None:
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.4), layout="constrained")
-    for axis, (title, (name, game)) in zip(axes, PANELS.items(), strict=True):
+    panels, size = (LAPTOP, (13, 10)) if args.laptop else (README, (15, 3.4))
+    evaluations = records.read_rows(RESULTS / "laptop_games" / "games.csv") if args.laptop else []
+    figure, axes = plt.subplots(len(panels) // 4, 4, figsize=size, layout="constrained", squeeze=False)
+    for axis, (title, (name, game)) in zip(axes.flat, panels.items(), strict=True):
         steps, returns = read_curve(RESULTS / name)
         openai = plot.read_reference("easy-all", [game])["OpenAI's PPO, easy-all", game]
         openai = openai[:, openai[0] <= 1.05 * steps[-1]]
         axis.plot(*openai, color="0.45", ls="--", lw=1.5, label="OpenAI's PPO, mean of 3 seeds")
         axis.plot(steps, returns, color=plot.COLORS[0], lw=1.8, label="ppo_procgen.py, 1 seed")
         axis.axhline(envs.RANDOM_RETURNS[game], color="0.45", ls=":", label="random play")
-        axis.set(title=title, xlabel="environment steps", ylim=(0, None))
+        for row in evaluations:
+            if row["game"] == game:
+                numbers = float(row["steps"]), float(row["mean"]), 2 * float(row["error"])
+                label = "on test levels, ± 2 standard errors"
+                axis.errorbar(*numbers, fmt="o", color=plot.COLORS[3], capsize=4, label=label)
+        axis.set(title=title, ylim=(None if min(returns) < 0 else 0, None))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes[0].set_ylabel("mean return of 100 episodes")
-    axes[1].legend(loc="lower right", frameon=False)
+    for axis in axes[-1]:
+        axis.set_xlabel("environment steps")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("mean return of 100 episodes")
+    if args.laptop:
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    else:
+        axes[0, 1].legend(loc="lower right", frameon=False)
     figure.savefig(args.out)
 
 
