@@ -144,7 +144,8 @@ def main(args: Args) -> list[dict]:
     answers = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
     if len(answers) > 1:
         names = [Path(run_dir).resolve().name for run_dir in args.run_dirs]
-        names = names if len(set(names)) == len(names) else args.run_dirs
+        if len(set(names)) < len(names):
+            names = args.run_dirs
         summaries = {name: {"step": x.step} | x.summary for name, x in zip(names, answers, strict=True)}
         if all(x.keys() == summaries[names[0]].keys() for x in summaries.values()):
             show(f"{len(summaries)} runs", [], summaries)

@@ -28,6 +28,7 @@ import mujoco
 import numpy as np
 import optax
 
+import evaluate
 import hnppo_doorgym as hn
 from common import devices, runs
 from common.doors import DECISIONS, make_doors
@@ -235,7 +236,7 @@ def main(args: Args) -> None:
     for part in args.parts:
         suffix, measure = tables[part]
         rows = measure()
-        records.print_table(rows)
+        evaluate.show(part, rows, {})
         records.append_rows(args.out and args.out + suffix + ".csv", [row | records.origin() for row in rows])
 
 

@@ -24,6 +24,7 @@ import tyro
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
 from typing_extensions import TypedDict
 
+import evaluate
 from common import files, runs, tracking
 from common.envs import RANDOM_RETURNS, RETURN_RANGES
 from common.flags import PositiveInt
@@ -582,7 +583,7 @@ def main(args: Args) -> None:
         scores = {name: scores_of(name, group, games, args.score_metric) for name, group in groups.items()}
         write_aggregate(args, groups, games, scores)
     if args.time_to:
-        records.print_table(times_to(args.time_to, everything, games))
+        evaluate.show(f"--time-to {args.time_to}", times_to(args.time_to, everything, games), {})
     write_curves(args, groups, games)
     write_picture(args.out, ".png", draw_curves(args, groups, games, references))
 

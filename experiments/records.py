@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from common import devices, files, runs
@@ -88,14 +87,6 @@ def show(rows: list[dict], names: Iterable[str]) -> None:
     table = Table("", *names)
     for key in rows[0]:
         table.add_row(key, *(str(row[key]) for row in rows))
-    Console().print(table)
-
-
-def print_table(rows: list[dict]) -> None:
-    """Prints a line for each row; brackets are text, not Rich's markup."""
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(escape(str(value)) for value in row.values()))
     Console().print(table)
 
 

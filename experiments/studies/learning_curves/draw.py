@@ -46,7 +46,8 @@ def read_curve(path: Path) -> np.ndarray:
 
 def main(args: Args) -> None:
     panels, size = (LAPTOP, (13, 10)) if args.laptop else (README, (15, 3.4))
-    evaluations = records.read_rows(RESULTS / "laptop_games" / "games.csv") if args.laptop else []
+    evaluated = records.read_rows(RESULTS / "laptop_games" / "games.csv") if args.laptop else []
+    evaluations = {row["game"]: row for row in evaluated}
     figure, axes = plt.subplots(len(panels) // 4, 4, figsize=size, layout="constrained", squeeze=False)
     for axis, (title, (name, game)) in zip(axes.flat, panels.items(), strict=True):
         steps, returns = read_curve(RESULTS / name)
@@ -55,11 +56,10 @@ def main(args: Args) -> None:
         axis.plot(*openai, color="0.45", ls="--", lw=1.5, label="OpenAI's PPO, mean of 3 seeds")
         axis.plot(steps, returns, color=plot.COLORS[0], lw=1.8, label="ppo_procgen.py, 1 seed")
         axis.axhline(envs.RANDOM_RETURNS[game], color="0.45", ls=":", label="random play")
-        for row in evaluations:
-            if row["game"] == game:
-                numbers = float(row["steps"]), float(row["mean"]), 2 * float(row["error"])
-                label = "on test levels, ± 2 standard errors"
-                axis.errorbar(*numbers, fmt="o", color=plot.COLORS[3], capsize=4, label=label)
+        if row := evaluations.get(game):
+            numbers = float(row["steps"]), float(row["mean"]), 2 * float(row["error"])
+            label = "on test levels, ± 2 standard errors"
+            axis.errorbar(*numbers, fmt="o", color=plot.COLORS[3], capsize=4, label=label)
         axis.set(title=title, ylim=(None if min(returns) < 0 else 0, None))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes[-1]:
