@@ -3,6 +3,8 @@
     python3.10 -m venv theirs && theirs/bin/pip install torch tyro tensorboard procgen "gym==0.23.1" "numpy<2"
     python -m experiments.studies.cleanrl.compare cleanrl/cleanrl/ppo_procgen.py --python theirs/bin/python \
         --flags="--encoder nature"
+    python -m experiments.studies.cleanrl.compare cleanrl/cleanrl/ppo_procgen.py --python theirs/bin/python \
+        --env-id jumper --minutes 26 --run-dir RUN_DIR
 
 A curve is the mean return of the last hundred training episodes over steps and over minutes since the process started,
 compilation included. CleanRL prints one of the episodes that end in the same step. Runs found in OUT.csv are not
@@ -52,6 +54,8 @@ class Args:
     """length of each run"""
     flags: str = ""
     """flags of a third run, of ppo_procgen.py here; none for two runs only"""
+    run_dir: str = ""
+    """finished run of ppo_procgen.py to compare CleanRL with, in place of new runs"""
     seed: Seed = 1
     """seed of all runs"""
     out: str = str(Path(__file__).with_name("cleanrl"))
@@ -89,7 +93,7 @@ def play_theirs(args: Args, folder: Path) -> list[Point]:
 
 
 def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
-    """Our curve, a point for each update."""
+    """Our curve, a point for each update that logged a return."""
     given, defaults = vars(records.parse_flags(ppo, flags)), vars(ppo.Args())
     changed = {name: value for name, value in given.items() if value != defaults[name]}
     own = {"env_id": args.env_id, "seed": args.seed, "eval_episodes": 0, "total_timesteps": FOREVER}
@@ -104,9 +108,14 @@ def play_ours(args: Args, flags: str, folder: Path) -> list[Point]:
     finally:
         clock.cancel()
     lines = trials.read_metrics(trials.find_run(folder))
-    names = "time", "global_step", "charts/episodic_return"
-    points = [Point(line[names[0]] - begun, line[names[1]], line[names[2]]) for line in lines if names[2] in line]
-    return [point for point in points if point.seconds <= 60 * args.minutes]
+    return to_points([line | {"seconds": line["time"] - begun} for line in lines], args.minutes)
+
+
+def to_points(lines: list[dict], minutes: float) -> list[Point]:
+    """A curve from the lines of metrics.jsonl that have a return, up to so many minutes."""
+    name = "charts/episodic_return"
+    points = [Point(line["seconds"], line["global_step"], line[name]) for line in lines if name in line]
+    return [point for point in points if point.seconds <= 60 * minutes]
 
 
 def compare(curves: dict[str, np.ndarray]) -> list[dict]:
@@ -134,7 +143,13 @@ def draw(path: Path, game: str, curves: dict[str, np.ndarray]) -> None:
 
 def main(args: Args) -> None:
     table = Path(f"{args.out}.csv")
-    settings = {"CleanRL": "", "ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
+    settings = {"CleanRL": ""}
+    if args.run_dir:
+        run = plot.read_run(args.run_dir)
+        known = f"--run-dir {args.run_dir}: it trained on {run.game}, give --env-id {run.game}"
+        runs.check(run.game == args.env_id, known)
+    else:
+        settings |= {"ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}
     for name, flags in settings.items():
         key = {"run": name, **game, "flags": flags}
@@ -149,6 +164,8 @@ def main(args: Args) -> None:
     for row in records.read_rows(table):
         if game.items() <= row.items() and row["flags"] == settings.get(row["run"]):
             curves.setdefault(row["run"], []).append([float(row[name]) for name in Point._fields])
+    if args.run_dir:  # by its own clock, which begins when its devices are there
+        curves["ours"] = to_points(run.lines, args.minutes)
     curves = {name: np.array(points) for name, points in curves.items()}
     evaluate.show(f"{args.env_id}, {args.minutes:g} minutes", compare(curves), {})
     draw(Path(f"{args.out}.png"), args.env_id, curves)
