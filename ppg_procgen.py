@@ -325,8 +325,12 @@ def augmented_forward(args: Args, agent: Agent, params: dict, frames: jax.Array,
 
 
 def policy_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple, *, ent_coef: jax.Array):
-    """PPO's loss per sample, a dict of float32 [B], from frames, keys and a Batch [B]. `devices.gradient` weights and
-    averages the terms over samples and devices; "loss" is differentiated, the others are logged."""
+    """PPO's loss, from frames, keys and a Batch [B].
+
+    Returns its terms per sample, float32 [B]; `devices.gradient` weights them (0 for junk steps), averages them over
+    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    only: on a CPU `policy_phase_loss` is called on 8 frames at a time. Batch statistics belong in `compute_advantages`.
+    """
     frames, keys, batch = minibatch
     logits, values, _ = augmented_forward(args, agent, params, frames, keys)
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(batch.logits)
@@ -463,8 +467,8 @@ AUX_TERMS = "aux_value_loss", "aux_phase_value_loss", "aux_phase_kl"
 
 
 def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple):
-    """The joint loss and the value loss (Cobbe et al. 2020, algorithm 1) per sample, a dict of float32 [B], from
-    frames, keys, value targets [B] and logits [B, 15] of the policy to stay close to."""
+    """The joint loss and the value loss (Cobbe et al. 2020, algorithm 1), from frames, keys, value targets [B] and
+    logits [B, 15] of the policy to stay close to: terms as `policy_phase_loss` returns them."""
     frames, keys, returns, old_logits = minibatch
     logits, values, aux_values = augmented_forward(args, agent, params, frames, keys)
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)

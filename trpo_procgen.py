@@ -485,8 +485,13 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
 
 
 def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Batch]) -> dict[str, jax.Array]:
-    """Adam's loss per sample, float32 [B]: the value network's squared error; with a penalty, also the policy's
-    surrogate and KL divergence (Schulman et al. 2017, equation 5)."""
+    """Adam's loss: the value network's squared error; with a penalty, also the policy's surrogate and KL divergence
+    (Schulman et al. 2017, equation 5).
+
+    Returns its terms per sample, float32 [B]; `devices.gradient` weights them (0 for junk steps), averages them over
+    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    only: on a CPU `loss` is called on 8 frames at a time. Batch statistics belong in `compute_advantages`.
+    """
     frames, batch = minibatch
     value_loss = 0.5 * (apply_network(agent.value, params["value"], frames)[:, 0] - batch.returns) ** 2
     if not args.penalty:
