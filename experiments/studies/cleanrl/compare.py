@@ -59,7 +59,7 @@ class Args:
     seed: Seed = 1
     """seed of all runs"""
     out: str = str(Path(__file__).with_name("cleanrl"))
-    """OUT.csv gets a row for every half minute of a run, OUT.png the curves"""
+    """OUT.csv gets a row for every half minute of a new run, OUT's folder the curves, GAME.png"""
 
 
 class Point(NamedTuple):
@@ -168,7 +168,7 @@ def main(args: Args) -> None:
         curves["ours"] = to_points(run.lines, args.minutes)
     curves = {name: np.array(points) for name, points in curves.items()}
     evaluate.show(f"{args.env_id}, {args.minutes:g} minutes", compare(curves), {})
-    draw(Path(f"{args.out}.png"), args.env_id, curves)
+    draw(table.with_name(f"{args.env_id}.png"), args.env_id, curves)
 
 
 if __name__ == "__main__":
