@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # a resume keeps these and the groups' own: the checkpoint has the adapted value
+    FIXED: ClassVar = ("kl_coef",)  # what --resume cannot change, beside the groups' own: a checkpoint has its value
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -60,7 +60,7 @@ class Args(
     num_steps: PositiveInt = 128
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
     rollout_threads: PositiveInt = 1
-    """rollout threads; the environments are split among them; on a GPU one plays while another computes actions"""
+    """threads that share the environments; on a GPU one steps its own while actions for another's are computed"""
     num_minibatches: PositiveInt = 8
     """number of minibatches per epoch"""
     update_epochs: Iterations = 3
@@ -92,7 +92,7 @@ class Args(
     l2: NonNegativeFloat = 0.0
     """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
-    """recurrent core between encoder and heads; minibatches then hold whole rollouts"""
+    """recurrent core between encoder and heads; a minibatch then holds all steps of some environments"""
 
     def check(self) -> None:
         """Raises UsageError for inconsistent flags; the inherited groups check their own."""
@@ -479,7 +479,7 @@ def optimize(
 
     def train_minibatch(carry, key, index):
         params, opt_state = carry
-        if recurrent:  # whole rollouts of some environments
+        if recurrent:  # all steps of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // local_num_envs, index[:, None] % local_num_envs

@@ -108,7 +108,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     hidden: Size = 512
     """units of the dense layers (half as many in the policy's first) and of the core; number of RND's features"""
     core: Literal["none", "lstm", "gru"] = "none"
-    """recurrent core of the policy; minibatches then hold whole rollouts"""
+    """recurrent core of the policy; a minibatch then holds all steps of some environments"""
     separate_value: bool = False
     """separate networks for policy and values: with sparse rewards a shared trunk can lose rank, and clipping then no
     longer bounds the policy (Moalla et al. 2024, arXiv 2405.00662)"""
@@ -706,7 +706,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
 
     def train_minibatch(carry, key, index):
         params, opt_state = carry
-        if recurrent:  # whole rollouts of some environments
+        if recurrent:  # all steps of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
         else:
             time, env = index[:, None] // local_num_envs, index[:, None] % local_num_envs

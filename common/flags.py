@@ -328,7 +328,7 @@ def check_batch(args: Any) -> None:
     what, parts = parts_of_batch(args)
     divided = {
         "samples": f"the batch, num_envs x num_steps = {batch}",
-        "environments": f"the number of environments, {parts} (a recurrent core learns from whole rollouts)",
+        "environments": f"the number of environments, {parts} (with a core a minibatch has all steps of some)",
     }
     check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {divided[what]}")
     given = f"--num-envs {args.num_envs} --num-steps {args.num_steps}"
@@ -336,7 +336,7 @@ def check_batch(args: Any) -> None:
 
 
 def parts_of_batch(args: Any) -> tuple[str, int]:
-    """The unit of minibatches and their number in a rollout of all environments: a core learns from whole rollouts."""
+    """What minibatches are made of, and how many a rollout has: with a core all steps of some environments."""
     if getattr(args, "core", "none") != "none":
         return "environments", args.num_envs
     return "samples", args.num_envs * args.num_steps
