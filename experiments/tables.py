@@ -22,10 +22,11 @@ DOCS = records.ROOT / "docs"
 EXPERIMENTS = records.ROOT / "experiments"
 SPEED = records.ROOT / "benchmarks" / "results"
 RESULTS = EXPERIMENTS / "results"
+CLEANRL = EXPERIMENTS / "studies" / "cleanrl"
 REFERENCE = reproduce.REFERENCE.parent
 FROZEN = {  # tables of finished measurements, as they are shown
     **{name: SPEED / "tables" / f"{name}.csv" for name in ("throughput", "ppo_impala", "apex", "rnd")},
-    "cleanrl": EXPERIMENTS / "studies" / "cleanrl" / "table.csv",
+    "cleanrl": CLEANRL / "table.csv",
 }
 
 
@@ -370,24 +371,45 @@ def above(game: str, score: float) -> str:
 def laptop_games() -> list[str]:
     """`make train`'s setting on each game, beside what needs no learning and OpenAI's PPO in training."""
     cells, scores = without_learning()
-    rows = []
+    by_game = {}
     for row in records.read_rows(RESULTS / "laptop_games" / "games.csv"):
-        game, mean, error = row["game"], float(row["mean"]), float(row["error"])
+        by_game.setdefault(row["game"], []).append([float(row[name]) for name in ("mean", "error", "steps")])
+    rows = []
+    for game, seeds in by_game.items():
+        means, errors, steps = np.array(seeds).T
+        mean, error = means.mean(), np.linalg.norm(errors) / len(seeds)
+        if len(seeds) > 1:
+            error = max(error, means.std(ddof=1) / np.sqrt(len(seeds)))
         learnt = all(mean - other > 2 * np.hypot(error, its_error) for other, its_error in scores[game])
-        theirs = np.interp(float(row["steps"]), *openai("easy-all", game))
-        ours = f"{plus_minus(mean, error)} ({row['episodes']})"
-        rows.append(cells[game] | row | {"ours": ours, "learnt": "yes" if learnt else "", "theirs": f"{theirs:.1f}"})
-    columns = {"game": itemgetter("game"), "steps": lambda row: f"{float(row['steps']) / 1e6:.2f}M"}
-    columns["return"] = itemgetter("ours")
+        theirs = np.interp(steps.mean(), *openai("easy-all", game))
+        row = {"steps": f"{steps.mean() / 1e6:.2f}M", "ours": f"{plus_minus(mean, error)} ({len(seeds)})"}
+        rows.append(cells[game] | row | {"learnt": "yes" if learnt else "", "theirs": f"{theirs:.1f}"})
+    columns = {"game": itemgetter("game"), "steps": itemgetter("steps"), "return (seeds)": itemgetter("ours")}
     columns |= {"random play": itemgetter("random play"), "best constant action": itemgetter("its return")}
     columns |= {"above both": itemgetter("learnt"), "OpenAI's PPO": itemgetter("theirs")}
     return table(rows, columns)
+
+
+def cleanrl_laptop() -> list[str]:
+    """CleanRL's PPO and `make train`'s setting in training, seed 1 of both, after as many minutes of one core."""
+    cells, _ = without_learning()
+    theirs = [row for row in records.read_rows(CLEANRL / "cleanrl.csv") if row["minutes"] == "26"]
+    rows = []
+    for game, last in {row["game"]: row for row in theirs}.items():
+        curve = [row for row in records.read_rows(RESULTS / "laptop_games" / f"{game}.csv") if row["seed"] == "1"]
+        ours = [row for row in curve if row["episodic_return"] and 60 * float(row["hours"]) <= 26][-1]
+        row = {"CleanRL's return": f"{float(last['mean_return']):.2f}", "its steps": millions(last["step"])}
+        row |= {"ours": f"{float(ours['episodic_return']):.2f}", "our steps": millions(ours["global_step"])}
+        rows.append(cells[game] | row)
+    names = "game", "random play", "CleanRL's return", "its steps", "ours", "our steps"
+    return table(rows, {name: itemgetter(name) for name in names})
 
 
 PARTS = {
     "doors_update": doors, "encoders": encoders, "tables": tables, "published": published, "headlines": headlines,
     "six_doors": six_doors, "side_by_side": side_by_side, "constant_actions": constant_actions, "easy_all": easy_all,
     "time_to_published": time_to_published, "easy_200": easy_200, "hard": hard, "laptop_games": laptop_games,
+    "cleanrl_laptop": cleanrl_laptop,
     **{name: partial(frozen, name) for name in FROZEN},
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ python -m experiments.studies.learning_curves.draw --out docs/curves.png
 python -m experiments.studies.learning_curves.draw --laptop --out docs/laptop.png
 """
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,37 +36,43 @@ class Args:
     """draw a panel for each game with `make train`'s setting"""
 
 
-def read_curve(path: Path) -> np.ndarray:
-    """Steps and mean returns in training, float64 [2, points]."""
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["episodic_return"]]
-    return np.array([(float(row["global_step"]), float(row["episodic_return"])) for row in rows]).T
+def read_curves(path: Path) -> list[np.ndarray]:
+    """Steps and mean returns in training of each seed, float64 [2, points]."""
+    curves = {}
+    for row in records.read_rows(path):
+        if row["episodic_return"]:
+            point = float(row["global_step"]), float(row["episodic_return"])
+            curves.setdefault(row["seed"], []).append(point)
+    return [np.array(points).T for points in curves.values()]
 
 
 def main(args: Args) -> None:
     panels, size = (LAPTOP, (13, 10)) if args.laptop else (README, (15, 3.4))
     evaluated = records.read_rows(RESULTS / "laptop_games" / "games.csv") if args.laptop else []
-    evaluations = {row["game"]: row for row in evaluated}
+    ours = "ppo_procgen.py, a line per seed" if args.laptop else "ppo_procgen.py, 1 seed"
     figure, axes = plt.subplots(len(panels) // 4, 4, figsize=size, layout="constrained", squeeze=False)
     for axis, (title, (name, game)) in zip(axes.flat, panels.items(), strict=True):
-        steps, returns = read_curve(RESULTS / name)
+        curves = read_curves(RESULTS / name)
         openai = plot.read_reference("easy-all", [game])["OpenAI's PPO, easy-all", game]
-        openai = openai[:, openai[0] <= 1.05 * steps[-1]]
+        openai = openai[:, openai[0] <= 1.05 * max(steps[-1] for steps, _ in curves)]
         axis.plot(*openai, color="0.45", ls="--", lw=1.5, label="OpenAI's PPO, mean of 3 seeds")
-        axis.plot(steps, returns, color=plot.COLORS[0], lw=1.8, label="ppo_procgen.py, 1 seed")
+        for curve in curves:
+            axis.plot(*curve, color=plot.COLORS[0], lw=1.8, label=ours)
         axis.axhline(envs.RANDOM_RETURNS[game], color="0.45", ls=":", label="random play")
-        if row := evaluations.get(game):
+        for row in (row for row in evaluated if row["game"] == game):
             numbers = float(row["steps"]), float(row["mean"]), 2 * float(row["error"])
             label = "on test levels, ± 2 standard errors"
             axis.errorbar(*numbers, fmt="o", color=plot.COLORS[3], capsize=4, label=label)
-        axis.set(title=title, ylim=(None if min(returns) < 0 else 0, None))
+        lowest = min(returns.min() for _, returns in curves)
+        axis.set(title=title, ylim=(None if lowest < 0 else 0, None))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     for axis in axes[-1]:
         axis.set_xlabel("environment steps")
     for axis in axes[:, 0]:
         axis.set_ylabel("mean return of 100 episodes")
     if args.laptop:
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+        entries = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))  # one for all seeds
+        figure.legend(entries.values(), entries, loc="outside lower center", ncols=4, frameon=False)
     else:
         axes[0, 1].legend(loc="lower right", frameon=False)
     figure.savefig(args.out)
