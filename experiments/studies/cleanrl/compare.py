@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tyro
+from matplotlib.ticker import EngFormatter
 
 import evaluate
 import ppo_procgen as ppo
@@ -135,6 +136,7 @@ def draw(path: Path, game: str, curves: dict[str, np.ndarray]) -> None:
     for name, curve in curves.items():
         axes[0].plot(curve[:, 1], curve[:, 2], label=name)
         axes[1].plot(curve[:, 0] / 60, curve[:, 2], label=name)
+    axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].set(xlabel="environment steps", ylabel=f"{game}: mean return of 100 episodes")
     axes[1].set(xlabel="minutes")
     axes[0].legend()
