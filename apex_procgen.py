@@ -1,9 +1,9 @@
 """Ape-X DQN on Procgen: actors that explore differently fill a prioritised replay, one learner samples from it.
 
 Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-step returns; with a distribution of values
-(C51), as in a 2020 Procgen competition entry, whose settings are the defaults. By flags, parts of Beyond the Rainbow
-(Clark et al. 2025): quantiles (IQN) and Munchausen's targets, spectral norm and another pool; and a family of policies
-of different curiosity (Never Give Up, Badia et al. 2020). Try:
+(C51), as in a 2020 Procgen competition entry, whose settings are the defaults. Flags add parts of Beyond the Rainbow
+(Clark et al. 2025): IQN's quantiles, Munchausen targets, spectral normalisation and adaptive max pooling; and a family
+of policies with different exploration bonuses (Never Give Up, Badia et al. 2020). Try:
 
     python apex_procgen.py --env-id coinrun
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
@@ -40,8 +40,8 @@ from common.rewards import masked_moments
 
 SCRIPT = Path(__file__).stem
 EVALUATION_EPSILON = 0.001  # Horgan et al. 2018, appendix C
-# Updates of RND's predictor before its errors are rewarded: its first errors are hundreds of times as large, and the
-# normalisation never forgets.
+# Updates of RND's predictor before its errors count as bonus: the first errors are hundreds of times as large, and the
+# running standard deviation that normalises the bonus never forgets them.
 PREDICTOR_WARMUP = 500
 
 
@@ -57,7 +57,7 @@ class Args(
     hidden: Size = 512
     """units of the dense layer of each stream"""
     dueling: bool = True
-    """a stream for the state's value beside the one for the actions' advantages, each with a dense layer of its own"""
+    """dueling streams for the state's value and the advantages, each with a dense layer of its own"""
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
     num_envs: Size = 24
@@ -68,7 +68,7 @@ class Args(
     """spread of exploration: the first environment plays random actions with probability epsilon, the last with
     epsilon^(1 + this)"""
     num_policies: Size = 1
-    """policies with different coefficients of RND's bonus (Never Give Up), each in its share of the environments"""
+    """policies that differ in RND's coefficient and in discount (Never Give Up), each in a part of the environments"""
     rnd_coef: NonNegativeFloat = 0.3
     """coefficient of RND's bonus for the last policy; the first has 0 and is evaluated; between them it is a sigmoid"""
     rnd_normalize: bool = True
@@ -186,12 +186,12 @@ class Agent(nn.Module):
 
 
 def init_value_bias(support: Sequence[float], key: jax.Array, shape: tuple[int], dtype=jnp.float32) -> jax.Array:
-    """Initialises biases [outputs * atoms] so that values start near 0, as without a distribution (with a lowest atom
-    of 0 at 5 % of the support). Overestimated values bootstrap from themselves, and from mid-support they fall slowly.
+    """Initialises biases [outputs * atoms] so that values start near 0, as without a distribution (at 5 % of the
+    support if its lowest atom is 0). From mid-support they would fall slowly, since targets bootstrap from them.
 
-    The logits are a bell around 0 with straight slopes, a twentieth of the support wide: a Gaussian's slopes would be
-    hundreds of logits deep, and atoms down there are hardly learnt. If atoms are spaced further apart, the two around 0
-    share the probability, by their distance to it.
+    The logits are minus Huber's loss of an atom's distance from 0, in twentieths of the support. A Gaussian's would
+    fall by hundreds, and such atoms are hardly learnt. If atoms are further apart than a twentieth of the support, the
+    two around 0 share the probability, the nearer one the larger part.
     """
     num_atoms = len(support)
     if num_atoms == 1:
@@ -357,7 +357,7 @@ def epsilons(args: Args) -> np.ndarray:
 
 
 def epsilon_greedy(keys: jax.Array, q_values: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """The best actions int32 [N] by q_values float32 [N, 15], or with probability epsilon [N] random ones; keys are
+    """Greedy actions int32 [N] for q_values float32 [N, 15], or with probability epsilon [N] random ones; keys are
     uint32 [N, 2]."""
 
     def choose_action(key, q_values, epsilon):
@@ -439,11 +439,11 @@ class Outputs(NamedTuple):
 
 
 def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch):
-    """Returns what the target is made of: n-step returns float32 [B], and the target network's outputs for the next
-    state float32 [B, K].
+    """Returns the target's terms: n-step returns float32 [B], and the target network's outputs for the next state
+    float32 [B, K].
 
     With Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3) alpha max(tau log pi(a | s), -1) is added to
-    the first of the n rewards, and the next state's value is its mean under pi, entropy included.
+    the first of the n rewards, and the next state's outputs are their mean under pi plus tau times pi's entropy.
     """
     if not args.munchausen_alpha:
         actions = mean_q(support, outputs.next_selector).argmax(axis=1)
@@ -464,10 +464,10 @@ def select_action(outputs: jax.Array, actions: jax.Array) -> jax.Array:
 def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch) -> dict[str, jax.Array]:
     """The terms of the Q-learning loss of n-step transitions per sample, float32 [B].
 
-    For atoms the cross-entropy with the projected target (Bellemare et al. 2017, algorithm 1), for quantiles their
-    loss. A single atom is the value itself, learnt with Huber's loss, as in DQN (Mnih et al. 2015). The TD error is
-    that of mean Q-values (over the quantiles drawn), which actors compute too. With atoms its target is the mean of the
-    projected one, since a return beyond the support cannot be learnt. Conservative Q-learning (Kumar et al. 2020, arXiv
+    The loss is the cross-entropy with the projected target for atoms (Bellemare et al. 2017, algorithm 1),
+    `quantile_loss` for quantiles, and Huber's loss for plain Q-values, as in DQN (Mnih et al. 2015). The TD error is
+    that of mean Q-values (over the quantiles drawn), as actors estimate it too; with atoms its target is the projected
+    one's mean, since a return beyond the support cannot be learnt. Conservative Q-learning (Kumar et al. 2020, arXiv
     2006.04779, equation 4, CQL(H)) lowers mean Q-values by their softmax weight and raises the played action's.
     """
     chex.assert_equal_shape([outputs.online, outputs.next_target, outputs.next_selector])
@@ -577,7 +577,7 @@ def make_update_on_batch(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 def make_policy(args: Args, agent: Agent, mesh: Mesh) -> Callable:
-    """Returns policy(params, ...), epsilon-greedy with EVALUATION_EPSILON, as `envs.play_episodes` asks for it."""
+    """Returns policy(params, ...), the policy that `envs.play_episodes` calls; EVALUATION_EPSILON-greedy."""
 
     def choose_actions(params, frames, episode_step, keys, hidden_state):
         q_values = mean_q(agent.support, devices.map_in_chunks(partial(agent.apply, params), frames))

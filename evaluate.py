@@ -1,4 +1,4 @@
-"""Plays trained agents, each a run's newest checkpoint or what --export has written of one.
+"""Evaluates trained agents: newest checkpoints of runs, or agents written by --export.
 
 Prints their returns and writes eval.json and, with --video, a video and a film strip to the agent's folder. Try:
 
@@ -51,9 +51,9 @@ class Args:
     seed: Seed = 0
     """seed of the environments and the policy's draws"""
     export: str = ""
-    """write what is played to this folder, as a small agent that evaluate.py plays too, and play that"""
+    """export the agent, without training state, to this folder, which evaluate.py plays too, and play that"""
     push_to_hub: str = ""
-    """upload the exported agent to this repository of Hugging Face's hub, with a model card of its scores"""
+    """OWNER/NAME on Hugging Face's hub: upload the exported agent there, with a model card of its scores"""
 
 
 SIDES = {"training level": "train", "test level": "test"}  # of --human
@@ -92,7 +92,7 @@ def show(title: str, rows: list[dict], summaries: dict[str, dict]) -> None:
 
 
 def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
-    """Writes a run's agent to a folder, and says how large it is. Raises UsageError if that has another run's."""
+    """Writes a run's agent to a folder and prints its size. Raises UsageError if the folder has another run's agent."""
     anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
     run = runs.read_args(run_dir, "RUN_DIR").get("run", Path(run_dir).resolve().name)
     content = {"script": script.SCRIPT, "run": run, "env_id": saved.env_id}
@@ -110,9 +110,9 @@ def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
 
 
 def main(args: Args) -> list[dict]:
-    """Evaluates the newest checkpoints of runs, one after the other; returns what came out.
+    """Evaluates runs or exported agents one after the other; returns their summaries.
 
-    An eval.json keeps what it says of more episodes at the same step.
+    An eval.json keeps an earlier evaluation of more episodes at the same step.
     """
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
@@ -194,7 +194,7 @@ def make_evaluate(script: ModuleType, saved: Any, run_dir: str) -> Callable[...,
 
 
 def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> runs.Evaluation:
-    """Evaluates one of them."""
+    """Evaluates one run or exported agent."""
     path = Path(args.export or run_dir)
     if args.export:
         export(script, saved, run_dir, path)
@@ -207,7 +207,7 @@ def play(args: Args, run_dir: str, script: ModuleType, saved: Any) -> runs.Evalu
     before = same_step.get(answer.name)
     number = before.get("episodes") if isinstance(before, dict) else None
     if isinstance(number, int) and number > entry["episodes"]:
-        print(f"{path / 'eval.json'} keeps what it says of {number} episodes")
+        print(f"{path / 'eval.json'} keeps its earlier evaluation of {number} episodes")
     else:
         runs.write_json(path / "eval.json", same_step | {"global_step": answer.step, answer.name: entry})
     title = f"{path.resolve().name}, step {answer.step:,}, {answer.title}"

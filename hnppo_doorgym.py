@@ -1,4 +1,4 @@
-"""Hypernetwork PPO on DoorGym: one task after another, none forgotten.
+"""Hypernetwork PPO on DoorGym: continual learning of a sequence of tasks.
 
 PPO (Schulman et al. 2017) with networks whose weights a hypernetwork generates from a task's embedding. A penalty on
 changes to the weights generated for earlier tasks prevents forgetting (von Oswald et al. 2020, arXiv 1906.00695;
@@ -86,7 +86,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     clip_coef: PositiveFloat = 0.2
     """clip the probability ratio to 1 +- this, and the change of a value to +- this"""
     vf_coef: NonNegativeFloat = 0.5
-    """coefficient of the value loss, half the mean of the larger squared error, of the value or the clipped value"""
+    """coefficient of the value loss, half the larger of the squared errors of the value and the clipped value"""
     ent_coef: NonNegativeFloat = 0.01
     """coefficient of the entropy bonus"""
     noise_color: Annotated[float, Interval(ge=0, le=2)] = 1.0
@@ -355,7 +355,8 @@ def init_state(args: Args, agent: Agent) -> TrainState:
 
 
 def begin_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
-    """Starts the next task: keeps the hypernetwork (hnppo) or the networks (finetune), initialises everything else."""
+    """Starts the next task: keeps the hypernetwork (hnppo) or the networks (finetune); initialises the other
+    parameters, Adam and the return filter."""
     key, learner_key, embedding_key = jax.random.split(state.key, 3)
     # A standard deviation that has shrunk in one task would not let the next explore.
     finetuned = ("actor", "critic", "log_std") if args.keep_std else ("actor", "critic")
@@ -400,7 +401,7 @@ def colored_noise(args: Args, action_size: int, key: jax.Array) -> jax.Array:
     """An episode's noise float32 [DECISIONS, N, A] of variance 1 and power 1 / f^noise_color at frequency f (Timmer &
     Koenig 1995): noise that is correlated in time moves a door further than white noise.
 
-    The log-probabilities treat it as independent draws (as Hollenstein et al. 2024, arXiv 2312.11091).
+    Log-probabilities treat it as white noise (as in Hollenstein et al. 2024, arXiv 2312.11091).
     """
     frequencies = jnp.maximum(jnp.abs(jnp.fft.fftfreq(DECISIONS)), 1 / DECISIONS)
     scale = frequencies ** (-args.noise_color / 2)
@@ -445,7 +446,7 @@ class Batch(NamedTuple):
 
     obs: jax.Array  # [B, D]
     actions: jax.Array  # [B, A]
-    log_prob: jax.Array  # [B], of these actions, by the behaviour policy
+    log_prob: jax.Array  # [B], of these actions, under the behaviour policy
     values: jax.Array  # [B]
     advantages: jax.Array  # [B]
     returns: jax.Array  # [B]
@@ -665,8 +666,8 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
     """Loads a run's newest checkpoint or an exported agent: "actor", the policies' parameters stacked over tasks,
     "finished", the number of finished tasks, and "global_step".
 
-    In an unfinished task its best parameters, once it was evaluated, stand for the current ones. Each task's policy is
-    that of `policy_params`; with --method ppo a finished task has its own."""
+    Each task's policy is that of `policy_params` or, with --method ppo, the one stored when the task ended. In an
+    unfinished task, the best parameters replace the current ones once there was an evaluation."""
 
     def select(state):
         evaluated = (state.finished == state.task) & (state.best.success >= 0)
@@ -729,7 +730,7 @@ def evaluate(
 def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict, *, with_penalty: bool) -> None:
     """Raises DivergedError if too many consecutive gradients were not finite."""
     if (skipped := int(metrics["charts/skipped_in_a_row"])) >= args.max_skipped:
-        rate = "--hyper-learning-rate" if args.method == "hnppo" else "--learning-rate"
+        rate = "--hyper-learning-rate, --learning-rate" if args.method == "hnppo" else "--learning-rate"
         rate += ", --beta" if with_penalty else ""
         raise runs.DivergedError(
             f"{skipped} gradients in a row were not finite before step {step}: training stopped; {run.resume_hint()}; "
@@ -795,7 +796,7 @@ def finish_task(args: Args, jitted: Jitted, run: runs.Run, state: TrainState) ->
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What `learn_task` saves, before the first update."""
+    """Contents of a checkpoint before the first step."""
     return {"state": init_state(args, agent)}
 
 

@@ -1,7 +1,7 @@
-"""IMPALA on Procgen: actor threads play with parameters that lag, the learner corrects for it with V-trace.
+"""IMPALA on Procgen: actor threads play with older parameters, and V-trace corrects for this policy lag.
 
 Espeholt et al. 2018 (arXiv 1802.01561), with the settings of a 2020 Procgen competition entry as defaults: unrolls
-of 200 steps, three passes over each batch, and the same network on the same frames as ppo_procgen.py. Try:
+of 200 steps, three epochs over each batch, and the same network on the same frames as ppo_procgen.py. Try:
 
     python impala_procgen.py --env-id bigfish
     python impala_procgen.py --env-id coinrun --num-actors 4 --num-envs 256 --num-steps 32 --update-epochs 1
@@ -58,7 +58,7 @@ class Args(
     """total number of environment steps"""
     num_envs: Size = 16
     num_steps: PositiveInt = 200
-    """steps of each environment in an unroll; an update learns from one unroll of every environment"""
+    """steps per environment in an unroll; an update learns from one unroll of every environment"""
     num_minibatches: PositiveInt = 2
     """number of minibatches per epoch, each of whole unrolls"""
     update_epochs: Iterations = 3
@@ -70,15 +70,15 @@ class Args(
     replay_size: PositiveInt = 128
     """unrolls that the buffer holds, each of one environment, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; the default spans 8M"""
+    """learning rate: a number, or a schedule "step:value,..." in environment steps; the default spans 8M"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: PositiveFloat = 1.0
     """V-trace: clip each temporal difference's importance ratio; lower moves the fixed point towards the behaviour
     policy's values"""
     c_bar: NonNegativeFloat = 1.0
-    """V-trace: clip the trace coefficients (in the paper at most at rho_bar); changes the speed of convergence, not the
-    fixed point"""
+    """V-trace: clip the importance ratios of the traces (paper: c_bar <= rho_bar); changes the speed of convergence,
+    not the fixed point"""
     pg_rho_bar: PositiveFloat = 1.0
     """V-trace: clip the probability ratio of the policy gradient"""
     vtrace_lambda: UnitInterval = 1.0
@@ -205,13 +205,12 @@ class TrainState(NamedTuple):
 
 
 class VTraceOutput(NamedTuple):
-    """What V-trace computes for each step, constants to the gradient: float32 [T, N] for a batch, [B, T] for a
-    minibatch."""
+    """V-trace's results for each step, behind a stop-gradient: float32 [T, N] for a batch, [B, T] for a minibatch."""
 
     targets: jax.Array  # of the value loss
     advantages: jax.Array  # of the policy gradient, not yet weighted; in `Batch.old_targets` normalised
     weights: jax.Array  # importance weights of the advantages: ratios clipped at pg_rho_bar, 0 for junk steps
-    log_prob: jax.Array  # of the action, by the learner's policy
+    log_prob: jax.Array  # of the action, under the learner's policy
 
 
 class Batch(NamedTuple):
@@ -234,11 +233,11 @@ class UnrollBatch(NamedTuple):
 
 
 class LearnerBuffers(NamedTuple):
-    """What the learner keeps of the environments between updates."""
+    """The learner's reward filter and replay buffer, kept between updates."""
 
     reward_filter: ReturnFilter
     replay: UnrollBatch | None  # N = replay_size
-    written: jax.Array  # int32 []: unrolls written to each device's part of the replay, less full rounds of it
+    written: jax.Array  # int32 []: unrolls written to each device's part of the replay, kept below 2 x its size
 
 
 BUFFER_SPECS = devices.partition_specs(LearnerBuffers, reward_filter=RETURN_FILTER_SPECS, replay=TIME_ENV_SHARDED)
@@ -273,7 +272,7 @@ def init_buffers(args: Args) -> LearnerBuffers:
 
 
 def empty_unrolls(args: Args, num_envs: int) -> UnrollBatch:
-    """Unrolls of so many environments, all zeros."""
+    """Unrolls of `num_envs` environments, all zeros."""
     shape = (args.num_steps, num_envs)
     history = envs.empty_history(num_envs, args.stack_offsets)
     return UnrollBatch(
@@ -393,8 +392,8 @@ def assemble_batch(
     step: jax.Array,
     i: jax.Array,
 ) -> tuple[LearnerBuffers, UnrollBatch]:
-    """Joins the actors' i-th rollouts and timesteps [T, n], at environment step `step`; returns the buffers and the
-    update's unrolls, the new ones first, then those replayed."""
+    """Joins the actors' i-th rollouts and timesteps [T, n] and prepares their rewards, with the discount at environment
+    step `step`; returns the buffers and the update's unrolls, the new ones first, then those replayed."""
     gamma, timesteps = runs.parse_schedule(args.gamma)(step), envs.join_envs(timesteps, axis=-1)
     reward_filter, rewards = prepare_rewards(args, buffers.reward_filter, timesteps, gamma)
     frames, actions, logits = envs.join_envs([(r.frames, r.actions, r.logits) for r in rollouts], axis=1)
@@ -415,7 +414,7 @@ def add_replayed(args: Args, buffers: LearnerBuffers, new: UnrollBatch, i: jax.A
     slots = (buffers.written + jnp.arange(num_envs)) % size
     replay = jax.tree.map(lambda stored, x: stored.at[:, slots].set(x), buffers.replay, new)
     written = buffers.written + num_envs
-    # Below 2 size it never overflows, and from size on it says that the replay is full.
+    # Once the replay is full, `written` stays from size to 2 size - 1: still full, and it never overflows.
     written = jnp.where(written < 2 * size, written, written - size)
     unrolls = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), new, old)
     return LearnerBuffers(buffers.reward_filter, replay, written), unrolls
@@ -466,7 +465,7 @@ def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, 
 
     steps = deltas, decays
     targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.scan_unroll())[1]
-    # As rlax: with a lambda of 1 the paper's next target, and on-policy GAE for any lambda.
+    # As in rlax: for lambda 1 the paper's next target; on-policy, advantages are GAE's for any lambda.
     next_targets = jnp.append(vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1], values[-1])
     return targets, rewards + discounts * next_targets - values[:-1], jnp.minimum(pg_rho_bar, ratio)
 
@@ -522,7 +521,7 @@ def impala_loss_terms(
     else:
         terms = {"policy_loss": -(advantages * log_prob)}
     value_error = values[:, :-1] - vtrace_output.targets
-    # Not logged: the last four, of which `finish_update` makes the explained variance.
+    # The last four are not logged: `finish_update` computes the explained variance from them.
     return terms | {
         "value_loss": 0.5 * value_error**2,
         "entropy": -(jnp.exp(log_probs) * log_probs).sum(axis=-1),
@@ -618,7 +617,7 @@ def schedules(args: Args, step: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, piece: int | jax.Array):
-    """Piece number `piece` of args.update_pieces: whole epochs of minibatches, or some minibatches of one epoch.
+    """Runs piece `piece` of args.update_pieces of an update: whole epochs, or some minibatches of one epoch.
 
     Returns the state with new parameters, the batch with the V-trace targets of `clip_coef`, and the mean metrics of
     the piece's last epoch.
@@ -681,8 +680,8 @@ def finish_update(args: Args, state: TrainState, is_reset: jax.Array, means: lis
 def update(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch) -> tuple[TrainState, dict]:
     """One IMPALA update, on each device's part of the unrolls: returns the next TrainState and metrics, float32 [].
 
-    Losses are means over the last epoch, replayed unrolls included. So rho and approx_kl measure how far the policy has
-    moved since it acted, this update's own steps included.
+    Losses are means over the last epoch, replayed unrolls included. So rho and approx_kl compare the behaviour policy
+    with one that this update has already changed.
     """
     state, _, means = optimize(args, agent, state, unrolls, 0)
     return finish_update(args, state, unrolls.batch.is_reset, [means])
@@ -741,7 +740,7 @@ def init_checkpoint(args: Args, agent: Agent) -> dict:
 
 
 def load_checkpoint(args: Args, init_checkpoint: Callable, run_dir: str) -> dict:
-    """`runs.load`, with the learner's buffers."""
+    """Loads the newest checkpoint of a run, with the learner's buffers."""
     return runs.load(lambda: init_checkpoint() | {"buffers": init_buffers(args)}, run_dir)
 
 

@@ -1,6 +1,6 @@
 """PPG on Procgen: phasic policy gradient, PPO with auxiliary phases that distil the value into the policy's network.
 
-Cobbe et al. 2020 (arXiv 2009.04416), with most of its hyper-parameters; network and frames are a 2020 Procgen
+Cobbe et al. 2020 (arXiv 2009.04416), with most of its hyperparameters; network and frames are a 2020 Procgen
 competition entry's, as in ppo_procgen.py. Try:
 
     python ppg_procgen.py --env-id bigfish
@@ -50,7 +50,7 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArgs):
-    # A resume keeps these: another network, and what a checkpoint's rollouts and the progress of its phase depend on.
+    # These determine the network, the shapes of a checkpoint's rollouts and the position in its phase.
     FIXED: ClassVar = ("separate_value", "num_steps", "policy_iterations", "aux_epochs", "aux_minibatches")
 
     total_timesteps: StepCount = 25_000_000
@@ -68,8 +68,8 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     aux_epochs: Iterations = 6
     """epochs of an auxiliary phase over the policy phase's rollouts (E_aux)"""
     aux_minibatches: PositiveInt = 16
-    """minibatches per rollout in an auxiliary epoch, each of num_envs / this many sequences (the steps of one
-    environment in one rollout) out of all stored rollouts"""
+    """minibatches per stored rollout in an auxiliary epoch; each has num_envs / aux_minibatches sequences (the steps
+    of one environment in one rollout), drawn from all stored rollouts"""
     beta_clone: NonNegativeFloat = 1.0
     """coefficient of the KL divergence from the policy before an auxiliary phase"""
     separate_value: bool = False
@@ -195,7 +195,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    env_state: envs.EnvState  # after the newest step; its history only after `end_rollout`
+    env_state: envs.EnvState  # after the last step; `end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -292,7 +292,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]. Those of junk steps (EnvPool's resets) are meaningless and reach no other step.
+    Returns advantages float32 [T]. Those of junk steps, where EnvPool resets, are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
@@ -454,7 +454,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 class AuxBatch(NamedTuple):
-    """T steps of N environments, a rollout, or of M sequences, a minibatch."""
+    """A rollout [T, N], or a minibatch of M sequences [T, M]."""
 
     frames: envs.Frames  # of T + 1 steps
     returns: jax.Array  # float32 [T, N]: targets of both values
@@ -467,8 +467,8 @@ AUX_TERMS = "aux_value_loss", "aux_phase_value_loss", "aux_phase_kl"
 
 
 def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple):
-    """The joint loss and the value loss (Cobbe et al. 2020, algorithm 1), from frames, keys, value targets [B] and
-    logits [B, 15] of the policy to stay close to: terms as `policy_phase_loss` returns them."""
+    """The joint loss and the value loss (Cobbe et al. 2020, algorithm 1), from frames, keys, value targets [B] and the
+    old policy's logits [B, 15]. Returns terms per sample, as `policy_phase_loss`."""
     frames, keys, returns, old_logits = minibatch
     logits, values, aux_values = augmented_forward(args, agent, params, frames, keys)
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
@@ -482,8 +482,8 @@ def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple):
 
 
 def aux_update(args: Args, agent: Agent, state: TrainState, batch: AuxBatch, ids: jax.Array) -> TrainState:
-    """One step of an auxiliary phase, on each device's part of a minibatch. ids int32 [M] say which of the phase's
-    policy_iterations x num_envs sequences it has."""
+    """One minibatch step of an auxiliary phase, on each device's part. ids int32 [M] are the minibatch's sequences, out
+    of the phase's policy_iterations x num_envs."""
     per_epoch = args.policy_iterations * args.aux_minibatches
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     key = jax.random.fold_in(state.key, 2 + state.aux_updates)  # `update` splits it, which is fold_in of 0 and 1
@@ -546,7 +546,7 @@ def make_auxiliary_phase(args: Args, agent: Agent, mesh: Mesh) -> Callable:
                 order = rng.permutation(args.policy_iterations * args.num_envs).astype(np.int32).reshape(per_epoch, -1)
             ids = order[i % per_epoch]
             minibatch = jax.device_put((gather(rollouts, ids), ids), tuple(minibatch_shardings))
-            state = step(jax.block_until_ready(state), *minibatch)  # the last step ran while this one was gathered
+            state = step(jax.block_until_ready(state), *minibatch)  # the previous step ran during `gather`
         rollouts.clear()
         return state
 

@@ -60,7 +60,7 @@ class Args(
     num_steps: PositiveInt = 128
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
     rollout_threads: PositiveInt = 1
-    """threads that share the environments; on a GPU one steps its own while actions for another's are computed"""
+    """threads, each with a part of the environments; on a GPU one part steps while actions for another are computed"""
     num_minibatches: PositiveInt = 8
     """number of minibatches per epoch"""
     update_epochs: Iterations = 3

@@ -63,10 +63,10 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     async_: Annotated[bool, tyro.conf.arg(name="async")] = False
     """play the next rollout while the learner learns from this one, with parameters that are one update behind"""
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 1
-    """with async: number of actor threads, which share the environments"""
+    """with --async: number of actor threads, each with an equal part of the environments"""
     vtrace: bool = False
-    """with async: V-trace (rho-bar and c-bar 1) for both values, and PPO's ratio to the policy before the update, to
-    correct for the policy's lag"""
+    """with --async: correct for the policy lag by V-trace (rho-bar and c-bar 1) for both values; PPO's ratio is then to
+    the policy before the update"""
     obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
     """random steps per environment before training (not in total_timesteps), to initialise observation normalisation"""
     num_minibatches: PositiveInt = 4
@@ -183,8 +183,8 @@ class ValueNetwork(nn.Module):
 
 
 class Agent(nn.Module):
-    """A policy and two value heads, of the game's reward and of the bonus, on the Nature CNN, with a recurrent core
-    between them; with a value network only the policy."""
+    """The Nature CNN, a recurrent core, and policy and value heads (values of the game's reward and of the bonus); with
+    --separate-value the values come from `value_network`."""
 
     encoder: nn.Module
     core: networks.Recurrent
@@ -292,9 +292,9 @@ STATE_SPECS = devices.partition_specs(TrainState, bonus_filter=RETURN_FILTER_SPE
 
 
 class EnvState(NamedTuple):
-    """Environment-side state carried between rollouts of N environments. Sticky actions are the emulator's own."""
+    """Environment-side state carried between rollouts of N environments (no last action: the emulator's are sticky)."""
 
-    history: jax.Array  # uint8 [H, N, 84, 84, 1]: the frames before the newest
+    history: jax.Array  # uint8 [past, N, 84, 84, 1]: the frames before the newest
     env_ids: jax.Array  # int32 [N]
     hidden_state: networks.HiddenState
 
@@ -409,7 +409,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     """Chooses actions for obs uint8 [N, 1, 84, 84] and episode_step int32 [N]; returns the rollout and actions [N]."""
     t, env_state = rollout.t, rollout.env_state
     rollout, logits, hidden_state = observe(agent, params, rollout, obs, episode_step)
-    # A key per environment, so that it plays the same on whichever device.
+    # Keys depend on the environment, not on its device.
     keys = devices.fold_in_ids(jax.random.fold_in(rollout.key, t), env_state.env_ids)
     actions = jax.vmap(jax.random.categorical)(keys, logits)
     rollout = rollout._replace(
@@ -487,9 +487,9 @@ def prediction_error(args: Args, stats: FrameStatistics, target: dict, predictor
 
 
 def compute_bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
-    """Divides each transition's prediction error, on its next frame, by the running deviation of the errors' return.
+    """Divides prediction errors on next frames by the running standard deviation of their discounted return.
 
-    Returns the filter with this rollout added, the errors and the bonuses, float32 [T, N], 0 where not `mask`.
+    Returns the updated filter, and errors and bonuses float32 [T, N], 0 for junk steps.
     """
     error_of = partial(prediction_error, args, state.frame_stats, state.target, state.params["predictor"])
     errors = mask * jax.lax.map(partial(devices.map_in_chunks, error_of), rollout.next_frames)
@@ -569,7 +569,7 @@ class Batch(NamedTuple):
     recurrent core)."""
 
     actions: jax.Array  # int32; all else is float32
-    logits: jax.Array  # [..., 18], of the policy that acted or, with --vtrace, of the one before the update
+    logits: jax.Array  # [..., 18], of the behaviour policy or, with --vtrace, of the one before the update
     advantages: jax.Array  # of both heads, weighted and added; with --norm-adv normalised
     returns: jax.Array  # [..., 2]
 
@@ -583,8 +583,8 @@ class Inputs(NamedTuple):
 
 
 def log_ratio(log_probs: jax.Array, old_log_probs: jax.Array, actions: jax.Array) -> jax.Array:
-    """Log of the ratio, new over old, of the probabilities of actions int32 [...]: float32 [...]. Log-probabilities are
-    float32 [..., 18]."""
+    """Log of the probability ratio, new over old, float32 [...], of actions int32 [...]; log_probs are those of all
+    actions, float32 [..., 18]."""
     return jnp.take_along_axis(log_probs - old_log_probs, actions[..., None], axis=-1)[..., 0]
 
 
@@ -655,7 +655,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
         return masked_moments(x, mask)[0]
 
     logits, values, ratio, metrics = rollout.logits, rollout.values, jnp.ones(mask.shape), {}
-    if args.vtrace:  # from the actors' policy and values to the learner's, one update later
+    if args.vtrace:  # the learner's policy and values, one update newer, in place of the actors'
         logits, values = recompute_policy_and_value(args, agent, state.params["agent"], rollout)
         acting_log_probs = jax.nn.log_softmax(rollout.logits)
         ratio = jnp.exp(log_ratio(jax.nn.log_softmax(logits), acting_log_probs, rollout.actions))
@@ -738,7 +738,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
 
 
 def dead_units(agent: Agent, params: dict, frames: jax.Array) -> jax.Array:
-    """Share of the units of the policy's trunk that are 0 for all frames [N, 84, 84, C] of all devices, float32 []."""
+    """Fraction of the policy trunk's units that are 0 for all frames [N, 84, 84, C] of all devices, float32 []."""
     features, _ = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
     return (devices.pmax(features.max(axis=0)) == 0).mean()
 
@@ -842,8 +842,8 @@ def observe_random_play(args: Args, run: runs.Run, stats: FrameStatistics) -> Fr
 
 
 def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
-    """With --async the actors play while the learner learns, else a single one and the learner take turns on the same
-    devices. The i-th of n actors has every n-th environment from the i-th on."""
+    """The actors: with --async they play while the learner learns; otherwise a single one takes turns with the learner
+    on the same devices. Actor i of n has the environments i, i + n, i + 2n, ..."""
     seed, env_ids = envs.derive_seed(args.seed, 1), devices.local_env_ids(args)
     parts = [env_ids[i :: args.num_actors] for i in range(args.num_actors)]
     if args.async_:

@@ -43,7 +43,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     learning_starts: NonNegativeInt = 20_000
     per_alpha: UnitInterval = 0.0
     autotune: bool = True
-    """move the temperature so that the policy's entropy comes to its target"""
+    """adapt the temperature to keep the policy's entropy at its target"""
     alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 0.01
     """temperature, the reward that a nat of entropy is worth: at the start or, with --no-autotune, throughout"""
     target_entropy_scale: Annotated[float, Interval(ge=0.01, le=0.99)] = 0.3
@@ -79,7 +79,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
         runs.check_needs(self, target_lags, needs, ("q_clip", "entropy_penalty"))
 
     def check_training(self) -> None:
-        """Raises UsageError, one sentence, if a new run's temperature starts below its bound."""
+        """Raises UsageError if a new run's temperature starts below its lower bound."""
         above = self.min_alpha <= self.alpha or self.resume  # which has its checkpoint's temperature
         check(above, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
@@ -137,7 +137,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     global_step: jax.Array  # int32 []: transitions played
     updates: jax.Array  # int32 []
-    iterations: jax.Array  # int32 []: the version of the parameters that actors have
+    iterations: jax.Array  # int32 []: main-loop iterations so far
     learn_from: jax.Array  # int32 []: the step at which learning starts
 
 
@@ -199,7 +199,7 @@ class Outputs(NamedTuple):
     """Network outputs for B transitions."""
 
     q_values: jax.Array  # float32 [B, 2, 15], of the online Q-functions
-    logits: jax.Array  # float32 [B, 15], of the policy, from features that its loss does not change
+    logits: jax.Array  # float32 [B, 15], of the policy, from features behind a stop_gradient
     next_logits: jax.Array  # float32 [B, 15], of the policy for the next frames
     next_target_q_values: jax.Array  # float32 [B, 2, 15], of the target network for the next frames
     target_q_values: jax.Array | None  # float32 [B, 2, 15], of the target network; for --q-clip
@@ -219,7 +219,7 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
     here with the target network's policy as the old one. Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779,
     equation 4, CQL(H)) lowers Q-values by their softmax weight and raises the played action's. Importance weights scale
-    the Q-functions' loss only.
+    this penalty and the Q-functions' loss, not the policy's.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     stop_gradient = jax.lax.stop_gradient
@@ -257,9 +257,9 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
 def loss(
     args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_params: dict, alpha: jax.Array
 ) -> dict[str, jax.Array]:
-    """SAC's losses, added.
+    """SAC's loss: that of the Q-functions plus that of the policy.
 
-    Returns their terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
+    Returns its terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
     differentiates "loss"; the others are logged. A sample's terms may depend on that sample only: on a CPU `loss` is
     called on 8 samples at a time.
     """
@@ -286,8 +286,8 @@ def loss(
 def update_temperature(args: Args, log_alpha: jax.Array, entropy: jax.Array) -> jax.Array:
     """log alpha, float32 [], after a gradient step on Christodoulou 2019, equation 11, with a batch's mean entropy [].
 
-    As usual the gradient by alpha, entropy - target, is applied to log alpha. A plain step, with a learning rate of its
-    own: by Adam at the networks' rate alpha could not rise fast enough to stop a collapse of the entropy.
+    As usual the gradient with respect to alpha, entropy - target, is applied to log alpha. The step is plain SGD with
+    its own learning rate: with Adam at the networks' rate alpha rises too slowly to stop a collapse of the entropy.
     """
     difference = args.target_entropy_scale * MAX_ENTROPY - entropy
     max_alpha = 10.0  # far above any game's need

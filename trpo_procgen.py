@@ -59,7 +59,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     num_steps: PositiveInt = 128
     """steps per environment in a rollout; the batch is num_envs x num_steps"""
     num_minibatches: PositiveInt = 8
-    """number of minibatches per epoch of Adam; the policy step sums its gradient over them to save memory"""
+    """number of minibatches per epoch of Adam; the trust-region step accumulates its gradient over them"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
     gae_lambda: UnitInterval = 0.95
@@ -71,9 +71,9 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     cg_iterations: Iterations = 10
     """conjugate-gradient iterations, one Fisher-vector product each"""
     damping: PositiveFloat = 0.1
-    """added to the Fisher matrix's diagonal; more turns steps towards the gradient and shortens them"""
+    """added to the Fisher matrix's diagonal; a larger value turns steps towards the gradient and shortens them"""
     line_search_steps: Iterations = 10
-    """backtracking steps of the line search, each half the last, before the step is given up"""
+    """step lengths that the line search tries, the full one first, each half the last; then the step is rejected"""
     learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's learning rate for values (with a penalty, the policy too): a number, or a schedule like gamma's"""
     value_epochs: Iterations = 3
@@ -89,8 +89,8 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
 
 
 # NETWORKS
-# Two, without a shared encoder: the trust region bounds what a step does to the policy, but not what it would do to a
-# value head on the same encoder; and the value loss would move a shared encoder, and so the policy, without any bound.
+# Two: with a shared encoder the trust region would not bound what a step does to the values, and the value loss would
+# change the encoder, and so the policy, without a bound.
 
 
 class Network(nn.Module):
@@ -131,7 +131,7 @@ def apply_network(network: Network, params: dict, frames: jax.Array) -> jax.Arra
 
 
 class TrainState(NamedTuple):
-    """The learner."""
+    """State of the learner."""
 
     params: dict  # "policy" and "value"
     opt_state: optax.OptState  # of the value network; with a penalty, of both
@@ -151,7 +151,7 @@ def adam_params(args: Args, params: dict) -> dict:
 
 def make_optimizer() -> optax.GradientTransformation:
     """Adam without the learning rate: `optimize` multiplies its updates by -learning_rate, from a schedule."""
-    return optax.scale_by_adam(eps=1e-5)  # PPO's in Baselines
+    return optax.scale_by_adam(eps=1e-5)  # as in Baselines' PPO
 
 
 def init_state(args: Args, agent: Agent) -> TrainState:
@@ -278,7 +278,7 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
       values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
-    Returns advantages float32 [T]; those of junk steps are meaningless and reach no other step.
+    Returns advantages float32 [T]. Those of junk steps, where EnvPool resets, are meaningless and reach no other step.
     """
     chex.assert_rank([rewards, values, terminated, truncated], 1)
     chex.assert_equal_shape([rewards, values[1:], terminated, truncated])
@@ -350,12 +350,12 @@ def tree_add_scale(x: dict, scale: jax.Array, y: dict) -> dict:
 
 def conjugate_gradients(product: Callable, b: dict, iterations: int) -> dict:
     """Solves product(x) = b for a symmetric positive definite linear function of a pytree, from x = 0 (Hestenes and
-    Stiefel 1952). `jax.scipy.sparse.linalg.cg` stops by a tolerance, which would differ between devices."""
+    Stiefel 1952). `jax.scipy.sparse.linalg.cg` stops at a tolerance, which devices could reach at different steps."""
 
     def step(carry, _):
         x, residual, direction, square = carry
         image = product(direction)
-        # Once solved there is no direction left: 0, and not 0 / 0.
+        # Once solved, the direction is 0: the bounds make 0 / 0 a 0.
         length = square / jnp.maximum(tree_vdot(direction, image), 1e-30)
         x, residual = tree_add_scale(x, length, direction), tree_add_scale(residual, -length, image)
         new_square = tree_vdot(residual, residual)
@@ -415,7 +415,7 @@ class Data(NamedTuple):
 
     frames: envs.Frames
     batch: Batch  # [T, N]
-    mask: jax.Array  # bool [T, N]: whether a step is a transition
+    mask: jax.Array  # bool [T, N]: False for junk steps
 
     def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
         """Samples `index` int32 [B] -> ((frames uint8 [B, 64, 64, C], Batch [B]), mask bool [B])."""
@@ -443,8 +443,8 @@ def mean_over(function: Callable, data: Data, order: jax.Array):
 
 
 def fisher_order(args: Args, order: jax.Array) -> jax.Array:
-    """`args.fisher_fraction` of this device's samples int32 [M, B], in as few rows as hold them: int32 [rows, width].
-    After each row the devices sum."""
+    """The first `args.fisher_fraction` of this device's shuffled samples int32 [M, B], in as few rows as possible,
+    since each costs a psum: int32 [rows, width]."""
     number = math.ceil(args.fisher_fraction * order.size)
     rows = -(-number // order.shape[1])
     width = min(-(-number // rows // 8) * 8, order.shape[1])  # the CPU's chunks are of 8
@@ -474,7 +474,7 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     image = fisher(direction)
     # At this length the quadratic model of the KL divergence, damping included, is max_kl (appendix C).
     curvature = tree_vdot(direction, image)
-    # NaN where the curvature is not positive; then the line search takes nothing.
+    # Not finite if the curvature is not positive; the line search then rejects the step.
     length = jnp.sqrt(2 * args.max_kl / curvature)
     step = jax.tree.map(lambda d: length * d, direction)
     params, means, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
@@ -502,7 +502,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Bat
 
 
 def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learning_rate: jax.Array, key: jax.Array):
-    """Epochs of Adam's minibatches; returns all parameters, Adam's state and the last epoch's mean metrics."""
+    """Runs value_epochs epochs of Adam; returns all parameters, Adam's state and the last epoch's mean metrics."""
     adam = make_optimizer()
 
     def train_minibatch(carry, index):

@@ -28,10 +28,10 @@ from common.flags import NonNegativeInt, Size
 class ActorArgs:
     """Actor threads and their devices."""
 
-    FIXED: ClassVar = ("num_actors",)  # each has environments of its own
+    FIXED: ClassVar = ("num_actors",)  # a checkpoint has each actor's environments
 
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 2
-    """number of actor threads, which share the environments"""
+    """number of actor threads, each with an equal part of the environments"""
     actor_devices: NonNegativeInt = 0
     """number of devices, the last ones of this host, for actors alone; 0 to share the learner's"""
 
@@ -46,15 +46,15 @@ class ActorArgs:
 class FleetArgs(ActorArgs):
     """Environments of actor threads, and policy lag."""
 
-    FIXED: ClassVar = ("num_envs",)  # an actor's environments are its own
+    FIXED: ClassVar = ("num_envs",)  # a checkpoint has each actor's environments
 
     num_envs: Size = 32
     """number of parallel environments, over all actors"""
     max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
     """maximum policy lag of an unroll in learner iterations; 0 for actors and learner in turns"""
     deterministic: bool = False
-    """play each unroll with a policy exactly max_lag iterations old: the same seed then gives the same metrics (bit for
-    bit on a CPU) but charts/queue_size; without it timing decides how old, up to max_lag"""
+    """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
+    for bit on a CPU) except charts/queue_size and timings; if off, timing decides how old it is, up to max_lag"""
 
 
 class ActorError(RuntimeError):
@@ -187,7 +187,7 @@ class Fleet:
         return batches
 
     def metrics(self, version: int, batches: Sequence[ActorBatch]) -> dict[str, float]:
-        """Means over the actors: unrolls waiting when the learner came (0: it is starved), the lag of their parameters
+        """Means over the actors: unrolls queued when the learner asked (0: it had to wait), the lag of their parameters
         behind the learner's `version` in iterations, and fractions of the actors' time."""
         charts = {"charts/queue_size": self._waiting}
         charts["charts/policy_lag"] = version - sum(batch.version for batch in batches) / len(batches)

@@ -155,8 +155,8 @@ class DracArgs:
     """The use of augmented frames in the loss."""
 
     augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from augmented frames (the ratio is of the policy on these to the policy on the plain frames it acted
-    on); drac: learn from plain frames and regularise with augmented ones"""
+    """rad: learn from augmented frames (the ratio compares the policy on these with the behaviour policy on plain
+    ones); drac: learn from plain frames and regularise with augmented ones"""
     drac_coef: NonNegativeFloat = 0.1
     """coefficient of DrAC's regularisation terms"""
 

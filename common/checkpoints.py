@@ -20,7 +20,7 @@ from common.files import UsageError, check
 
 VERSION = 3  # of a checkpoint's names
 TEMPORARY = ".orbax-checkpoint-tmp"  # after the step, in Orbax's name of an unfinished checkpoint
-# Errors of the machine, after which a checkpoint may still be complete.
+# Errors of the machine: the checkpoint may be intact, so `load` raises and does not fall back to an older one.
 MACHINE_ERRORS = {errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EISDIR, errno.EACCES}  # of file systems that sync only files
 
@@ -174,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class MisfitError(UsageError):
-    """A checkpoint's names or shapes are not those that the arguments make."""
+    """A checkpoint's names or shapes do not match those that the arguments define."""
 
 
 def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
@@ -187,7 +187,7 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
     except (ValueError, KeyError, TypeError) as error:
         raise MisfitError(f"{differ} ({files.first_line(error)})") from None
     except AttributeError:  # Flax found None in place of a tuple
-        raise MisfitError(f"{differ}: something that they need is not in it") from None
+        raise MisfitError(f"{differ}: it lacks something that they need") from None
     if not len(jax.tree.leaves(template)) == len(jax.tree.leaves(tree)) == len(jax.tree.leaves(saved)):
         raise MisfitError(f"{differ}: there is something in it that they do not need")
     for (path, want), got in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(tree), strict=True):

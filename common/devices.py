@@ -1,9 +1,8 @@
 """The devices of a run: one mesh axis over them, PartitionSpecs, collectives, gradients of per-sample losses.
 
-The mesh has one axis, "device": the cores of a CPU, the GPUs of a host, the hosts of a job. Each device keeps the
+The mesh has one axis, "device", over all learner devices: CPU cores or GPUs, of one host or several. Each keeps the
 frames of its own environments and learns from them; only sums and maxima of gradients, moments and counts cross
-(`psum`, `pmax`).
-Parameters are replicated. How an environment is played does not depend on its device.
+(`psum`, `pmax`). Parameters are replicated. How an environment is played does not depend on its device.
 
 XLA runs most convolutions on one core of a CPU. So each core is a device, and processes a few samples at a time, whose
 activations stay in its cache.
@@ -104,7 +103,7 @@ def actor_devices(args: Any, num_actors: int) -> list[jax.Device]:
 
 
 def num_learner_devices(args: Any) -> int:
-    """The number of learner devices per host: `args.num_devices`, or as many as divide all `args.sharded_sizes()`."""
+    """Number of learner devices per host: `args.num_devices`, or the most that divide all `args.sharded_sizes()`."""
     return args.num_devices or max(valid_device_counts(args, math.gcd(*args.sharded_sizes().values())), default=1)
 
 
@@ -184,8 +183,8 @@ def fold_in_ids(key: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def map_in_chunks(function: Callable, x):
-    """`function(x)` of arrays [B, ...] -> arrays [B, ...]; on a CPU a few samples at a time, its gradient too. For use
-    inside a loss, or inside `shard_map`, where a device is one core."""
+    """`function(x)` of arrays [B, ...] -> arrays [B, ...]; on a CPU a few samples at a time, its gradient too. For code
+    that runs on one device, as inside `shard_map`."""
     size = len(jax.tree.leaves(x)[0])
     if not on_cpu() or size <= CHUNK_SIZE:
         return function(x)
@@ -195,8 +194,8 @@ def map_in_chunks(function: Callable, x):
 
 
 def _saveable(primitive, *_, **__) -> bool:
-    """Whether the gradient keeps a chunk's intermediate result: not if it is only scaled or rearranged, such as a
-    frame's pixels, which are computed sooner than fetched from memory."""
+    """A policy of `jax.checkpoint`: saves a chunk's intermediate result unless it is only scaled or rearranged, such as
+    a frame's pixels: recomputing those is faster than reading them from memory."""
     cheap = "convert_element_type", "sub", "div", "broadcast_in_dim", "pad", "reshape", "transpose"
     return primitive.name not in cheap
 
@@ -287,7 +286,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def cond(condition: jax.Array, true_function: Callable, false_function: Callable, *arrays):
-    """`lax.cond`, but a GPU computes both branches: branching would wait for the host and copy what is kept."""
+    """`lax.cond`, but a GPU computes both branches: branching would wait for the host and copy unchanged arrays."""
     if on_cpu():
         return lax.cond(condition, true_function, false_function, *arrays)
     return jax.tree.map(partial(jnp.where, condition), true_function(*arrays), false_function(*arrays))

@@ -1,8 +1,8 @@
 """EnvPool's games: Procgen and its published score ranges, frame stacks, episode statistics, evaluation.
 
-EnvPool's automatic reset is NEXT_STEP: the step that ends an episode returns its last frame; the next one ignores its
-action, resets the game and returns the new episode's first frame with reward 0. That step is no transition but a "junk
-step", which `Timesteps.is_reset` marks and learners leave out.
+EnvPool resets as Gymnasium's AutoresetMode.NEXT_STEP: the step that ends an episode returns its last frame; the next
+one ignores its action, resets the game and returns the new episode's first frame with reward 0. That step is no
+transition but a "junk step", which `Timesteps.is_reset` marks and learners leave out.
 """
 
 import ctypes
@@ -88,9 +88,9 @@ class GameArgs:
     restrict_themes: bool = False
     """use a single theme for each kind of object"""
     sticky_actions: Annotated[float, Interval(ge=0, le=0.99)] = 0.0
-    """probability of repeating the previous action in training instead of the policy's"""
+    """probability of repeating the previous action in place of the policy's; in training only"""
     frame_stack: Annotated[int, Interval(ge=1, le=64)] = 4
-    """number of stacked frames, the newest included; 1 for no stack"""
+    """number of frames that a stack spans, the newest included; 1 for no stack"""
     gap_stack: bool = True
     """keep only the oldest and the newest frame of a stack"""
     reward_shaping: bool = False
@@ -141,8 +141,8 @@ def load_qt() -> None:
 
 
 def range_of_levels(args, levels: str) -> tuple[int, int]:
-    """The first "train" or "test" level and their number, 0 for all (`args`: GameArgs). Test levels are all above the
-    training levels, or the same if those are unlimited."""
+    """The first of the "train" or "test" levels and their number, 0 for unlimited (`args`: GameArgs). Test levels are
+    all those above the training levels, or the same as these if unlimited."""
     first, count = args.start_level, args.num_levels
     if levels == "test" and count:
         return first + count, MAX_SEED - first - count
@@ -244,7 +244,7 @@ def join_envs(parts: Sequence, axis: int):
 
 
 def join_by_specs(specs, parts: Sequence):
-    """`join_envs` along the axis that `specs`, a prefix of the pytrees, shard; of other arrays the first part's."""
+    """`join_envs` along the axis sharded by `specs`, a prefix of the pytrees; the first part's replicated arrays."""
 
     def join(spec, *x):
         return join_envs(x, spec.index("device")) if "device" in spec else x[0]
@@ -253,7 +253,7 @@ def join_by_specs(specs, parts: Sequence):
 
 
 def split_by_specs(specs, tree, count: int) -> list:
-    """The inverse of `join_by_specs`: `count` pytrees, the i-th of every count-th environment from the i-th on."""
+    """The inverse of `join_by_specs`: `count` pytrees, part i with environments i, i + count, i + 2 count, ..."""
 
     def part(i, spec, x):
         places = (*[slice(None)] * spec.index("device"), slice(i, None, count)) if "device" in spec else ...
@@ -288,12 +288,12 @@ class EnvSnapshot(NamedTuple):
 
 
 class ReplayableVecEnv:
-    """An EnvPool that can be restored by its seed and the actions played since.
+    """An EnvPool that can be restored from its seed and the actions played since.
 
-    EnvPool cannot save its state, but a copy with the same seed that plays the same actions arrives at the same frames.
-    To bound the list of actions, all environments are reset, with a seed derived from the last, after the first `play`
-    that completes `restart_every` steps. Each environment's seed is derived from that seed and its id, so it does not
-    depend on the environments beside it.
+    EnvPool cannot save its state, but a copy with the same seed that plays the same actions reaches the same frames. To
+    bound the list of actions, all environments are reset, with a seed derived from the last, after the first `play`
+    that completes `restart_every` steps. Each environment's seed is derived from that seed and its id only, not from
+    how environments are divided among EnvPools.
 
     Attributes:
       obs: uint8 [N, C, H, W], the newest frames; info: EnvPool's.
@@ -361,8 +361,8 @@ class ReplayableVecEnv:
 
 
 class ThreadedVecEnv:
-    """ReplayableVecEnvs that play at the same time, each in a thread of its own. What it saves is as of a single one
-    with all environments, so that a run can be resumed with another number of threads."""
+    """ReplayableVecEnvs that play in parallel, each in its own thread. `save` returns what a single one with all
+    environments would, so a run can be resumed with another number of threads."""
 
     def __init__(self, parts: Sequence[ReplayableVecEnv]):
         """The i-th of n parts has every n-th environment from the i-th on."""
@@ -437,8 +437,8 @@ def frame_stack_offsets(frame_stack: int, gap_stack: bool) -> tuple[int, ...]:
 
 @struct.dataclass
 class Frames:
-    """Frames of T steps of N environments, each stored once, after older ones for the stacks of the first steps. In a
-    stack the episode's first frame stands for those before it."""
+    """Frames of T steps of N environments, each stored once, preceded by older ones that the first steps' stacks need.
+    At an episode's start a stack repeats its first frame."""
 
     images: jax.Array  # uint8 [past + T, N, H, W, C]: row past + t is the frame of step t
     episode_steps: jax.Array  # int32 [T, N]: steps since the episode's first frame
@@ -446,7 +446,7 @@ class Frames:
 
     @classmethod
     def after(cls, history: jax.Array, steps: int, offsets: Sequence[int]) -> "Frames":
-        """Frames to be written, of so many steps after a history uint8 [past, N, H, W, C]."""
+        """A history uint8 [past, N, H, W, C], then zeros for `steps` steps, to be written."""
         images = jnp.zeros((len(history) + steps, *history.shape[1:]), jnp.uint8)
         episode_steps = jnp.zeros((steps, history.shape[1]), jnp.int32)
         return cls(images.at[: len(history)].set(history), episode_steps, tuple(offsets))

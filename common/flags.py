@@ -305,7 +305,7 @@ def check_devices(args: Any) -> None:
     actors, most = getattr(args, "actor_devices", 0), per_host[0]
     check(most > 0, f"--actor-devices {actors}: leaves none of this machine's devices to learn on, give fewer")
     given = f"--num-devices {args.num_devices}"
-    check(args.num_devices <= most, f"{given}: there are {most} devices to learn on this machine, give at most that")
+    check(args.num_devices <= most, f"{given}: there are {most} learner devices on this machine, give at most that")
     for what, size in args.sharded_sizes().items():
         check(size % hosts == 0, f"--distributed: the {hosts} hosts do not divide {what}, {size}")
         valid = devices.valid_device_counts(args, size)
@@ -328,7 +328,7 @@ def check_batch(args: Any) -> None:
     what, parts = parts_of_batch(args)
     divided = {
         "samples": f"the batch, num_envs x num_steps = {batch}",
-        "environments": f"the number of environments, {parts} (with a core a minibatch has all steps of some)",
+        "environments": f"the number of environments, {parts} (a recurrent core trains on sequences)",
     }
     check(parts % args.num_minibatches == 0, f"--num-minibatches {args.num_minibatches}: must divide {divided[what]}")
     given = f"--num-envs {args.num_envs} --num-steps {args.num_steps}"

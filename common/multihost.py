@@ -1,6 +1,4 @@
-"""Runs of several hosts: joining them, and moving pytrees between one host and all. On a single host nothing here
-moves data between processes.
-"""
+"""Runs on several hosts: joins the hosts, and converts pytrees between host-local and global arrays."""
 
 import os
 from typing import Any
@@ -43,7 +41,7 @@ def local_replica(mesh: Mesh, tree: Any) -> Any:
 
 
 def distribute(mesh: Mesh, tree: Any, specs: Any) -> Any:
-    """Shards a pytree that every host has whole over the devices of all hosts."""
+    """Shards a pytree, of which every host has a full copy, over the devices of all hosts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, devices.shardings(mesh, specs))
 

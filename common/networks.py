@@ -33,7 +33,8 @@ class EncoderArgs:
     )  # fmt: skip
 
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet: "xresnet:stem,[32,2],[64,1]x4,se,sa2" (channels, stride; see docs)"""
+    """impala, nature, mobilenet, or an XResNet of [channels,stride] blocks: "xresnet:stem,[32,2],[64,1]x4,se,sa2"
+    (docs/networks.md)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: Annotated[int, Interval(ge=1, le=64)] = 2
@@ -49,7 +50,7 @@ class EncoderArgs:
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     center: Literal["auto", "yes", "no"] = "auto"
-    """subtract 128 from pixels before dividing; auto is no in nature and yes in the others, as in the competition
+    """subtract 128 from pixels before scaling; auto is no in nature and yes in the others, as in the competition
     entry"""
     init: Literal["glorot", "orthogonal", "kaiming", "pytorch"] = "glorot"
     """initializer of the encoder's layers; pytorch is PyTorch's default, biases included"""
@@ -58,8 +59,8 @@ class EncoderArgs:
     spectral_norm: bool = False
     """spectral normalisation of the residual blocks' kernels (impala)"""
     pool: Literal["avg", "act_avg", "max", "max6", "flatten"] = "avg"
-    """pooling before the dense layer: avg or max over all positions (act_avg: avg after impala's last nonlinearity),
-    max6 over each of 6 x 6 parts, or flatten"""
+    """pooling before the dense layer: avg or max over all positions, act_avg (avg after, not before, impala's last
+    nonlinearity), max6 (adaptive max pooling to 6 x 6) or flatten"""
     hidden: Size = 256
     """units of the dense layer, and of a recurrent core where there is one"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -137,9 +138,9 @@ def adaptive_max_pool(x: jax.Array, size: int) -> jax.Array:
 
 
 def largest_singular_value(kernel: jax.Array) -> jax.Array:
-    """The largest singular value, float32 [], of a kernel [H, W, I, O] as a matrix [H W I, O], as PyTorch's
-    spectral_norm takes it, with constant singular vectors (Miyato et al. 2018, section 2.3). In place of a state, power
-    iteration starts anew from the matrix and squares it eight times: 256 steps."""
+    """The largest singular value, float32 [], of a kernel [H, W, I, O] as a matrix [H W I, O]. As in PyTorch's
+    spectral_norm, its gradient takes the singular vectors as constants (Miyato et al. 2018, section 2.3). Power
+    iteration has no state: it squares the Gram matrix eight times, which makes 256 steps from scratch."""
     matrix = kernel.reshape(-1, kernel.shape[-1]).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         power = jax.lax.stop_gradient(matrix)
@@ -452,7 +453,7 @@ def _parse_xresnet(text: str) -> dict:
 
 
 def _encoder_layers(agent: nn.Module) -> Layers | None:
-    """The Layers of an agent, None if its parameters need no conversion or its encoder is a fork's own."""
+    """The Layers of an agent, None if its parameters need no conversion or its encoder is a custom one."""
     layers = getattr(getattr(agent, "encoder", None), "layers", None)
     if not isinstance(layers, Layers) or (layers.dtype == jnp.float32 and layers.residual_norm == "none"):
         return None

@@ -28,7 +28,7 @@ from common.rewards import shape_and_clip
 class OffPolicyArgs(actors.FleetArgs):
     """Actors, the replay buffer, and how often to learn from it."""
 
-    # A checkpoint's replay buffer, priorities and count of steps were made with these.
+    # A checkpoint's replay buffer, priorities and `learn_from` were made with these.
     FIXED: ClassVar = ("num_steps", "n_step", "learning_starts", "per_alpha", "reward_shaping", "reward_clip")
 
     num_steps: PositiveInt = 16
@@ -48,8 +48,8 @@ class OffPolicyArgs(actors.FleetArgs):
     per_alpha: UnitInterval = 0.5
     """exponent of the priorities, |TD error|^alpha, in prioritised replay; 0 for uniform sampling"""
     per_beta: UnitSchedule = "0:0.4,2000000:1"
-    """exponent of the importance weights in prioritised replay: a number, or a schedule such as 0:0.4,2000000:1 in
-    environment steps"""
+    """exponent of the importance weights in prioritised replay: a number, or a schedule "step:value,..." in environment
+    steps"""
     n_step: PositiveInt = 3
     """steps of the n-step return"""
     gamma: UnitInterval = 0.99
@@ -253,7 +253,7 @@ def insert(
 
 def make_insert(args: Any, mesh: Mesh) -> Callable:
     """Returns insert(buffer, rollouts, timesteps, policies, bonus) -> Replay, which donates the buffer and moves the
-    others to it; without several policies leave the last two out."""
+    other arguments to its devices; for a single policy, leave the last two out."""
     unrolls = (ROLLOUT_SPECS,) * args.num_actors, (envs.TIMESTEP_SPECS,) * args.num_actors
     specs = *unrolls, ENV_SHARDED, TIME_ENV_SHARDED
     function = partial(insert, args)

@@ -155,7 +155,7 @@ def insert(
     gamma = gamma if policies.gamma is None else policies.gamma
     returns, discounts, next_row = n_step_return(rows, row, env, n_step=n_step, gamma=gamma)
     td_errors = returns + discounts * rows.state_value[next_row, env] - rows.action_value[row, env]
-    has_stack = complete >= jnp.minimum(rows.frames.episode_steps[row, env], past)  # not the run's first rows
+    has_stack = complete >= jnp.minimum(rows.frames.episode_steps[row, env], past)  # its frames were written
     valid = has_stack & ~rows.is_reset[row, env]
     priorities = priorities.at[row, env].set(jnp.where(valid, priority(td_errors, per_alpha), 0))
     return Replay(rows, priorities, now + steps, policies)

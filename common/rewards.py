@@ -18,7 +18,7 @@ class NormalizeArgs:
     normalize_rewards: bool = False
     """divide (clipped) rewards by the running standard deviation of their discounted return, then clip to +-10"""
     normalize_gamma: UnitInterval = 0.0
-    """discount of that return; 0 for gamma (Baselines always uses 0.99)"""
+    """discount of that return; 0 for gamma (Baselines' VecNormalize: 0.99)"""
 
     def check(self) -> None:
         check_needs(self, self.normalize_rewards, "--normalize-rewards", ("normalize_gamma",))
@@ -81,8 +81,8 @@ def normalize_rewards(
 
 def shape_and_clip(args, rewards) -> jax.Array:
     """Shapes and clips rewards float32 [...] (`args`: reward_shaping, reward_clip). Shaping halves small rewards and
-    takes the root of large ones (Pohlen et al. 2018, section 3.2, of values; 0.001 is R2D2's, Kapturowski et al. 2019,
-    section 2.3)."""
+    takes the root of large ones (Pohlen et al. 2018, section 3.2, for values; 0.001 as in R2D2, Kapturowski et al.
+    2019, section 2.3)."""
     rewards = jnp.asarray(rewards)
     if args.reward_shaping:
         rewards = jnp.sign(rewards) * (jnp.sqrt(jnp.abs(rewards) + 1) - 1) + 0.001 * rewards

@@ -84,9 +84,9 @@ class RunArgs:
     keep_checkpoints: PositiveInt = 3
     """number of most recent checkpoints to keep"""
     num_devices: NonNegativeInt = 0
-    """learner devices on this host: GPUs, or up to 8 CPU cores; 0 for as many as divide environments and minibatches"""
+    """learner devices per host: GPUs, or up to 8 CPU cores; 0 for the most that divide environments and minibatches"""
     distributed: bool = False
-    """train on several hosts (PPO, TRPO, IMPALA), which share the environments; set up by SLURM or JAX's variables"""
+    """train on several hosts (PPO, TRPO, IMPALA), which divide the environments; set up by SLURM or JAX's variables"""
     track: Literal["wandb", "tensorboard"] = "wandb"
     """where to log metrics besides metrics.jsonl: Weights & Biases or TensorBoard"""
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -431,8 +431,8 @@ class Run:
         return step >= self._args.total_timesteps or crossed(self._args.eval_every, self._evaluated, step)
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether a multiple of `args.checkpoint_every`, or the end, was passed since the last checkpoint: a run may be
-        killed within its last evaluation, which takes minutes."""
+        """Whether a multiple of `args.checkpoint_every`, or the end, was passed since the last checkpoint. The end
+        counts because a run may be killed during its last evaluation, which takes minutes."""
         ended = step >= self._args.total_timesteps > self._saved
         return ended or crossed(self._args.checkpoint_every, self._saved, step)
 
@@ -468,8 +468,8 @@ class Run:
         return (step - self._start_step) / (time.perf_counter() - self._start_time)
 
     def save(self, step: int, tree: dict[str, Any], per_host: dict[str, Any]) -> bool:
-        """Writes a checkpoint atomically: pytrees of global arrays by name, and those of each host for itself. All
-        hosts call it. Returns whether it did: not if this step has one."""
+        """Writes a checkpoint atomically: pytrees of global arrays by name, and each host's own (`per_host`). All hosts
+        call it. Returns False, without writing, if this step has a checkpoint."""
         if due := step != self._written:
             progress = {"lines": self._lines, "evaluated": self._evaluated, "seconds": self._clock()} | self._topology()
             content = multihost.gather(tree) | {"hosts": multihost.gather_per_host(per_host)}
@@ -583,7 +583,7 @@ def _is_logged(line: bytes, step: int) -> bool:
 
 
 class Evaluation(NamedTuple):
-    """What evaluating a checkpoint gives, for evaluate.py."""
+    """Result of evaluating a checkpoint, for evaluate.py."""
 
     step: int  # of the checkpoint
     name: str  # of the entry in eval.json

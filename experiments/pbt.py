@@ -55,7 +55,7 @@ except ImportError:
     sys.exit(2)
 
 # A clone could not load its donor's checkpoint with another of these.
-SHAPES = ("hidden", "buffer_size", "num_envs", "predictor_depth", "replay_size")
+SHAPES = ("hidden", "buffer_size", "num_envs", "frame_stack", "predictor_depth", "replay_size")
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # flags that pbt sets
 
 
@@ -64,9 +64,9 @@ class Args:
     program: tyro.conf.Positional[str]
     """a script, such as ppo_procgen.py"""
     mutate: tuple[str, ...] = ("gamma=0.9:0.999", "learning_rate=1e-4:1e-3:log")
-    """flags to mutate, with their ranges: name=low:high, or name=low:high:log to draw uniformly in the logarithm"""
+    """flags to mutate, with their ranges: name=low:high, or name=low:high:log to draw log-uniformly"""
     set: tuple[str, ...] = ()
-    """flags with a value that all members get, such as env_id=bigfish num_envs=64"""
+    """flags of every member as name=value, such as env_id=bigfish num_envs=64"""
     population: Annotated[int, Interval(ge=2, le=1000)] = 8
     """number of members, each with a seed of its own"""
     generations: Annotated[int, Interval(ge=1, le=100_000)] = 20
@@ -74,7 +74,7 @@ class Args:
     interval: Annotated[int, Interval(ge=1, le=2**31)] = 400_000
     """environment steps of a generation"""
     metric: str = "charts/episodic_return"
-    """metric whose last value members are compared by; they evaluate only for one of eval/..."""
+    """logged metric whose last value ranks the members; they evaluate only if it is one of eval/..."""
     goal: Literal["maximize", "minimize"] = "maximize"
     """whether a higher or a lower metric is better"""
     quantile: Annotated[float, Interval(ge=0, le=0.5)] = 0.25
@@ -87,7 +87,7 @@ class Args:
     cpus: Annotated[float, Ge(0.001)] = 1.0
     """CPUs of a member, with --address"""
     gpus: NonNegativeFloat = 0.0
-    """GPUs of a member; a fraction, such as 0.5, shares one; with 0 it sees none"""
+    """GPUs of a member; 0.5 for two members on one; 0 to train on the CPU"""
     address: str = ""
     """a Ray cluster to train on, such as auto; empty for this machine alone"""
     out: str = ""
@@ -162,7 +162,7 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     trials.check_flags("--mutate", args.program, {name: f"{r.low}:{r.high}" for name, r in ranges.items()}, OWN)
     for name in ranges:
         fixed = name in (*runs.fixed(script.Args), *SHAPES)
-        check(not fixed, f"--mutate {name}: {runs.flag_of(name)} is not free here, a resumed run keeps its own")
+        check(not fixed, f"--mutate {name}: {runs.flag_of(name)} cannot be mutated, a resumed run keeps its own")
         check(name not in given, f"--set {name}={given.get(name)}: --mutate changes it already")
     # One checkpoint a generation, at its end: nobody resumes from another.
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}

@@ -67,10 +67,10 @@ class Args:
     out: str = "curve"
     """writes OUT.csv and OUT.png"""
     group_by: tuple[str, ...] = ()
-    """flags that define groups of runs, script and env_id too; by default the script and all flags that differ, but for
-    seed, total_timesteps, capture_video and those that change nothing learnt, such as checkpoint_every"""
+    """flags, or script and env_id, that define groups of runs; by default the script and all flags in which runs
+    differ, except env_id, seed, total_timesteps, capture_video and flags that do not affect learning, such as track"""
     reference: tuple[str, ...] = ()
-    """OpenAI's PPO, such as easy-all, easy-200-test or hard-500-train, or a CSV of env_steps, mean_return"""
+    """curves to add: OpenAI's PPO, such as easy-all or hard-500-test, or CSV files of env_steps, mean_return"""
     time_to: str = ""
     """print when each run's training return passes that of OpenAI's PPO after 25M steps (hard: 200M): easy-all,
     easy-200-train, hard-all or hard-500-train"""
@@ -86,7 +86,7 @@ class Args:
     aggregate: bool = False
     """score the groups over all games with rliable: OUT_aggregate.csv and OUT_aggregate.png"""
     score_metric: str = "eval/test_levels/mean_return"
-    """return that --aggregate takes the last value of, and normalises with the competition's constants"""
+    """return whose last value --aggregate takes, normalised with train-procgen's constants"""
 
 
 class Logged(NamedTuple):

@@ -48,11 +48,11 @@ class Args:
     seeds: tuple[Seed, ...] = (1, 2, 3)
     """seeds, each of which is a run of every cell"""
     cells: tuple[str, ...] = ()
-    """cells to run; a text that is no cell's name selects all cells that have it in their name; none for all"""
+    """cells to run, by name or by a part of their names; all if none is given"""
     jobs: Iterations = 1
     """runs at a time"""
     set: tuple[str, ...] = ()
-    """flags with a value that every run gets besides the table's, such as encoder=nature"""
+    """flags of every run as name=value, in place of the table's where it has them, such as encoder=nature"""
     collect: bool = False
     """run nothing, only gather the runs that are done"""
     runs: str = "runs/tables"

@@ -60,7 +60,7 @@ class Args:
     storage: str = ""
     """Optuna storage, such as sqlite:///study.db or postgresql://...; by default study.db in the folder"""
     set: tuple[str, ...] = ()
-    """flags with a value that each trial gets in place of the file's, such as total_timesteps=100000"""
+    """flags of every trial as name=value, in place of the file's, such as total_timesteps=100000"""
     seed: NonNegativeInt = 0
     """seed of the sampler"""
 
