@@ -371,11 +371,12 @@ def above(game: str, score: float) -> str:
 def laptop_games() -> list[str]:
     """`make train`'s setting on each game, beside what needs no learning and OpenAI's PPO in training."""
     cells, scores = without_learning()
-    by_game = {}
+    groups = {}  # by game and length, in 0.1M steps
     for row in records.read_rows(RESULTS / "laptop_games" / "games.csv"):
-        by_game.setdefault(row["game"], []).append([float(row[name]) for name in ("mean", "error", "steps")])
+        mean, error, steps = (float(row[name]) for name in ("mean", "error", "steps"))
+        groups.setdefault((row["game"], round(steps / 1e5)), []).append((mean, error, steps))
     rows = []
-    for game, seeds in by_game.items():
+    for (game, _), seeds in groups.items():
         means, errors, steps = np.array(seeds).T
         mean, error = means.mean(), np.linalg.norm(errors) / len(seeds)
         if len(seeds) > 1:
@@ -393,7 +394,8 @@ def laptop_games() -> list[str]:
 def cleanrl_laptop() -> list[str]:
     """CleanRL's PPO and `make train`'s setting in training, seed 1 of both, after as many minutes of one core."""
     cells, _ = without_learning()
-    theirs = [row for row in records.read_rows(CLEANRL / "cleanrl.csv") if row["minutes"] == "26"]
+    wanted = {"run": "CleanRL", "seed": "1", "minutes": "26"}
+    theirs = [row for row in records.read_rows(CLEANRL / "cleanrl.csv") if wanted.items() <= row.items()]
     rows = []
     for game, last in {row["game"]: row for row in theirs}.items():
         curve = [row for row in records.read_rows(RESULTS / "laptop_games" / f"{game}.csv") if row["seed"] == "1"]

@@ -150,6 +150,7 @@ def main(args: Args) -> None:
         run = plot.read_run(args.run_dir)
         known = f"--run-dir {args.run_dir}: it trained on {run.game}, give --env-id {run.game}"
         runs.check(run.game == args.env_id, known)
+        runs.check(not args.flags, f"--flags {args.flags}: has no effect with --run-dir")
     else:
         settings |= {"ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})
     game = {"game": args.env_id, "seed": str(args.seed), "minutes": f"{args.minutes:g}"}
