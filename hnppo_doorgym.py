@@ -730,7 +730,9 @@ def evaluate(
 def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict, *, with_penalty: bool) -> None:
     """Raises DivergedError if too many consecutive gradients were not finite."""
     if (skipped := int(metrics["charts/skipped_in_a_row"])) >= args.max_skipped:
-        rate = "--hyper-learning-rate, --learning-rate" if args.method == "hnppo" else "--learning-rate"
+        rate = "--hyper-learning-rate" if args.method == "hnppo" else "--learning-rate"
+        if args.method == "hnppo" and (args.critic == "fresh" or not args.keep_std):  # not all is generated
+            rate += ", --learning-rate"
         rate += ", --beta" if with_penalty else ""
         raise runs.DivergedError(
             f"{skipped} gradients in a row were not finite before step {step}: training stopped; {run.resume_hint()}; "

@@ -219,7 +219,7 @@ def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
     here with the target network's policy as the old one. Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779,
     equation 4, CQL(H)) lowers Q-values by their softmax weight and raises the played action's. Importance weights scale
-    this penalty and the Q-functions' loss, not the policy's.
+    this last term and the Q-functions' loss, nothing else.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     stop_gradient = jax.lax.stop_gradient

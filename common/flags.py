@@ -336,7 +336,7 @@ def check_batch(args: Any) -> None:
 
 
 def parts_of_batch(args: Any) -> tuple[str, int]:
-    """What minibatches are made of, and how many a rollout has: with a core all steps of some environments."""
+    """The unit of minibatches and their number in a rollout: samples or, with a core, environments (all steps)."""
     if getattr(args, "core", "none") != "none":
         return "environments", args.num_envs
     return "samples", args.num_envs * args.num_steps
