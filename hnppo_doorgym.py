@@ -109,12 +109,16 @@ class Args(doors.DoorArgs, runs.RunArgs):
     def total_timesteps(self) -> int:
         return self.task_timesteps * len(doors.task_names(self))
 
+    @property
+    def has_ordinary_weights(self) -> bool:
+        """Whether weights are learnt that the hypernetwork does not generate, at --learning-rate."""
+        return self.method != "hnppo" or self.critic == "fresh" or not self.keep_std
+
     def check(self) -> None:
         """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         runs.check_needs(self, self.method == "hnppo", "--method hnppo", HYPERNET_FLAGS)
         runs.check_needs(self, self.method != "ppo", "--method hnppo or finetune", ("keep_std",))
-        ordinary = self.method != "hnppo" or self.critic == "fresh" or not self.keep_std
-        runs.check_needs(self, ordinary, "--critic fresh or --no-keep-std", ("learning_rate",))
+        runs.check_needs(self, self.has_ordinary_weights, "--critic fresh or --no-keep-std", ("learning_rate",))
         runs.check_needs(self, self.eval_every, "--eval-every", ("stop_at_success",))
         runs.check_needs(self, len(doors.task_names(self)) > 1, "a second task in --tasks", ("beta",))
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host")
@@ -730,13 +734,12 @@ def evaluate(
 def check_skipped(args: Args, run: runs.Run, step: int, metrics: dict, *, with_penalty: bool) -> None:
     """Raises DivergedError if too many consecutive gradients were not finite."""
     if (skipped := int(metrics["charts/skipped_in_a_row"])) >= args.max_skipped:
-        rate = "--hyper-learning-rate" if args.method == "hnppo" else "--learning-rate"
-        if args.method == "hnppo" and (args.critic == "fresh" or not args.keep_std):  # not all is generated
-            rate += ", --learning-rate"
-        rate += ", --beta" if with_penalty else ""
+        smaller = ["--hyper-learning-rate"] if args.method == "hnppo" else []
+        smaller += ["--learning-rate"] if args.has_ordinary_weights else []
+        smaller += ["--beta"] if with_penalty else []
         raise runs.DivergedError(
             f"{skipped} gradients in a row were not finite before step {step}: training stopped; {run.resume_hint()}; "
-            f"try a smaller {rate} or --clip-coef"
+            f"try a smaller {', '.join(smaller)} or --clip-coef"
         )
 
 

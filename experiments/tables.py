@@ -373,17 +373,14 @@ def laptop_games() -> list[str]:
     cells, scores = without_learning()
     groups = {}  # by game and length, in 0.1M steps
     for row in records.read_rows(RESULTS / "laptop_games" / "games.csv"):
-        mean, error, steps = (float(row[name]) for name in ("mean", "error", "steps"))
-        groups.setdefault((row["game"], round(steps / 1e5)), []).append((mean, error, steps))
+        groups.setdefault((row["game"], round(float(row["steps"]) / 1e5)), []).append(row)
     rows = []
     for (game, _), seeds in groups.items():
-        means, errors, steps = np.array(seeds).T
-        mean, error = means.mean(), np.linalg.norm(errors) / len(seeds)
-        if len(seeds) > 1:
-            error = max(error, means.std(ddof=1) / np.sqrt(len(seeds)))
+        mean, error = reproduce.pooled(seeds)
+        steps = np.mean([float(row["steps"]) for row in seeds])
         learnt = all(mean - other > 2 * np.hypot(error, its_error) for other, its_error in scores[game])
-        theirs = np.interp(steps.mean(), *openai("easy-all", game))
-        row = {"steps": f"{steps.mean() / 1e6:.2f}M", "ours": f"{plus_minus(mean, error)} ({len(seeds)})"}
+        theirs = np.interp(steps, *openai("easy-all", game))
+        row = {"steps": f"{steps / 1e6:.2f}M", "ours": f"{plus_minus(mean, error)} ({len(seeds)})"}
         rows.append(cells[game] | row | {"learnt": "yes" if learnt else "", "theirs": f"{theirs:.1f}"})
     columns = {"game": itemgetter("game"), "steps": itemgetter("steps"), "return (seeds)": itemgetter("ours")}
     columns |= {"random play": itemgetter("random play"), "best constant action": itemgetter("its return")}

@@ -148,8 +148,7 @@ def main(args: Args) -> None:
     settings = {"CleanRL": ""}
     if args.run_dir:
         run = plot.read_run(args.run_dir)
-        known = f"--run-dir {args.run_dir}: it trained on {run.game}, give --env-id {run.game}"
-        runs.check(run.game == args.env_id, known)
+        runs.check(run.game == args.env_id, f"--run-dir {args.run_dir}: give its game, --env-id {run.game}")
         runs.check(not args.flags, f"--flags {args.flags}: has no effect with --run-dir")
     else:
         settings |= {"ours, its settings": SETTINGS} | ({"ours": args.flags} if args.flags else {})

@@ -71,7 +71,8 @@ def main(args: Args) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("mean return of 100 episodes")
     if args.laptop:
-        entries = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))  # one for all seeds
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        entries = dict(zip(labels, handles, strict=True))  # one for all seeds
         figure.legend(entries.values(), entries, loc="outside lower center", ncols=4, frameon=False)
     else:
         axes[0, 1].legend(loc="lower right", frameon=False)
