@@ -30,14 +30,16 @@ speed() {  # flags, then variants: once each, in this order; ratios are to the f
 }
 
 learn() {  # name, runs side by side, script and flags: trains to 8M steps or until SIGTERM, 45 seconds before the end
-  local all cores first last
-  all=$(nproc) cores=$(((all + $2 - 1) / $2)) first=$((started * cores % all))
+  local allowed share cores last
+  mapfile -t allowed < <(python -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
+  share=$(((${#allowed[@]} + $2 - 1) / $2))
+  cores=$(IFS=,; echo "${allowed[*]:started * share % ${#allowed[@]}:share}")
   last=$(find "$work/$1" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' 2> /dev/null | head -n 1)
   # shellcheck disable=SC2086
   if [ -n "$last" ]; then set -- "$1" "$2" ${3%% *} --resume "${last%/checkpoints/*}"
   else set -- "$1" "$2" $3 --total-timesteps 8000000 --eval-episodes 0 --keep-checkpoints 1 --wandb-mode disabled $flags \
     --run-dir "$work/$1"; fi
-  timeout "$(($(left) - 45))" taskset -c "$first-$((first + cores - 1))" python "${@:3}" &
+  timeout "$(($(left) - 45))" taskset -c "$cores" python "${@:3}" &
   started=$((started + 1))
 }
 
