@@ -2,8 +2,8 @@
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11,$(shell $(p) -c "print('$(p)')" 2>/dev/null)) python3.11)
 # What the scripts run on: cpu, or on a machine with a GPU cuda13 or cuda12 (docs/gpu.md).
 EXTRA ?= cpu
-# What `make train` trains: a small network that learns all levels of starpilot on a laptop. No constant-action policy
-# scores there, as one does on coinrun.
+# What `make train` trains: a small network that learns all levels of starpilot on a laptop. There, unlike on coinrun,
+# no constant-action policy beats random play.
 TRAIN ?= --env-id starpilot --frame-stack 1 --channels 8,16,16 --center no --pool flatten --num-steps 64 \
 	--total-timesteps 400000 --learning-rate 5e-4 --gae-lambda 0.95 --kl-coef 0 --vf-coef 0.5 --vf-clip 0.2 \
 	--max-grad-norm 0.5 --adam-eps 1e-5 --normalize-rewards --eval-every 25000 --eval-episodes 64 --checkpoint-every 50000
@@ -36,8 +36,8 @@ torture: .venv/with-$(EXTRA)
 	.venv/bin/pip install --quiet --disable-pip-version-check -r .venv/requirements.txt "jax[cuda13]==0.11.2"
 	@touch $@
 
-# .venv with an extra of pyproject.toml, such as .venv/with-dev, after which with-cuda13, if there, puts its JAX back. To
-# change its Python, or from cuda13 to cuda12, delete it first.
+# .venv with an extra of pyproject.toml, such as .venv/with-dev. As this installs requirements.txt's JAX, with-cuda13 is
+# made again if it is there. To change Python, or from cuda13 to cuda12, delete .venv first.
 .venv/with-%: pyproject.toml requirements.txt
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check ".[$*]"

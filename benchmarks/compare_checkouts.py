@@ -1,9 +1,9 @@
-"""Whether two checkouts compute the same, digit for digit: runs the cases of benchmarks/golden_runs.py with the scripts
-of both and compares their metrics, names and numbers.
+"""Compares two checkouts digit for digit: runs the cases of benchmarks/golden_runs.py with the scripts of both and
+compares names and values of their metrics.
 
     python -m benchmarks.compare_checkouts ../old . --scripts ppo_procgen trpo_procgen
 
-Programs are compiled as users have them. Prints each line that differs; the exit code is 1 if any does.
+XLA optimises as by default, unlike in the tests. Prints each line that differs; the exit code is 1 if any does.
 """
 
 import sys

@@ -200,7 +200,7 @@ def count_kernels(computations: dict, name: str, times: int = 1) -> list[Kernel]
         if x.op == "while":
             trips = int(x.find(r'"known_trip_count":\{"n":"(\d+)"') or 1)  # 1 where only a run can tell
             kernels += count_kernels(computations, x.find(r"body=%([\w.\-]+)"), times * trips)
-        elif x.op == "conditional":  # the longest branch
+        elif x.op == "conditional":  # the branch with the most kernels
             branches = re.findall(r"_computation=%([\w.\-]+)", x.attributes)
             branches = branches or re.findall(r"%([\w.\-]+)", x.find(r"branch_computations=\{([^}]*)\}"))
             kernels += max((count_kernels(computations, branch, times) for branch in branches), key=len)

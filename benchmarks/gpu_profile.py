@@ -1,7 +1,7 @@
-"""What a step and an update of PPO take on the device at hand, in parts, and which kernels that time goes into.
+"""Profiles a step and an update of PPO on this machine's device, part by part and kernel by kernel.
 
-Prints two tables and writes them as CSV files; benchmarks/gpu_plan.py counts the kernels' bytes and FLOPs without a
-GPU. The flags in quotes are those of ppo_procgen.py:
+Prints two tables and appends their rows to CSV files; benchmarks/gpu_plan.py counts the kernels' bytes and FLOPs
+without a GPU. The flags in quotes are those of ppo_procgen.py:
 
     python -m benchmarks.gpu_profile default --flags="--env-id starpilot"
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs parts of benchmarks/TODO.md on one GPU: trials, speed, curves, games, as named. All has ended LIMIT seconds (570)
-# after the start. Results go to $OUT, at most eight files: a text, a CSV, and an archive of each training run. Needs the
-# packages of requirements.txt but wandb.
+# Runs the named parts of benchmarks/TODO.md on one GPU: trials, speed, curves, games. Ends LIMIT seconds (570) after
+# the start. Results go to $OUT, at most eight files: trials.txt, steps.csv and an archive of each training run. Needs
+# the packages of requirements.txt except wandb.
 # FROM=DIR continues the training runs whose archives an earlier session left in DIR.
 # To try it on a CPU: JAX_PLATFORMS=cpu OUT=/tmp/gpu UPDATES=1 FLAGS="--num-envs 16 --num-steps 4 --num-minibatches 8
 # --update-epochs 1 --total-timesteps 256" benchmarks/gpu_session.sh trials speed curves games

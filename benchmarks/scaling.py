@@ -1,8 +1,8 @@
-"""What it costs to spread a run over devices and hosts: the same script on one device, on several, and on as many
-processes with a device each, in turns, in one run.
+"""The cost of sharding a run on a CPU: steps per second of a script on one device, on several, and on as many processes
+with a device each, measured in turns.
 
-On a CPU "one device" has all cores, as far as XLA's own threads use them. Prints a table and appends its rows to a CSV
-file. The flags in quotes are the script's:
+"One device" has all cores, as far as XLA's own threads use them. Prints a table and appends its rows to a CSV file. The
+flags in quotes are the script's:
 
     python -m benchmarks.scaling ppo_procgen --flags="--encoder nature --width 1 --pool flatten --num-steps 64"
 """

@@ -1,4 +1,4 @@
-"""Hours of a script: its memory, threads, open files and steps per second, minute by minute.
+"""Runs a script for hours and records its memory, threads, open files and steps per second every minute.
 
 Runs the script as a process of its own and adds a row every minute (`--every`) to OUT.csv: minutes of soaking, MiB of
 resident memory, numbers of threads and open files, steps per second over that minute, checkpoints written so far. A

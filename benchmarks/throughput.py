@@ -76,7 +76,7 @@ def phase_of(args: Any) -> int:
 
 
 def timed_lines(lines: list[dict], phase: int = 1) -> list[dict]:
-    """The lines of metrics from the end of the first phase that learns, which compiles."""
+    """The lines of metrics after the first phase that learns, in which programs compile."""
     learning = [i for i, line in enumerate(lines) if any(name.startswith("losses/") for name in line)]
     return lines[learning[0] + phase :] if learning else []
 

@@ -74,7 +74,7 @@ FLAGS = {
         "checkpoint_every": 256, "hyper_learning_rate": 1e-3,
     },
 }  # fmt: skip
-COLD, WRITING, AGAIN = 1 / 6, 1 / 3, 1 / 4  # chances: of a first start without compiled programs, and so on
+COLD, WRITING, AGAIN = 1 / 6, 1 / 3, 1 / 4  # chances: an empty cache; a kill during a write; another kill
 WRITE_SECONDS = 0.1  # how long after a checkpoint was begun it is killed, at most
 
 
@@ -83,7 +83,7 @@ class Args:
     kills: Annotated[int, Interval(ge=1, le=10_000)] = 20
     """how many kills, in turns over the scripts"""
     seed: int = 1
-    """of the moments"""
+    """seed of the kills' moments"""
     scripts: tuple[str, ...] = tuple(FLAGS)
     """which scripts"""
     folder: str = ""
@@ -174,7 +174,7 @@ def finish(process: subprocess.Popen, folder: Path, seconds: float = 600) -> str
 
 
 def kill(process: subprocess.Popen, folder: Path, seconds: float, number: int = 0) -> float | None:
-    """Kills a process so many seconds after it was started or, with `number`, after it began that checkpoint of its.
+    """Kills a process `seconds` after its start or, with `number`, after it began its `number`-th checkpoint.
 
     Returns how long it lived, in seconds; None if it was done before.
     """

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All 16 games x seeds at 8M steps with a script's defaults, to one number (normalised as train-procgen does): for PPO
-# six to nine hours on an H100. Needs rliable (make .venv/with-dev).
-# Stopped or killed and started again it continues. What is after the script's name goes to it; the rest are variables:
+# All 16 games x seeds with a script's defaults (8M steps, PPG 25M), to one number (normalised as train-procgen does):
+# for PPO six to nine hours on an H100. Needs rliable (make .venv/with-dev). Stopped or killed, the same command
+# resumes. Words after the script's name are its flags; games, seeds and folder are environment variables:
 #
 #   experiments/all_games.sh ppo_procgen.py
 #   GAMES="bigfish coinrun" SEEDS="1 2" OUT=runs/quick experiments/all_games.sh ppo_procgen.py --total-timesteps 100000

@@ -78,7 +78,7 @@ class Args:
     goal: Literal["maximize", "minimize"] = "maximize"
     """whether a higher or a lower metric is better"""
     quantile: Annotated[float, Interval(ge=0, le=0.5)] = 0.25
-    """fraction of the members, the worst, that are replaced by clones of as many of the best"""
+    """fraction of members replaced between generations: the worst, by clones of as many of the best"""
     resample: UnitInterval = 0.2
     """probability that a clone's flag is redrawn from its range; otherwise it is multiplied by 1.2 or 0.8 (:log), or
     moved by a tenth of its range"""

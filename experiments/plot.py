@@ -308,7 +308,7 @@ def times_to(name: str, everything: list[Logged], games: list[str]) -> list[dict
     rows = []
     for run in everything:
         runs.check(run.game in targets, f"--time-to {name}: has no curve of {run.game}, leave {run.path} out")
-        # Before all games have met their time limit once, only what ends early counts: in heist and maze, success.
+        # Until all environments have reached their time limit, only early ends count: in heist and maze, successes.
         lines = [line for line in run.lines if line["global_step"] >= 1000 * run.args.get("num_envs", 64)]
         above = [x for x in lines if x.get("charts/episodic_return", -np.inf) >= targets[run.game]]
         row = {"game": run.game, "script": run.script, "seed": run.args.get("seed", "")}

@@ -291,8 +291,8 @@ def summarize(cell: Cell, args: Args) -> dict:
 
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
-    """A row of earlier results with the seeds of `row`, whose runs are here. If the steps differ, or all earlier seeds
-    are here, or none is: the longer row, of equal ones that with more seeds."""
+    """Merges a row of earlier results with `row`, whose runs are here. If one has no seeds of its own or the steps
+    differ, returns the one of more steps, of equal ones that with more seeds."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}

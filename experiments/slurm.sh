@@ -7,8 +7,9 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --gres=gpu:1
 #SBATCH --time=04:00:00
-# An array of sweep workers, or of one script with a seed for each task. A task is asked to stop two minutes before its time
-# is over, and at preemption where the cluster gives it time; it writes a checkpoint, is queued again and continues. From the repository, with flags of sbatch first:
+# An array of sweep workers, or of runs of one script with the task's number as seed. A task gets SIGTERM two minutes
+# before its time limit, and at preemption if the cluster has a grace period; it writes a checkpoint, is requeued and
+# resumes. Run from the repository, with sbatch's flags first:
 #
 #   mkdir -p slurm
 #   sbatch --array=0-7 experiments/slurm.sh sweep sweeps/coinrun_ppo_grid.yaml
@@ -17,8 +18,8 @@
 #   sbatch --gres=gpu:8 experiments/slurm.sh run ppo_procgen.py --env-id bigfish --num-envs 512           # eight GPUs
 #   sbatch --gres=gpu:8 --nodes=4 --ntasks-per-node=1 experiments/slurm.sh run ppo_procgen.py --num-envs 2048   # four hosts
 #
-# A job of several tasks trains one run on all of them (--distributed): a task a host, with all of its GPUs.
-# Workers share a study's folder, on a file system with locks; with many of them PostgreSQL (--storage) is better than SQLite.
+# A job of several tasks trains one run on all of them (--distributed), one task per host with all of its GPUs. Workers
+# share a sweep's folder on a file system with locks; for many, PostgreSQL (--storage) is better than SQLite.
 set -euo pipefail
 kind=${1:?give sweep or run}
 what=${2:?give a sweep file or a script}
@@ -65,7 +66,7 @@ while [ -n "$waiting" ]; do # a signal ends bash's wait early
   code=0
   wait "$child" || code=$?
 done
-# 130 and 143: it was stopped before it could answer. A job that scancel ends has the same signal, but is completing by then.
+# 130 and 143: stopped before it handled signals. scancel sends the same signal, but then the job is COMPLETING.
 if [ -n "$stopped" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task} # one task of an array has the array's own id
   job=${job:-$SLURM_JOB_ID}

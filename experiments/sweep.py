@@ -420,7 +420,7 @@ def write_results(study: optuna.Study, out: Path) -> None:
     options, pictures = {"params": varied, "target_name": metric}, optuna.visualization.matplotlib
     draw(out / "parallel.png", pictures.plot_parallel_coordinate, drawn, target=lambda trial: trial.value, **options)
     if len({trial.value for trial in valued}) > 1 and len(varied) > 1 and len(valued) >= 4:
-        # Without a target it is of what the best trials have in common; with one, of those with the least of it.
+        # No target: with one, PED-ANOVA takes the lowest values for the best, whatever the goal.
         options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
         draw(out / "importance.png", pictures.plot_param_importances, drawn, **options)
 
