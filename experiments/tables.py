@@ -179,9 +179,9 @@ def at_the_end(row: dict) -> tuple[float, float, int, float]:
 
 
 def plus_minus(mean: float, error: float) -> str:
-    """25.1 ± 0.8, 9.39 ± 0.11; without an error where there is none, or none but 0."""
-    digits = 1 if error >= 0.195 else 2
-    return f"{mean:.3g}" if np.isnan(error) or error == 0 else f"{mean:.{digits}f} ± {error:.{digits}f}"
+    """2,303 ± 110, 25.1 ± 0.8, 9.39 ± 0.11; without an error where there is none, or none but 0."""
+    digits = 0 if error >= 20 else 1 if error >= 0.195 else 2
+    return f"{mean:.3g}" if np.isnan(error) or error == 0 else f"{mean:,.{digits}f} ± {error:.{digits}f}"
 
 
 def beside() -> list[dict]:

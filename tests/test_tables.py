@@ -103,7 +103,13 @@ def test_number_beside_the_published_is_the_end_of_a_curve_or_the_last_evaluatio
 
 @pytest.mark.parametrize(
     ("mean", "error", "text"),
-    [(25.12, 0.756, "25.1 ± 0.8"), (9.394, 0.1055, "9.39 ± 0.11"), (0.9752, np.nan, "0.975"), (0, np.nan, "0")],
+    [
+        (2303.1, 109.9, "2,303 ± 110"),
+        (25.12, 0.756, "25.1 ± 0.8"),
+        (9.394, 0.1055, "9.39 ± 0.11"),
+        (0.9752, np.nan, "0.975"),
+        (0, np.nan, "0"),
+    ],
 )
 def test_error_decides_the_digits(mean, error, text):
     assert tables.plus_minus(mean, error) == text
