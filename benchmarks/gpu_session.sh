@@ -18,6 +18,7 @@ mkdir -p "$out" runs && work=$(mktemp -d runs/gpu_session.XXXXXX) || exit
 for archive in ${FROM:+"$FROM"/*.tar.gz}; do tar xzf "$archive" -C "$work" || exit; done
 python -c "import jax, pydantic, ppo_procgen, impala_procgen, rnd_montezuma, benchmarks.throughput, benchmarks.gpu_trials
 print(jax.devices())" || exit
+mapfile -t allowed < <(python -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")') # this process's cores
 trap 'jobs -pr | xargs -r kill; wait' EXIT
 trap 'exit 130' INT TERM
 
@@ -30,8 +31,7 @@ speed() {  # flags, then variants: once each, in this order; ratios are to the f
 }
 
 learn() {  # name, runs side by side, script and flags: trains to 8M steps or until SIGTERM, 45 seconds before the end
-  local allowed share cores last
-  mapfile -t allowed < <(python -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
+  local share cores last
   share=$(((${#allowed[@]} + $2 - 1) / $2))
   cores=$(IFS=,; echo "${allowed[*]:started * share % ${#allowed[@]}:share}")
   last=$(find "$work/$1" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' 2> /dev/null | head -n 1)
