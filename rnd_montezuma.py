@@ -85,8 +85,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     """lambda of generalised advantage estimation (GAE), for both advantages"""
     ext_coef: NonNegativeFloat = 2.0
     """weight of the advantage from the sign of the game's reward; 0 for curiosity only"""
-    int_coef: NonNegativeFloat = 1.0
-    """weight of the advantage from the bonus"""
+    int_coef: NonNegativeSchedule = "1.0"
+    """weight of the advantage from the bonus: a number, or a schedule like the learning rate's"""
     int_reward_clip: NonNegativeFloat = 0.0
     """upper bound of the normalised bonus; 0 for none"""
     norm_adv: bool = False
@@ -126,7 +126,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
-        check(self.ext_coef + self.int_coef > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
+        some = self.ext_coef > 0 or max(runs.parse_schedule(self.int_coef).values) > 0
+        check(some, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
         no_core = "--separate-value: the values' own network has no recurrent core; leave --core at none"
         check(self.core == "none" or not self.separate_value, no_core)
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
@@ -664,7 +665,8 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
     bonus = jnp.minimum(unclipped_bonus, args.int_reward_clip or jnp.inf)
     rewards = jnp.sign(timesteps.rewards)
     per_head = gae_per_head(args, rewards, bonus, values=values, ratio=ratio, timesteps=timesteps)
-    advantages = args.ext_coef * per_head[..., 0] + args.int_coef * per_head[..., 1]
+    int_coef = runs.parse_schedule(args.int_coef)(state.global_step)
+    advantages = args.ext_coef * per_head[..., 0] + int_coef * per_head[..., 1]
     if args.norm_adv:
         mean, var = masked_moments(advantages, mask)
         advantages = (advantages - mean) / jnp.sqrt(var + 1e-8)
@@ -675,6 +677,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
         "charts/intrinsic_reward_max": devices.pmax(unclipped_bonus.max()),
         "charts/prediction_error": masked_mean(errors),
         "charts/intrinsic_return_std": jnp.sqrt(bonus_filter.var),
+        "charts/int_coef": int_coef,
     }
     for i, name in enumerate(("explained_variance", "intrinsic_explained_variance")):
         _, var = masked_moments(per_head[..., i], mask)

@@ -454,7 +454,10 @@ def saved_args(args_class: type, run_dir: str, source: str, script: str | None =
     from typing_extensions import TypedDict
 
     args = read_args(run_dir, source, script)["args"]
-    hints = get_type_hints(args_class)
+    hints, ranges = get_type_hints(args_class), get_type_hints(args_class, include_extras=True)
+    for name, value in args.items():
+        if ranges.get(name) in (NonNegativeSchedule, UnitSchedule) and type(value) in (int, float):
+            args[name] = str(value)  # from before this flag became a schedule
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(args_class)}
     kind = with_config(ConfigDict(extra="forbid"))(TypedDict("SavedArgs", kinds, total=False))
     try:

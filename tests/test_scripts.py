@@ -402,7 +402,7 @@ BAD = [
     ("sac", "--min-alpha 0.02", "--min-alpha 0.02", "at most --alpha, 0.01"),
     ("rnd", "--update-proportion 0 --num-devices 1", "--update-proportion 0.0", "4096 samples of a minibatch"),
     ("rnd", "--update-proportion 0.0004 --num-devices 4", "--update-proportion 0.0004", "give 0.00098 or more"),
-    ("rnd", "--ext-coef 0 --int-coef 0", "--ext-coef 0.0", "--int-coef"),
+    ("rnd", "--ext-coef 0 --int-coef 0:0,9:0", "--ext-coef 0.0", "--int-coef"),
     # Actors and devices, of which there are four.
     ("apex", "--num-actors 5", "--num-actors 5", "24"),
     ("impala", "--num-actors 3", "--num-actors 3", "16"),
