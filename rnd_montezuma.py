@@ -1,8 +1,9 @@
-"""PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that a network cannot predict yet.
+"""PPO with Random Network Distillation on Montezuma's Revenge: a bonus for frames that the agent has rarely seen.
 
-Burda et al. 2018 (arXiv 1810.12894), with the paper's hyperparameters as defaults, except that a run and the random
-play before it are a third as long; "the bonus" is the paper's intrinsic reward. With --async the actors play while the
-learner learns, with parameters one update old. Try:
+Burda et al. 2018 (arXiv 1810.12894). The bonus (intrinsic reward) is a network's error in predicting the features that
+a fixed random network gives the next frame. Defaults are the paper's, but a run and the random play before it are a
+third as long, and the policy's network differs. With --async the actors play while the learner learns, with parameters
+one update old. Try:
 
     python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --channels 16,32,32 --hidden 256 --num-envs 32 --num-minibatches 8 --total-timesteps 8000000
@@ -84,9 +85,9 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     gae_lambda: UnitInterval = 0.95
     """lambda of generalised advantage estimation (GAE), for both advantages"""
     ext_coef: NonNegativeFloat = 2.0
-    """weight of the advantage from the sign of the game's reward; 0 for curiosity only"""
+    """weight of the extrinsic advantage, of the sign of the game's reward; 0 for curiosity only"""
     int_coef: NonNegativeSchedule = "1.0"
-    """weight of the advantage from the bonus: a number, or a schedule like the learning rate's"""
+    """weight of the intrinsic advantage, of the bonus: a number, or a schedule like the learning rate's"""
     int_reward_clip: NonNegativeFloat = 0.0
     """upper bound of the normalised bonus; 0 for none"""
     norm_adv: bool = False
@@ -239,7 +240,7 @@ def policy_and_value(agent: Agent, params: dict, frames: jax.Array, is_first: ja
 
 class RNDNetwork(nn.Module):
     """RND's target or, with `depth` more dense layers, its predictor: normalised frames float32 [B, 84, 84, 1] ->
-    features float32 [B, hidden] (Burda et al. 2018, appendix A.5)."""
+    features float32 [B, hidden] (appendix A.5; dense layers, leaky ReLU and gain sqrt(2) as in OpenAI's code)."""
 
     channels: str
     hidden: int
@@ -293,7 +294,7 @@ STATE_SPECS = devices.partition_specs(TrainState, bonus_filter=RETURN_FILTER_SPE
 
 
 class EnvState(NamedTuple):
-    """Environment-side state carried between rollouts of N environments (no last action: the emulator's are sticky)."""
+    """What N environments' rollouts hand to the next (the emulator itself remembers its sticky action)."""
 
     history: jax.Array  # uint8 [past, N, 84, 84, 1]: the frames before the newest
     env_ids: jax.Array  # int32 [N]
@@ -372,7 +373,7 @@ ROLLOUT_SPECS = devices.partition_specs(
 
 
 class Unroll(NamedTuple):
-    """Steps that an actor has played."""
+    """An actor's rollout, with what its environments returned."""
 
     rollout: Rollout
     timesteps: envs.Timesteps
@@ -488,9 +489,10 @@ def prediction_error(args: Args, stats: FrameStatistics, target: dict, predictor
 
 
 def compute_bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
-    """Divides prediction errors on next frames by the running standard deviation of their discounted return.
+    """The bonus: the prediction error on a step's next frame over the running standard deviation of the errors'
+    discounted return (section 2.4).
 
-    Returns the updated filter, and errors and bonuses float32 [T, N], 0 for junk steps.
+    Returns the updated filter, and errors and bonuses float32 [T, N], 0 for junk steps: those in which EnvPool resets.
     """
     error_of = partial(prediction_error, args, state.frame_stats, state.target, state.params["predictor"])
     errors = mask * jax.lax.map(partial(devices.map_in_chunks, error_of), rollout.next_frames)
@@ -552,7 +554,8 @@ def gae_per_head(args: Args, rewards, bonus, *, values, ratio, timesteps: envs.T
         decay=args.gamma * args.gae_lambda * (1.0 - timesteps.episode_end),
         ratio=ratio,
     )
-    # The bonus's return continues in the next episode, and skips EnvPool's junk step.
+    # The bonus's return continues in the next episode. EnvPool's reset (a junk step) counts for nothing: bonus 0,
+    # discount 1, and the value of the next episode's first frame.
     mask = ~timesteps.is_reset
     int_values = jnp.where(mask, values[:-1, :, 1], values[1:, :, 1])
     int_advantages = gae(
@@ -700,7 +703,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
     rnd_loss = partial(predictor_loss, args, state.frame_stats, state.target)
 
     def predictor_gradient(params, key, time, env):
-        """On a random part of the transitions at time, env, int32 [B, S] each."""
+        """The gradient and the loss, on a random part of the transitions at time, env, int32 [B, S] each."""
         samples = round(args.update_proportion * time.size)
         drawn = jax.random.choice(devices.fold_in_axis_index(key), time.size, (samples,), replace=False)
         time, env = time.reshape(-1)[drawn], env.reshape(-1)[drawn]
@@ -711,7 +714,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
         params, opt_state = carry
         if recurrent:  # all steps of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
-        else:
+        else:  # single transitions, numbered t * N + n
             time, env = index[:, None] // local_num_envs, index[:, None] % local_num_envs
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
@@ -753,7 +756,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
     key, shuffle_key = jax.random.split(state.key)
     mask = ~timesteps.is_reset
     state, batch, bonus, metrics = compute_advantages(args, agent, state, rollout, timesteps)
-    # After the bonus: it is computed with the old statistics, and the predictor learns with the new ones.
+    # In algorithm 1's order: the bonus had the old statistics, the predictor learns with those of this rollout too.
     next_frames = rollout.next_frames.reshape(-1, *atari.FRAME_SHAPE)
     state = state._replace(frame_stats=add_frames(state.frame_stats, next_frames))
     params, opt_state, means = optimize(
