@@ -318,7 +318,7 @@ def test_update_of_a_rollout_learns_from_signs_and_both_advantages(tiny):
     total = np.asarray(2 * both[..., 0] + both[..., 1])
     want = (total - total[mask].mean()) / total[mask].std()
     np.testing.assert_allclose(batch.advantages[mask], want[mask], rtol=1e-3, atol=1e-3)
-    for share, schedule in ((0.5, "0.5"), (1.0, "1.0"), (0.25, "0:1,9:0.25")):
+    for share, schedule in ((0.5, "0.5"), (1.0, "1.0"), (0.625, "0:1,18:0.25")):
         args, state = replace(tiny.args, int_coef=schedule), tiny.state._replace(global_step=jnp.int32(9))
         batch = jax.jit(partial(rnd.compute_advantages, args, tiny.agent))(state, tiny.rollout, steps)[1]
         want = total - (1 - share) * both[..., 1]
