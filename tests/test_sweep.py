@@ -11,6 +11,7 @@ import textwrap
 import threading
 from datetime import date
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import optuna
@@ -389,7 +390,7 @@ def test_pruned_trial_ends_early_and_stays_pruned(tmp_path, monkeypatch):
     with files.lock_run(folder := tmp_path / "0000") as lock:
         where = folder, lock, threading.Event()
         with monkeypatch.context() as patch:
-            patch.setattr(trials, "seconds_of", lambda folder: signal.raise_signal(signal.SIGINT))
+            patch.setattr(trials, "seconds_of", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 sweep.run_trial(study, trial, content, {"x": 3, "steps": 1000}, *where)
         assert len((folder / "run/metrics.jsonl").read_text().splitlines()) < 1000
