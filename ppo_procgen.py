@@ -481,7 +481,7 @@ def optimize(
         params, opt_state = carry
         if recurrent:  # all steps of some environments
             time, env = jnp.arange(args.num_steps)[None], index[:, None]
-        else:
+        else:  # single transitions, numbered t * N + n
             time, env = index[:, None] // local_num_envs, index[:, None] % local_num_envs
         # Keys depend on a sample's global index, not on its device.
         keys = jax.vmap(partial(devices.fold_in_ids, key))(time * args.num_envs + env_ids[env])

@@ -85,9 +85,9 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     gae_lambda: UnitInterval = 0.95
     """lambda of generalised advantage estimation (GAE), for both advantages"""
     ext_coef: NonNegativeFloat = 2.0
-    """weight of the extrinsic advantage, of the sign of the game's reward; 0 for curiosity only"""
+    """weight of the extrinsic advantage (from the sign of the game's reward); 0 for curiosity only"""
     int_coef: NonNegativeSchedule = "1.0"
-    """weight of the intrinsic advantage, of the bonus: a number, or a schedule like the learning rate's"""
+    """weight of the intrinsic advantage (from the bonus): a number, or a schedule like the learning rate's"""
     int_reward_clip: NonNegativeFloat = 0.0
     """upper bound of the normalised bonus; 0 for none"""
     norm_adv: bool = False
@@ -127,8 +127,8 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
         """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         check(self.channels != "", "--channels '': give 3 numbers, such as 32,64,64")
         encoder_args(self).check()
-        some = self.ext_coef > 0 or max(runs.parse_schedule(self.int_coef).values) > 0
-        check(some, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
+        weights = self.ext_coef, *runs.parse_schedule(self.int_coef).values
+        check(max(weights) > 0, "--ext-coef 0.0: nothing to learn from, as --int-coef is 0 too")
         no_core = "--separate-value: the values' own network has no recurrent core; leave --core at none"
         check(self.core == "none" or not self.separate_value, no_core)
         check(not self.distributed, f"--distributed: {SCRIPT}.py trains on one host, on as many devices as it has")
