@@ -1,9 +1,9 @@
 """Ape-X DQN on Procgen: actors that explore differently fill a prioritised replay, one learner samples from it.
 
 Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-step returns; with a distribution of values
-(C51), as in a 2020 Procgen competition entry, whose settings are the defaults. Flags add parts of Beyond the Rainbow
-(Clark et al. 2025): IQN's quantiles, Munchausen targets, spectral normalisation and adaptive max pooling; and a family
-of policies with different exploration bonuses (Never Give Up, Badia et al. 2020). Try:
+(C51). The defaults are a 2020 Procgen competition entry's, where known (docs/apex.md has all differences). Flags add
+parts of Beyond the Rainbow (Clark et al. 2025): IQN's quantiles, Munchausen targets, spectral normalisation, adaptive
+max pooling; and policies with different exploration bonuses and discounts (Never Give Up, Badia et al. 2020). Try:
 
     python apex_procgen.py --env-id coinrun
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
@@ -65,10 +65,9 @@ class Args(
     epsilon: UnitInterval = 0.4
     """environment i of N plays a random action with probability epsilon^(1 + i / (N - 1) * epsilon_alpha)"""
     epsilon_alpha: NonNegativeFloat = 7.0
-    """spread of exploration: the first environment plays random actions with probability epsilon, the last with
-    epsilon^(1 + this)"""
+    """spread of exploration in --epsilon's formula; 0 for the same epsilon in all environments"""
     num_policies: Size = 1
-    """policies that differ in RND's coefficient and in discount (Never Give Up), each in a part of the environments"""
+    """policies that differ in RND's coefficient and in discount (Never Give Up), dealt in turn to the environments"""
     rnd_coef: NonNegativeFloat = 0.3
     """coefficient of RND's bonus for the last policy; the first has 0 and is evaluated; between them it is a sigmoid"""
     rnd_normalize: bool = True
@@ -93,7 +92,7 @@ class Args(
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 150
     """updates between copies to the target network"""
     learning_rate: NonNegativeSchedule = "1e-4"
-    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between"""
     max_grad_norm: NonNegativeFloat = 40.0
     """maximum global norm of the gradient; 0 for no clipping"""
     adam_eps: PositiveFloat = 1.5e-4
@@ -142,7 +141,7 @@ class Agent(nn.Module):
     hidden: int
     dropout: float
     dueling: bool
-    support: tuple[float, ...]
+    support: tuple[float, ...]  # the atoms; (0.0,) for plain Q-values or quantiles
     num_quantiles: int
     num_policies: int
 
@@ -155,12 +154,12 @@ class Agent(nn.Module):
         policies: jax.Array | None = None,
     ) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> float32 [B, 15, atoms]: the atoms' logits or,
-        of one atom, values. With num_quantiles -> [B, 15, N]: quantiles at fractions `taus` float32 [B, N], from 0 to
-        1 (evenly spaced if not given). With several policies, for those of index `policies` int32 [B] (0 if not
-        given)."""
+        of one atom, values. With num_quantiles -> [B, 15, N]: quantiles at fractions `taus` float32 [B, N], by default
+        the midpoints of N equal parts of 0 to 1. With several policies, for those of index `policies` int32 [B] (0 if
+        not given)."""
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
         num_atoms = len(self.support)
-        dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+        dense = partial(nn.Dense, precision="highest")  # no TF32 on a GPU
         if self.num_quantiles:
             if taus is None:
                 taus = jnp.broadcast_to(
@@ -186,12 +185,11 @@ class Agent(nn.Module):
 
 
 def init_value_bias(support: Sequence[float], key: jax.Array, shape: tuple[int], dtype=jnp.float32) -> jax.Array:
-    """Initialises biases [outputs * atoms] so that values start near 0, as without a distribution (at 5 % of the
-    support if its lowest atom is 0). From mid-support they would fall slowly, since targets bootstrap from them.
+    """Initialises biases [outputs * atoms] so that values start near 0, like plain Q-values (at 5 % of the support if
+    its lowest atom is 0). From mid-support they would fall slowly, since targets bootstrap from them.
 
-    The logits are minus Huber's loss of an atom's distance from 0, in twentieths of the support. A Gaussian's would
-    fall by hundreds, and such atoms are hardly learnt. If atoms are further apart than a twentieth of the support, the
-    two around 0 share the probability, the nearer one the larger part.
+    The logits are minus Huber's loss of an atom's distance from 0, in twentieths of the support (a Gaussian's tails are
+    too low to be learnt). If atoms are further apart than that, the two around 0 share the probability by nearness.
     """
     num_atoms = len(support)
     if num_atoms == 1:
@@ -227,7 +225,7 @@ class Curiosity(NamedTuple):
 
     predictor: dict
     opt_state: optax.OptState  # of the predictor
-    bonus: bonus.Bonus
+    bonus: bonus.Bonus  # RND's fixed random network and its running statistics
 
 
 CURIOSITY_SPECS = devices.partition_specs(Curiosity, bonus=bonus.BONUS_SPECS)
@@ -278,8 +276,8 @@ def init_state(args: Args, agent: Agent) -> TrainState:
     )
 
 
-# CURIOSITY: policy j of N maximises the return of r + beta_j r_intrinsic, discounted by gamma_j, as in Never Give Up
-# (Badia et al. 2020a, arXiv 2002.06038) and Agent57 (Badia et al. 2020b, arXiv 2003.13350).
+# CURIOSITY: policy j maximises the return of r + beta_j x RND's bonus, discounted by gamma_j, as in Never Give Up
+# (Badia et al. 2020a, arXiv 2002.06038) and Agent57 (Badia et al. 2020b, arXiv 2003.13350), without an episodic bonus.
 
 
 def policies_of(args: Args, env_ids: jax.Array) -> jax.Array | None:
@@ -289,7 +287,7 @@ def policies_of(args: Args, env_ids: jax.Array) -> jax.Array | None:
 
 
 def betas(args: Args) -> np.ndarray:
-    """The coefficients of the policies' bonus, float32 [N] (Never Give Up, appendix A; Agent57, appendix G.1)."""
+    """The coefficients of the policies' bonus, float32 [policies] (Never Give Up, appendix A; Agent57, G.1)."""
     j, middle = np.arange(args.num_policies), args.num_policies - 2
     sigmoid = 1 / (1 + np.exp(-10 * (2 * j - middle) / max(middle, 1)))
     sigmoid[0], sigmoid[-1] = 0, 1
@@ -297,7 +295,7 @@ def betas(args: Args) -> np.ndarray:
 
 
 def gammas(args: Args) -> np.ndarray:
-    """The policies' discount factors, float32 [N]: log(1 - gamma_j) is evenly spaced (Never Give Up, appendix A)."""
+    """The policies' discounts, float32 [policies]: log(1 - gamma_j) is evenly spaced (Never Give Up, appendix A)."""
     return np.float32(1 - np.geomspace(1 - args.gamma, 1 - args.min_gamma, args.num_policies))
 
 
@@ -433,21 +431,21 @@ class Outputs(NamedTuple):
 
     online: jax.Array  # float32 [B, 15, K], of the online network
     next_target: jax.Array  # float32 [B, 15, K], of the target network for the next frames
-    next_selector: jax.Array  # float32 [B, 15, K], for the next frames, of the network that selects their action
-    target: jax.Array | None  # float32 [B, 15, K], of the target network; for Munchausen
+    next_selector: jax.Array  # float32 [B, 15, K], for the next frames, to choose their action or Munchausen's policy
+    target: jax.Array | None  # float32 [B, 15, K], of the target network for the current frames; for Munchausen
     taus: jax.Array | None  # float32 [B, K], the fractions of the quantiles `online`
 
 
 def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: replay.Batch):
-    """Returns the target's terms: n-step returns float32 [B], and the target network's outputs for the next state
-    float32 [B, K].
+    """Returns the parts of the TD target: n-step returns float32 [B], and the target network's outputs for the next
+    state float32 [B, K].
 
     With Munchausen (Vieillard et al. 2020, arXiv 2007.14430, equation 3) alpha max(tau log pi(a | s), -1) is added to
     the first of the n rewards, and the next state's outputs are their mean under pi plus tau times pi's entropy.
     """
     if not args.munchausen_alpha:
         actions = mean_q(support, outputs.next_selector).argmax(axis=1)
-        return batch.returns, select_action(outputs.next_target, actions)
+        return batch.returns, outputs_of(outputs.next_target, actions)
     tau = args.munchausen_tau
     scaled_log_policy = tau * nn.log_softmax(mean_q(support, outputs.target) / tau)
     scaled_log_prob = jnp.take_along_axis(scaled_log_policy, batch.actions[:, None], axis=1)[:, 0]
@@ -456,7 +454,7 @@ def bootstrap(args: Args, support: Sequence[float], outputs: Outputs, batch: rep
     return returns, (jnp.exp(next_log_policy) * (outputs.next_target - tau * next_log_policy)).sum(axis=1)
 
 
-def select_action(outputs: jax.Array, actions: jax.Array) -> jax.Array:
+def outputs_of(outputs: jax.Array, actions: jax.Array) -> jax.Array:
     """The outputs float32 [B, K] for actions int32 [B], of those for all actions [B, 15, K]."""
     return jnp.take_along_axis(outputs, actions[:, None, None], axis=1)[:, 0]
 
@@ -465,14 +463,15 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
     """The terms of the Q-learning loss of n-step transitions per sample, float32 [B].
 
     The loss is the cross-entropy with the projected target for atoms (Bellemare et al. 2017, algorithm 1),
-    `quantile_loss` for quantiles, and Huber's loss for plain Q-values, as in DQN (Mnih et al. 2015). The TD error is
-    that of mean Q-values (over the quantiles drawn), as actors estimate it too; with atoms its target is the projected
-    one's mean, since a return beyond the support cannot be learnt. Conservative Q-learning (Kumar et al. 2020, arXiv
-    2006.04779, equation 4, CQL(H)) lowers mean Q-values by their softmax weight and raises the played action's.
+    `quantile_loss` for quantiles, and Huber's loss for plain Q-values, as in DQN (Mnih et al. 2015). The TD error, the
+    priority, is that of mean Q-values (over the quantiles drawn); with atoms its target is the projected one's mean,
+    since a return beyond the support cannot be learnt. (The actors' first estimate has neither that projection nor
+    Munchausen's reward.) Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779, equation 4, CQL(H)) lowers mean
+    Q-values by their softmax weight and raises the played action's.
     """
     chex.assert_equal_shape([outputs.online, outputs.next_target, outputs.next_selector])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
-    chosen = select_action(outputs.online, batch.actions)
+    chosen = outputs_of(outputs.online, batch.actions)
     returns, next_outputs = jax.lax.stop_gradient(bootstrap(args, support, outputs, batch))
     q_value = mean_q(support, chosen)
     td_errors = returns + batch.discounts * mean_q(support, next_outputs) - q_value
@@ -496,8 +495,8 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_
     """Ape-X's loss.
 
     Returns its terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
-    differentiates "loss"; the others are logged. A sample's terms may depend on that sample only: on a CPU `loss` is
-    called on 8 samples at a time.
+    differentiates "loss"; all means are logged. "td_error" becomes the sample's priority (the initial one:
+    `replay.insert`). A sample's terms may depend on that sample only: on a CPU `loss` is called on 8 samples at a time.
     """
     keys, next_keys, dropout_keys, *tau_keys = (
         jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(5)
@@ -512,7 +511,7 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_
     outputs = Outputs(
         online=apply(params, frames, dropout_keys, taus),
         next_target=apply(target_params, next_frames, taus=next_taus),
-        # With evenly spaced quantiles: an action selected by the draws that value it would be valued too high.
+        # With evenly spaced quantiles: an action chosen by the same draws that value it would be valued too high.
         next_selector=apply(selector_params, next_frames),
         target=apply(target_params, frames) if args.munchausen_alpha else None,
         taus=taus,
@@ -546,7 +545,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
 
 def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns the jitted update(state, buffer, num_updates, beta) -> TrainState, Replay, metrics, which donates the
-    state and the buffer: each device samples from its own part of the buffer (see `offpolicy.train_steps`)."""
+    state and the buffer: each device samples from its own part of the buffer (see `offpolicy.sample`)."""
     return jax.jit(
         jax.shard_map(
             partial(offpolicy.train_steps, args, partial(train_step, args, agent)),
@@ -595,7 +594,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the actors and the replay buffer."""
+    """What a new run starts from; its checkpoints also hold the actors and the replay buffer."""
     return {"state": init_state(args, agent)}
 
 
@@ -634,12 +633,12 @@ def main(args: Args) -> runs.Run:
             if run.finished(step):
                 break
             with watch("waiting"):
-                batches = fleet.get(run, save)
-            if batches is None:
+                actor_batches = fleet.get(run, save)
+            if actor_batches is None:
                 break
             i, before = int(state.iterations), step
             with watch("insert"):
-                rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
+                rollouts, timesteps = zip(*(batch.unroll for batch in actor_batches), strict=True)
                 policies, intrinsic, bonus_metrics = replay.SINGLE_POLICY, None, {}
                 if args.num_policies > 1:
                     curiosity, policies, intrinsic, bonus_metrics = intrinsic_rewards(state.curiosity, rollouts)
@@ -655,7 +654,7 @@ def main(args: Args) -> runs.Run:
             metrics |= jax.device_get(bonus_metrics)
             run.check_finite(step, metrics)
             episodes.add(timesteps)
-            metrics |= fleet.metrics(i, batches) | episodes.metrics() | watch.fractions()
+            metrics |= fleet.metrics(i, actor_batches) | episodes.metrics() | watch.fractions()
             charts = {"updates": int(state.updates), "per_beta": beta, "SPS": run.steps_per_second(step)}
             run.log(step, metrics | {f"charts/{name}": value for name, value in charts.items()})
             if run.checkpoint_due(step):

@@ -5,7 +5,8 @@ changes to the weights generated for earlier tasks prevents forgetting (von Oswa
 Schoepf et al. 2022).
 
 For comparison, --method ppo learns each task from scratch and --method finetune continues with the last task's
-networks. The settings of Schoepf et al. 2022 are in docs/hnppo.md. Try:
+networks. Tasks are those of `TASKS` in common/doors.py, or other names in doorgym, each at most once. The settings of
+Schoepf et al. 2022 are in docs/hnppo.md. Try:
 
     python hnppo_doorgym.py --tasks 0,1
     python hnppo_doorgym.py --method ppo --task 2 --robot gripper
@@ -38,7 +39,8 @@ from common.flags import Iterations, NonNegativeFloat, NonNegativeInt, PositiveF
 from common.rewards import RETURN_FILTER_SPECS, ReturnFilter, init_return_filter, masked_moments, normalize_rewards
 
 SCRIPT = Path(__file__).stem
-# Seeds of the evaluation doors: for the matrix (evaluate.py adds its --seed), and for choosing parameters.
+# Seeds of the evaluation doors: for reported success rates (evaluate.py adds its --seed) and, beyond any of those, for
+# choosing a task's best parameters.
 EVAL_SEED, SELECT_SEED = 1000, 2**40
 # Flags of --method hnppo alone.
 HYPERNET_FLAGS = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate", "critic")
@@ -46,7 +48,7 @@ HYPERNET_FLAGS = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper
 
 @dataclass(frozen=True)
 class Args(doors.DoorArgs, runs.RunArgs):
-    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # num_envs: the shape of the return filter
+    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # --resume refuses to change them
 
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
     """hnppo: hypernetwork; ppo: new policy and value networks for each task; finetune: the same ones for all tasks"""
@@ -136,7 +138,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
 
 # NETWORKS
 
-Dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+Dense = partial(nn.Dense, precision="highest")  # no TF32 on a GPU
 
 
 def tanh_layers(x: jax.Array, hidden: int, layers: int) -> jax.Array:
@@ -258,7 +260,7 @@ class Agent:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Names of the parameters that are stored for each task: with hnppo, the generated ones."""
+        """Names of the parameters that a task's end stores: those that hnppo generates; with ppo, for evaluate.py."""
         critic = self.args.method == "hnppo" and self.args.critic == "hyper"
         stored = {"actor": True, "critic": critic, "log_std": self.args.keep_std}
         return tuple(name for name in stored if stored[name])
@@ -293,25 +295,25 @@ def make_agent(args: Args) -> Agent:
 
 
 class Best(NamedTuple):
-    """The task's best evaluation so far."""
+    """The task's evaluations so far: parameters and success rate of the best, and how many in a row were good."""
 
     learner: dict
     success: jax.Array  # float32 []; -1 before the first
-    good_evals: jax.Array  # int32 []: consecutive evaluations that reached stop_at_success
+    good_evals: jax.Array  # int32 []: latest ones in a row that reached stop_at_success; three end the task
 
 
 class TrainState(NamedTuple):
-    """State of the learner. Arrays with a row per task of the sequence have MAX_TASKS rows."""
+    """State of the training. Arrays with a row per task of the sequence have MAX_TASKS rows."""
 
-    learner: dict
+    learner: dict  # the trained parameters, see `Agent`
     opt_state: optax.OptState
     embeddings: jax.Array  # [MAX_TASKS, E], of the finished tasks; fixed
-    targets: jax.Array  # [MAX_TASKS, size]: the finished tasks' weights (`Agent.stored`), the penalty's targets
+    targets: jax.Array  # [MAX_TASKS, size], of the finished tasks: the penalty's targets or, with ppo, their policies
     best: Best
     matrix: jax.Array  # float32 [MAX_TASKS, MAX_TASKS]: success rate on task j after task i; NaN where not measured
     key: jax.Array
-    task: jax.Array  # int32 []: position in the task sequence
-    finished: jax.Array  # int32 []: finished tasks; equals `task` until that one is finished
+    task: jax.Array  # int32 []: position in the task sequence; -1 before the first
+    finished: jax.Array  # int32 []: finished tasks: task, or task + 1 between tasks
     updates: jax.Array  # int32 []: in this task
     global_step: jax.Array  # int32 []: decisions learnt from
     skipped: jax.Array  # int32 []: optimiser steps skipped because their gradient was not finite
@@ -372,8 +374,8 @@ def begin_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
 
 
 def end_task(args: Args, agent: Agent, state: TrainState) -> TrainState:
-    """Finishes the task: restores its best parameters, and stores their weights as its targets. (Schoepf et al. 2022
-    and von Oswald et al. 2020, equation 2, recompute all targets before each task, so that they drift.)"""
+    """Ends the task: makes its best parameters the current ones, and stores their weights as its targets. (Schoepf et
+    al. 2022 and von Oswald et al. 2020, equation 2, recompute all targets before each task, so that they drift.)"""
     learner = state.best.learner
     targets = state.targets.at[state.task].set(agent.pack(agent.networks(learner)))
     state = state._replace(learner=learner, targets=targets, finished=state.finished + 1)
@@ -465,8 +467,8 @@ def log_prob(mean: jax.Array, log_std: jax.Array, actions: jax.Array) -> jax.Arr
 def ppo_loss_terms(args: Args, log_prob: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     """The terms of PPO's loss (Schulman et al. 2017, equations 7 and 9) per sample, float32 [B].
 
-    The value loss is half the larger of the squared errors of the value and the clipped value. Schoepf et al. 2022 use
-    the clipped value alone, which gives values beyond the clip no gradient.
+    The value loss is half the larger of the squared errors of the value and the clipped value, as in Schoepf et al.
+    2022's PPO; their HN-PPO takes the clipped value's alone, which gives values beyond the clip no gradient.
     """
     chex.assert_equal_shape([log_prob, values, batch.log_prob, batch.values, batch.advantages, batch.returns])
     log_ratio = log_prob - batch.log_prob
@@ -486,8 +488,8 @@ def loss(args: Args, agent: Agent, learner: dict, batch: Batch) -> dict[str, jax
     """PPO's loss.
 
     Returns its terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
-    differentiates "loss"; the others are logged. A mean over samples within a term would be over one device's part of
-    the minibatch: batch statistics belong in `compute_advantages`.
+    differentiates "loss"; all means are logged. With several devices `batch` is one device's part of the minibatch:
+    compute statistics over samples in `compute_advantages`.
     """
     params = agent.networks(learner)
     mean, log_std = agent.actor.apply(params["actor"], batch.obs), params["log_std"]
@@ -507,17 +509,17 @@ def penalty(agent: Agent, hyper: dict, state: TrainState) -> jax.Array:
 
 
 def minibatch_gradient(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_penalty: bool):
-    """PPO's gradient, clipped, plus the penalty's, which looks one step ahead and is not clipped. Returns the gradient
-    and the means of the loss's terms, float32 []."""
+    """PPO's gradient, clipped, plus the penalty's, not clipped. Returns the gradient and the means of the loss's terms,
+    float32 []."""
     weight = jnp.ones(len(batch.obs))
     grads, means, _ = devices.gradient(partial(loss, args, agent), state.learner, batch, weight, in_chunks=False)
-    grads = devices.optimization_barrier(grads)
+    grads = devices.optimization_barrier(grads)  # for speed: on a CPU XLA may compute them anew for each use
     norm = means["grad_norm"] = devices.global_norm(grads)
     if args.max_grad_norm:
-        scale = jnp.minimum(1.0, args.max_grad_norm / jnp.maximum(norm, 1e-30))
+        scale = jnp.minimum(1.0, args.max_grad_norm / norm)
         grads = jax.tree.map(lambda g: scale * g, grads)
     if with_penalty:
-        # The penalty is measured after Adam's step with PPO's gradient alone: what that step would forget.
+        # Its gradient is taken where Adam's step with PPO's alone would lead (equation 2's change, held constant).
         step, _ = make_optimizer(args).update(grads, state.opt_state, state.learner)
         ahead = devices.optimization_barrier(optax.apply_updates(state.learner, step)["hyper"])
         means["penalty"], penalty_grads = jax.value_and_grad(partial(penalty, agent))(ahead, state)
@@ -533,7 +535,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
     values = agent.critic.apply(params["critic"], rollout.obs)
     last = jnp.zeros(rollout.rewards.shape, bool).at[-1].set(True)
     return_filter, rewards = normalize_rewards(
-        state.return_filter, rollout.rewards, last, jnp.ones_like(last), args.gamma
+        state.return_filter, rollout.rewards, ended=last, mask=jnp.ones_like(last), gamma=args.gamma
     )
     advantages = jax.vmap(partial(gae, gamma=args.gamma, gae_lambda=args.gae_lambda), 1, 1)(rewards, values)
     returns = advantages + values[:-1]
@@ -558,7 +560,8 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
 
 def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_penalty: bool):
     """Runs update_epochs epochs of minibatch steps; returns the next state and the last epoch's mean metrics."""
-    chex.assert_tree_shape_prefix(batch, batch.returns.shape)  # JAX clamps an index that is out of range
+    # JAX would clamp the indices of another shape without an error.
+    chex.assert_tree_shape_prefix(batch, batch.returns.shape)
     tx = make_optimizer(args)
 
     def apply(grads, learner, opt_state):
@@ -571,7 +574,8 @@ def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_
     def train_minibatch(state, index):
         minibatch = jax.tree.map(lambda x: x[index], batch)
         grads, means = minibatch_gradient(args, agent, state, minibatch, with_penalty=with_penalty)
-        finite = jnp.isfinite(means["grad_norm"] + devices.global_norm(grads))  # else all parameters would become NaN
+        # Both norms: clipping makes 0 of a gradient of infinite norm, and the penalty's is added after it.
+        finite = jnp.isfinite(means["grad_norm"] + devices.global_norm(grads))
         learner, opt_state = devices.cond(finite, apply, skip, grads, state.learner, state.opt_state)
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         state = state._replace(
@@ -658,7 +662,7 @@ def make_policy(jitted: Jitted, params: dict) -> Callable:
 
 
 def evaluate_task(args: Args, jitted: Jitted, state: TrainState, task: str) -> tuple[TrainState, dict]:
-    """Evaluates the current task; returns the state, with the task's best parameters so far, and metrics."""
+    """Evaluates the current task; returns the state, its `best` updated, and metrics."""
     policy = make_policy(jitted, jitted.policy_params(state, state.task))
     outcomes = doors.evaluate(args, policy, task, episodes=args.eval_episodes, seed=SELECT_SEED)
     state = jitted.keep_best(state, outcomes.success.mean())
@@ -674,7 +678,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
     unfinished task, the best parameters replace the current ones once there was an evaluation."""
 
     def select(state):
-        evaluated = (state.finished == state.task) & (state.best.success >= 0)
+        evaluated = state.best.success >= 0
         learner = jax.tree.map(partial(jnp.where, evaluated), state.best.learner, state.learner)
         state, actors = state._replace(learner=learner), []
         params_of = jax.jit(partial(policy_params, agent))
@@ -751,7 +755,7 @@ def learn_task(args: Args, jitted: Jitted, mesh: Mesh, run: runs.Run, state: Tra
     update = jitted.update_with_penalty if with_penalty else jitted.update
     shardings = devices.shardings(mesh, (STATE_SPECS, TIME_ENV_SHARDED))
     batch_size = DECISIONS * args.num_envs
-    seed = envs.derive_seed(args.seed, 9)
+    seed = envs.derive_seed(args.seed, 9)  # without the task: those with the same kind of knob share their worlds
     with closing(doors.make_doors(args, task, args.num_envs, seed=seed, num_worlds=args.num_worlds)) as env:
         while not run.stop and state.finished == state.task:
             rollout, outcomes = collect(args, jitted, env, state, watch)
@@ -781,7 +785,8 @@ def learn_task(args: Args, jitted: Jitted, mesh: Mesh, run: runs.Run, state: Tra
 
 
 def finish_task(args: Args, jitted: Jitted, run: runs.Run, state: TrainState) -> TrainState:
-    """Ends a task: evaluates all tasks, and reports the matrix so far."""
+    """Ends the task, then evaluates all tasks, later ones too, with `policy_params` (ppo: the newest policy;
+    evaluate.py plays each task's own), and reports the matrix so far."""
     names, i = doors.task_names(args), int(state.task)
     state = jitted.end_task(state)
     row = np.full(MAX_TASKS, np.nan)
@@ -801,7 +806,7 @@ def finish_task(args: Args, jitted: Jitted, run: runs.Run, state: TrainState) ->
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step."""
+    """What a new run starts from."""
     return {"state": init_state(args, agent)}
 
 

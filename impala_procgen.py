@@ -58,7 +58,7 @@ class Args(
     """total number of environment steps"""
     num_envs: Size = 16
     num_steps: PositiveInt = 200
-    """steps per environment in an unroll; an update learns from one unroll of every environment"""
+    """steps per environment in an unroll; an update learns from a new unroll of every environment"""
     num_minibatches: PositiveInt = 2
     """number of minibatches per epoch, each of whole unrolls"""
     update_epochs: Iterations = 3
@@ -66,11 +66,11 @@ class Args(
     update_pieces: PositiveInt = 1
     """split each update into this many programs; actors that share the learner's GPU act between them"""
     replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
-    """fraction of each batch (rounded to whole unrolls) drawn from a buffer of older unrolls; 0 for no buffer"""
+    """fraction of each batch that older unrolls, added to the new ones from a buffer, make up; 0 for no buffer"""
     replay_size: PositiveInt = 128
     """unrolls that the buffer holds, each of one environment, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """learning rate: a number, or a schedule "step:value,..." in environment steps; the default spans 8M"""
+    """learning rate: a number, or "step:value,..." in environment steps, linear between; the default spans 8M"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: PositiveFloat = 1.0
@@ -80,11 +80,11 @@ class Args(
     """V-trace: clip the importance ratios of the traces (paper: c_bar <= rho_bar); changes the speed of convergence,
     not the fixed point"""
     pg_rho_bar: PositiveFloat = 1.0
-    """V-trace: clip the probability ratio of the policy gradient"""
+    """V-trace: clip the importance ratio that weights the policy gradient's advantages"""
     vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: NonNegativeFloat = 0.0
-    """PPO's clipped surrogate, for several epochs: clip the ratio to the policy before the update to 1 +- this, with
+    """PPO's clipped surrogate beside pg_rho_bar: clip the ratio to the policy before the update to 1 +- this, with
     V-trace once per update and normalised advantages; 0 for the paper's loss, with V-trace in each minibatch"""
     vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
@@ -93,9 +93,9 @@ class Args(
     max_grad_norm: NonNegativeFloat = 0.5
     """maximum global norm of the gradient (of the mean over a minibatch); 0 for no clipping"""
     optimizer: Literal["adam", "rmsprop"] = "adam"
-    """Adam, as the competition entry, or RMSProp, as the paper (decay 0.99)"""
+    """Adam, as the competition entry, or the paper's RMSProp (decay 0.99), but with bias correction"""
     adam_eps: PositiveFloat = 1e-8
-    """epsilon of Adam, or of RMSProp"""
+    """epsilon of Adam, or of RMSProp (there within the square root)"""
     l2: NonNegativeFloat = 0.0
     """coefficient of the L2 penalty, the squared norm of all convolution kernels (not part of the logged loss)"""
     core: Literal["none", "lstm", "gru"] = "none"
@@ -159,7 +159,7 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # Heads in full float32, on a GPU too; a small gain makes the first policy nearly uniform.
+        # "highest": no TF32 on a GPU. The small gain makes the first policy nearly uniform.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -175,7 +175,7 @@ class Agent(nn.Module):
         return self.policy(x), self.value(x)[..., 0], hidden_state
 
     def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
-        """Encodes and decodes frames [B, 64, 64, C] of one step."""
+        """Frames [B, 64, 64, C] of one step, for `init` alone: modules not called here get no parameters."""
         return self.decode(self.encode(frames)[:, None], is_first[:, None], hidden_state)
 
 
@@ -201,7 +201,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from, without those replayed
-    updates: jax.Array  # int32 []: the version of the parameters
+    updates: jax.Array  # int32 []: the version of the parameters, and the number of the rollouts learnt from next
 
 
 class VTraceOutput(NamedTuple):
@@ -219,9 +219,9 @@ class Batch(NamedTuple):
     actions: jax.Array  # int32
     logits: jax.Array  # float32 [..., 15], of the behaviour policy
     rewards: jax.Array  # float32
-    terminated: jax.Array  # bool
-    is_reset: jax.Array  # bool: EnvPool resets in this step, which is no transition (a junk step)
-    old_targets: VTraceOutput | None = None  # with clip_coef: by the parameters before the update
+    terminated: jax.Array  # bool: the transition ended the episode, not by a time limit
+    is_reset: jax.Array  # bool: a junk step, no transition: frame t is an episode's last, t + 1 the next one's first
+    old_targets: VTraceOutput | None = None  # with clip_coef: V-trace by the parameters before the update
 
 
 class UnrollBatch(NamedTuple):
@@ -236,7 +236,7 @@ class LearnerBuffers(NamedTuple):
     """The learner's reward filter and replay buffer, kept between updates."""
 
     reward_filter: ReturnFilter
-    replay: UnrollBatch | None  # N = replay_size
+    replay: UnrollBatch | None  # N = replay_size; rewards and hidden states stay as recorded
     written: jax.Array  # int32 []: unrolls written to each device's part of the replay, kept below 2 x its size
 
 
@@ -343,7 +343,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         frames=frames,
-        actions=rollout.actions.at[t].set(actions),
+        actions=rollout.actions.at[t].set(actions),  # as chosen: sticky actions belong to the environment
         logits=rollout.logits.at[t].set(logits),
         env_state=env_state._replace(last_action=played, hidden_state=hidden_state),
         t=t + 1,
@@ -404,7 +404,8 @@ def assemble_batch(
 
 
 def add_replayed(args: Args, buffers: LearnerBuffers, new: UnrollBatch, i: jax.Array):
-    """Draws older unrolls from the replay, then writes the new ones to it; returns the buffers, and both together."""
+    """Draws older unrolls from the replay, uniformly and with replacement, then writes the new ones to it; returns the
+    buffers, and both together."""
     key = devices.fold_in_axis_index(jax.random.fold_in(jax.random.PRNGKey(envs.derive_seed(args.seed, 1)), i))
     num_envs, size = new.batch.is_reset.shape[1], args.replay_size // devices.axis_size()  # of this device
     filled = jnp.minimum(buffers.written, size)
@@ -445,8 +446,8 @@ def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, 
       log_ratio: float32 [T], log of the learner's over the actor's probability of the action.
       rewards: float32 [T], terminated: bool [T], of the transition from step t to t + 1.
       values: float32 [T + 1], the learner's.
-      is_reset: bool [T], junk steps. Their ratio counts as 0, so that their target is their value, which stands for the
-        rest of a truncated episode, and nothing of the next episode comes through.
+      is_reset: bool [T], junk steps, which show an episode's last frame. Their ratio counts as 0: their target is their
+        value, which bootstraps a truncated episode, and nothing of the next episode comes through.
       gamma, rho_bar, c_bar, pg_rho_bar, vtrace_lambda: float32 [].
 
     Returns float32 [T] each: the values' targets, the policy gradient's advantages, and their importance weights.
@@ -465,7 +466,7 @@ def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, 
 
     steps = deltas, decays
     targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.scan_unroll())[1]
-    # As in rlax: for lambda 1 the paper's next target; on-policy, advantages are GAE's for any lambda.
+    # The paper's is targets[1:], the same for lambda 1. Below 1, as in rlax, advantages are GAE's if on-policy.
     next_targets = jnp.append(vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1], values[-1])
     return targets, rewards + discounts * next_targets - values[:-1], jnp.minimum(pg_rho_bar, ratio)
 
@@ -508,19 +509,19 @@ def impala_loss_terms(
       batch: [B, T].
     """
     log_prob, acting_log_probs = action_log_prob(log_probs, batch.actions), jax.nn.log_softmax(batch.logits)
-    ratio = jnp.exp(log_prob - action_log_prob(acting_log_probs, batch.actions))
     vtrace_output = batch.old_targets if args.clip_coef else vtrace_targets(args, log_probs, values, batch, gamma=gamma)
-    advantages = vtrace_output.weights * vtrace_output.advantages
+    weighted = vtrace_output.weights * vtrace_output.advantages
     if args.clip_coef:  # Schulman et al. 2017, equation 7
         update_ratio = jnp.exp(log_prob - vtrace_output.log_prob)
         ratio_clipped = jnp.clip(update_ratio, 1 - args.clip_coef, 1 + args.clip_coef)
         terms = {
-            "policy_loss": -jnp.minimum(update_ratio * advantages, ratio_clipped * advantages),
+            "policy_loss": -jnp.minimum(update_ratio * weighted, ratio_clipped * weighted),
             "clipfrac": (jnp.abs(update_ratio - 1) > args.clip_coef).astype(jnp.float32),
         }
     else:
-        terms = {"policy_loss": -(advantages * log_prob)}
+        terms = {"policy_loss": -(weighted * log_prob)}
     value_error = values[:, :-1] - vtrace_output.targets
+    ratio = jnp.exp(log_prob - action_log_prob(acting_log_probs, batch.actions))  # logged only
     # The last four are not logged: `finish_update` computes the explained variance from them.
     return terms | {
         "value_loss": 0.5 * value_error**2,
@@ -537,7 +538,7 @@ def impala_loss_terms(
 
 def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities float32 [B, T, 15] and values [B, T + 1] for `frames` of T steps in place of the inputs' own.
-    The last value, of the inputs' last frame, is a constant to the gradient."""
+    The last value only bootstraps: of the inputs' own last frame, without dropout, and a constant to the gradient."""
     shape = frames.shape[:2]
     frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (frames, inputs.keys))
     features = devices.map_in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
@@ -554,7 +555,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
     """IMPALA's loss, with DrAC's regulariser if the flags ask for it.
 
     Returns its terms per sample, float32 [B, T]; `devices.gradient` weights them (0 for junk steps), averages them over
-    samples and devices and differentiates "loss"; the others are logged. A term may depend on its own unroll only: on a
+    samples and devices and differentiates "loss"; all means are logged. A term may depend on its own unroll only: on a
     CPU `loss` is called on one unroll at a time (several if they are short). Batch statistics belong in
     `assemble_batch` or, with --clip-coef, `precompute_targets`.
     """
@@ -578,7 +579,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
 
 def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
     """The unrolls at `index` int32 [B], batch axis first; with a key, also keys for augmentation and dropout."""
-    # JAX clamps an index that is out of range.
+    # JAX would clamp the indices of another shape without an error.
     chex.assert_tree_shape_prefix(unrolls.batch, unrolls.batch.is_reset.shape)
     steps = jnp.arange(args.num_steps + 1)
     time, env = steps[None, :-1], index[:, None]
@@ -623,8 +624,9 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
     the piece's last epoch.
     """
     learning_rate, ent_coef, gamma = schedules(args, state.global_step)
-    epochs = max(args.update_epochs // args.update_pieces, 1)
-    minibatches = args.num_minibatches * args.update_epochs // (args.update_pieces * epochs)  # of an epoch, in a piece
+    epochs = max(args.update_epochs // args.update_pieces, 1)  # in a piece
+    pieces = max(args.update_pieces // args.update_epochs, 1)  # that share an epoch
+    minibatches = args.num_minibatches // pieces  # of an epoch, in a piece
     tx = make_optimizer(args)
     if args.clip_coef and unrolls.batch.old_targets is None:
         unrolls = precompute_targets(args, agent, state.params, unrolls, gamma=gamma)
@@ -644,12 +646,13 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
         num_unrolls = unrolls.batch.is_reset.shape[1]  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), num_unrolls)
         order = order.reshape(args.num_minibatches, -1)
-        order = jax.lax.dynamic_slice_in_dim(order, piece * minibatches % args.num_minibatches, minibatches)
+        order = jax.lax.dynamic_slice_in_dim(order, piece % pieces * minibatches, minibatches)
         sample_key = devices.fold_in_axis_index(sample_key)
         carry, means = jax.lax.scan(lambda carry, index: train_minibatch(carry, sample_key, index), carry, order)
         return carry, jax.tree.map(jnp.mean, means)
 
-    keys = jax.random.split(jax.random.split(state.key)[1], args.update_epochs)
+    _, key = jax.random.split(state.key)  # the same in all pieces; `finish_update` advances it
+    keys = jax.random.split(key, args.update_epochs)
     keys = jax.lax.dynamic_slice_in_dim(keys, piece * args.update_epochs // args.update_pieces, epochs)
     (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
     return state._replace(params=params, opt_state=opt_state), unrolls.batch, jax.tree.map(lambda x: x[-1], means)
@@ -735,7 +738,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the buffers and the actors."""
+    """What a new run starts from; its checkpoints also hold the buffers and the actors."""
     return {"state": init_state(args, agent)}
 
 
@@ -783,13 +786,13 @@ def main(args: Args) -> runs.Run:
             if run.finished(step):
                 break
             with watch("waiting"):
-                batches = fleet.get(run, save)
-            if batches is None:
+                actor_batches = fleet.get(run, save)
+            if actor_batches is None:
                 break
             i = int(state.updates)
             with watch("transfer"):
-                rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
-                specs = (ROLLOUT_SPECS,) * len(batches), (envs.TIMESTEP_SPECS,) * len(batches)
+                rollouts, timesteps = zip(*(batch.unroll for batch in actor_batches), strict=True)
+                specs = (ROLLOUT_SPECS,) * len(rollouts), (envs.TIMESTEP_SPECS,) * len(timesteps)
                 arrays = multihost.host_to_global(mesh, (rollouts, timesteps), specs)
                 buffers, unrolls = jax.block_until_ready(assemble_batch(buffers, *arrays, step, i))
             with watch("update"):
@@ -798,7 +801,7 @@ def main(args: Args) -> runs.Run:
             step, params = int(state.global_step), multihost.local_replica(mesh, state.params)
             fleet.publish(i + 1, params)
             episodes.add(envs.join_envs(timesteps, axis=-1))
-            metrics |= fleet.metrics(i, batches) | episodes.metrics() | watch.fractions()
+            metrics |= fleet.metrics(i, actor_batches) | episodes.metrics() | watch.fractions()
             metrics["charts/return_std"] = np.sqrt(buffers.reward_filter.var)
             run.check_finite(step, metrics)
             metrics["charts/SPS"] = run.steps_per_second(step)

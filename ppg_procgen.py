@@ -76,7 +76,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     """separate networks for policy and value, as the paper's; if off, the value head reads the policy's features behind
     a stop-gradient"""
     learning_rate: NonNegativeSchedule = "5e-4"
-    """Adam's learning rate in both phases: a number, or a schedule "step:value,..." in environment steps"""
+    """Adam's learning rate in both phases: a number, or "step:value,..." in environment steps, linear between"""
     gamma: UnitSchedule = "0.999"
     """discount: a number, or a schedule like the learning rate's"""
     gae_lambda: UnitInterval = 0.95
@@ -124,7 +124,7 @@ class Agent(nn.Module):
     def __call__(self, frames: jax.Array, keys: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> logits float32 [B, 15], values float32 [B] and
         auxiliary values float32 [B]."""
-        # Heads in full float32, on a GPU too; small, for a nearly uniform first policy and values near 0.
+        # "highest": no TF32 on a GPU. Small, for a nearly uniform first policy and values near 0.
         dense = partial(nn.Dense, precision="highest", kernel_init=nn.initializers.orthogonal(0.1))
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
         value_features = self.value_encoder(frames) if self.value_encoder else jax.lax.stop_gradient(x)
@@ -234,7 +234,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         frames=frames,
-        actions=rollout.actions.at[t].set(actions),
+        actions=rollout.actions.at[t].set(actions),  # as chosen: sticky actions belong to the environment
         logits=rollout.logits.at[t].set(logits),
         values=rollout.values.at[t].set(values),
         env_state=env_state._replace(last_action=played),
@@ -328,7 +328,7 @@ def policy_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple, 
     """PPO's loss, from frames, keys and a Batch [B].
 
     Returns its terms per sample, float32 [B]; `devices.gradient` weights them (0 for junk steps), averages them over
-    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    samples and devices and differentiates "loss"; all means are logged. A sample's terms may depend on that sample
     only: on a CPU `policy_phase_loss` is called on 8 frames at a time. Batch statistics belong in `compute_advantages`.
     """
     frames, keys, batch = minibatch
@@ -377,7 +377,7 @@ def optimize(
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX clamps an index that is out of range
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX would clamp the indices of another shape without an error
     env_ids, tx = rollout.env_state.env_ids, make_optimizer(args)
     minibatch_loss = partial(policy_phase_loss, args, agent, ent_coef=ent_coef)
 
@@ -593,7 +593,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the environments and the rollouts."""
+    """What a new run starts from; its checkpoints also hold the environments and the rollouts."""
     env_ids = devices.local_env_ids(args)
     return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
 

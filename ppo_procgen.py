@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # what --resume cannot change, beside the groups' own: a checkpoint has its value
+    FIXED: ClassVar = ("kl_coef",)  # --resume refuses to change it: it is only the coefficient's first value
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -68,7 +68,7 @@ class Args(
     learning_rate: NonNegativeSchedule = (
         "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
     )
-    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps; the default spans 8M"""
+    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between; the default spans 8M"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     gae_lambda: UnitInterval = 0.9
@@ -117,7 +117,7 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        # Heads in full float32, on a GPU too; a small gain makes the first policy nearly uniform.
+        # "highest": no TF32 on a GPU. The small gain makes the first policy nearly uniform.
         dense = partial(nn.Dense, precision="highest")
         self.policy = dense(envs.NUM_ACTIONS, kernel_init=nn.initializers.orthogonal(0.01))
         self.value = dense(1, kernel_init=nn.initializers.orthogonal(1.0))
@@ -133,7 +133,7 @@ class Agent(nn.Module):
         return self.policy(x), self.value(x)[..., 0], hidden_state
 
     def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
-        """Encodes and decodes frames [B, 64, 64, C] of one step."""
+        """Frames [B, 64, 64, C] of one step, for `init` alone: modules not called here get no parameters."""
         return self.decode(self.encode(frames)[:, None], is_first[:, None], hidden_state)
 
 
@@ -157,7 +157,7 @@ def policy_and_value(agent: Agent, params: dict, frames: jax.Array, is_first: ja
 class TrainState(NamedTuple):
     """State of the learner."""
 
-    params: dict  # of the agent, and of RND's predictor where there is one
+    params: dict  # {"agent", "predictor"}: both are trained, the agent's act; the predictor is {} without RND
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
@@ -167,6 +167,7 @@ class TrainState(NamedTuple):
     bonus: bonus.Bonus
 
 
+# Fields that are not named are replicated.
 STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SPECS, bonus=bonus.BONUS_SPECS)
 
 
@@ -254,7 +255,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         frames=frames,
-        actions=rollout.actions.at[t].set(actions),
+        actions=rollout.actions.at[t].set(actions),  # as chosen: sticky actions belong to the environment
         logits=rollout.logits.at[t].set(logits),
         values=rollout.values.at[t].set(values),
         env_state=env_state._replace(last_action=played, hidden_state=hidden_state),
@@ -345,10 +346,10 @@ class Inputs(NamedTuple):
     """Network inputs of a minibatch."""
 
     frames: jax.Array  # uint8 [B, S, 64, 64, C]
-    next_frames: jax.Array | None  # of the next step, for RND's bonus
+    next_frames: jax.Array | None  # of the next step, for RND's predictor; None without it
     is_first: jax.Array  # bool [B, S]: whether a step is its episode's first
     hidden_state: networks.HiddenState  # before the first step, [B, hidden]
-    keys: jax.Array | None  # uint32 [B, S, 2], for augmentation and dropout
+    keys: jax.Array | None  # uint32 [B, S, 2], for augmentation and dropout; None without them
 
 
 def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: Batch) -> dict[str, jax.Array]:
@@ -393,9 +394,9 @@ def loss(
     """PPO's loss, with DrAC's regulariser and the error of RND's predictor if the flags ask for them.
 
     Returns its terms per sample, float32 [B, S]; `devices.gradient` weights them (0 for junk steps), averages them over
-    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    samples and devices and differentiates "loss"; all means are logged. A sample's terms may depend on that sample
     only: on a CPU `loss` is called on 8 frames or one sequence at a time. Batch statistics belong in
-    `compute_advantages`.
+    `compute_advantages`; a loss across samples needs `devices.gradient(..., in_chunks=False)`.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -408,7 +409,7 @@ def loss(
     log_probs, values = forward(agent, params["agent"], inputs, frames)
     terms = ppo_loss_terms(args, log_probs, values, batch)
     total = terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]
-    if args.kl_coef:
+    if args.kl_coef:  # the first value; kl_coef is the adapted one
         total += kl_coef * terms["approx_kl"]
     if args.augment and args.augment_mode == "drac":
         terms["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
@@ -431,7 +432,7 @@ def compute_advantages(
 ):
     """Shaped rewards, RND's bonus, GAE: returns the state with its running statistics updated, a Batch [T, N] and
     metrics float32 []."""
-    mask = ~timesteps.is_reset  # False for junk steps; moments are over all devices
+    mask = ~timesteps.is_reset  # False for junk steps
     reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
     state = state._replace(reward_filter=reward_filter)
     metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}
@@ -448,7 +449,7 @@ def compute_advantages(
         rewards, jnp.concatenate([rollout.values, last_value[None]]), timesteps.terminated, timesteps.truncated
     )
     returns = advantages + rollout.values
-    mean, var = masked_moments(advantages, mask)
+    mean, var = masked_moments(advantages, mask)  # over all devices
     _, return_var = masked_moments(returns, mask)
     metrics["losses/explained_variance"] = 1 - var / jnp.maximum(return_var, 1e-8)  # advantages are returns - values
     batch = Batch(
@@ -470,7 +471,7 @@ def optimize(
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX clamps an index that is out of range
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX would clamp the indices of another shape without an error
     env_ids, recurrent = rollout.env_state.env_ids, args.core != "none"
     local_num_envs = len(env_ids)  # on this device
     tx = make_optimizer(args)
@@ -581,7 +582,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the environments."""
+    """What a new run starts from; its checkpoints also hold the environments and the episodes' statistics."""
     return {"state": init_state(args, agent), "env_state": init_env_state(args, devices.local_env_ids(args))}
 
 

@@ -75,7 +75,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     update_epochs: Iterations = 4
     """epochs over each batch"""
     learning_rate: NonNegativeSchedule = "1e-4"
-    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between"""
     predictor_lr_ratio: NonNegativeFloat = 1.0
     """predictor's learning rate, relative to the policy's; a lower one keeps bonuses longer"""
     gamma: UnitInterval = 0.999
@@ -194,7 +194,7 @@ class Agent(nn.Module):
     value_network: ValueNetwork | None
 
     def setup(self):
-        dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+        dense = partial(nn.Dense, precision="highest")  # no TF32 on a GPU
         self.trunk = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
         self.actor = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
         self.critic = dense(self.hidden, kernel_init=networks.INITS["orthogonal"])
@@ -217,7 +217,7 @@ class Agent(nn.Module):
         return self.policy(nn.relu(self.actor(x))), values, hidden_state
 
     def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
-        """Encodes and decodes frames [B, 84, 84, C] of one step."""
+        """Frames [B, 84, 84, C] of one step, for `init` alone: modules not called here get no parameters."""
         encoded = jax.tree.map(lambda x: x[:, None], self.encode(frames))
         return self.decode(encoded, is_first[:, None], hidden_state)
 
@@ -628,7 +628,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
     """PPO's loss.
 
     Returns its terms per sample, float32 [B, S]; `devices.gradient` weights them (0 for junk steps), averages them over
-    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    samples and devices and differentiates "loss"; all means are logged. A sample's terms may depend on that sample
     only: on a CPU `loss` is called on 8 frames or one sequence at a time. Batch statistics belong in
     `compute_advantages`.
     """
@@ -696,7 +696,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX clamps an index that is out of range
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX would clamp the indices of another shape without an error
     tx, recurrent = make_optimizer(args), args.core != "none"
     local_num_envs = len(rollout.env_state.env_ids)  # on this device
     agent_loss = partial(loss, args, agent)
@@ -868,7 +868,7 @@ def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the actors and the statistics."""
+    """What a new run starts from; its checkpoints also hold the actors and the statistics."""
     return {"state": init_state(args, agent)}
 
 
@@ -906,10 +906,10 @@ def main(args: Args) -> runs.Run:
             fleet.start(int(state.updates), state.params["agent"])
         while not run.finished(step):
             with watch("waiting"):
-                batches = fleet.get(run, save)
-            if batches is None:
+                actor_batches = fleet.get(run, save)
+            if actor_batches is None:
                 break
-            rollouts, timesteps, rooms, pictures = zip(*(batch.unroll for batch in batches), strict=True)
+            rollouts, timesteps, rooms, pictures = zip(*(batch.unroll for batch in actor_batches), strict=True)
             i, timesteps = int(state.updates), envs.join_envs(timesteps, axis=-1)
             with watch("transfer"):
                 rollout = join(jax.device_put(list(rollouts), [rollout_sharding] * args.num_actors))
@@ -922,7 +922,7 @@ def main(args: Args) -> runs.Run:
             run.check_finite(step, metrics)
             pictures = {room: picture for part in pictures for room, picture in part.items()}
             statistics.add(timesteps, bonus, envs.join_envs(rooms, axis=1), pictures)
-            metrics |= statistics.metrics() | fleet.metrics(i, batches) | watch.fractions()
+            metrics |= statistics.metrics() | fleet.metrics(i, actor_batches) | watch.fractions()
             run.log(step, metrics | {"charts/SPS": run.steps_per_second(step)})
             if run.checkpoint_due(step):
                 save()

@@ -65,7 +65,7 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     entropy_penalty: NonNegativeFloat = 0.0
     """coefficient of 0.5 (H(policy) - H(target network's policy))^2, in nats^2"""
     learning_rate: NonNegativeSchedule = "3e-4"
-    """Adam's learning rate: a number, or a schedule "step:value,..." in environment steps"""
+    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between"""
     max_grad_norm: NonNegativeFloat = 10.0
     """maximum global norm of the gradient; 0 for no clipping"""
 
@@ -95,7 +95,7 @@ class Agent(nn.Module):
     dropout: float
 
     def setup(self):
-        dense = partial(nn.Dense, precision="highest")  # in full float32 on a GPU too
+        dense = partial(nn.Dense, precision="highest")  # no TF32 on a GPU
         small = nn.initializers.orthogonal(0.01)  # values start around 0, and the policy nearly uniform
 
         def head():
@@ -260,7 +260,7 @@ def loss(
     """SAC's loss: that of the Q-functions plus that of the policy.
 
     Returns its terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
-    differentiates "loss"; the others are logged. A sample's terms may depend on that sample only: on a CPU `loss` is
+    differentiates "loss"; all means are logged. A sample's terms may depend on that sample only: on a CPU `loss` is
     called on 8 samples at a time.
     """
     keys, next_keys, dropout_keys = (jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3))
@@ -322,7 +322,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
 
 def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns the jitted update(state, buffer, num_updates, beta) -> TrainState, Replay, metrics, which donates the
-    state and the buffer: each device samples from its own part of the buffer (see `offpolicy.train_steps`)."""
+    state and the buffer: each device samples from its own part of the buffer (see `offpolicy.sample`)."""
     return jax.jit(
         jax.shard_map(
             partial(offpolicy.train_steps, args, partial(train_step, args, agent)),
@@ -371,7 +371,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the actors and the replay buffer."""
+    """What a new run starts from; its checkpoints also hold the actors and the replay buffer."""
     return {"state": init_state(args, agent)}
 
 
@@ -411,12 +411,12 @@ def main(args: Args) -> runs.Run:
             if run.finished(step):
                 break
             with watch("waiting"):
-                batches = fleet.get(run, save)
-            if batches is None:
+                actor_batches = fleet.get(run, save)
+            if actor_batches is None:
                 break
             i, before = int(state.iterations), step
             with watch("insert"):
-                rollouts, timesteps = zip(*(batch.unroll for batch in batches), strict=True)
+                rollouts, timesteps = zip(*(batch.unroll for batch in actor_batches), strict=True)
                 buffer = jax.block_until_ready(insert(buffer, rollouts, timesteps))
             timesteps = envs.join_envs(timesteps, axis=-1)
             step += int((~timesteps.is_reset).sum())
@@ -427,7 +427,7 @@ def main(args: Args) -> runs.Run:
             fleet.publish(i + 1, state.params)
             run.check_finite(step, metrics)
             episodes.add(timesteps)
-            metrics |= fleet.metrics(i, batches) | episodes.metrics() | watch.fractions()
+            metrics |= fleet.metrics(i, actor_batches) | episodes.metrics() | watch.fractions()
             charts = {"updates": int(state.updates), "per_beta": beta, "SPS": run.steps_per_second(step)}
             run.log(step, metrics | {f"charts/{name}": value for name, value in charts.items()})
             if run.checkpoint_due(step):

@@ -220,7 +220,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     played = envs.apply_sticky_actions(sticky_keys, args.sticky_actions, actions, env_state.last_action, episode_step)
     rollout = rollout._replace(
         frames=frames,
-        actions=rollout.actions.at[t].set(actions),
+        actions=rollout.actions.at[t].set(actions),  # as chosen: sticky actions belong to the environment
         logits=rollout.logits.at[t].set(logits),
         values=rollout.values.at[t].set(apply_network(agent.value, params["value"], stacked)[:, 0]),
         env_state=env_state._replace(last_action=played),
@@ -419,7 +419,8 @@ class Data(NamedTuple):
 
     def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
         """Samples `index` int32 [B] -> ((frames uint8 [B, 64, 64, C], Batch [B]), mask bool [B])."""
-        chex.assert_tree_shape_prefix(self.batch, self.mask.shape)  # JAX clamps an index that is out of range
+        # JAX would clamp the indices of another shape without an error.
+        chex.assert_tree_shape_prefix(self.batch, self.mask.shape)
         time, env = index // self.mask.shape[1], index % self.mask.shape[1]
         return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.mask[time, env]
 
@@ -489,7 +490,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[jax.Array, Bat
     (Schulman et al. 2017, equation 5).
 
     Returns its terms per sample, float32 [B]; `devices.gradient` weights them (0 for junk steps), averages them over
-    samples and devices and differentiates "loss"; the others are logged. A sample's terms may depend on that sample
+    samples and devices and differentiates "loss"; all means are logged. A sample's terms may depend on that sample
     only: on a CPU `loss` is called on 8 frames at a time. Batch statistics belong in `compute_advantages`.
     """
     frames, batch = minibatch
@@ -591,7 +592,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """Contents of a checkpoint before the first step, without the environments."""
+    """What a new run starts from; its checkpoints also hold the environments and the episodes' statistics."""
     env_ids = devices.local_env_ids(args)
     return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
 

@@ -212,7 +212,7 @@ def gradient(loss: Callable, params, batch, weight: jax.Array, *, in_chunks: boo
       batch: a pytree of arrays [B, ...]: B sequences of S steps (S = 1: single transitions).
       weight: float32 or bool [B, S] (or [B], then the terms too), 0 to leave a sample out; divided by its sum over all
         devices, if that is 1 or more.
-      in_chunks: False for all samples at once on a CPU too, if they are small, without frames.
+      in_chunks: False for all samples at once on a CPU too: for a loss across samples, or samples without frames.
 
     Returns the gradient of the weighted mean of "loss", the weighted means float32 [] of all terms, and the terms.
     Raises ValueError if `loss` does not return terms per sample; a mean within an expression goes unnoticed.

@@ -48,8 +48,7 @@ class OffPolicyArgs(actors.FleetArgs):
     per_alpha: UnitInterval = 0.5
     """exponent of the priorities, |TD error|^alpha, in prioritised replay; 0 for uniform sampling"""
     per_beta: UnitSchedule = "0:0.4,2000000:1"
-    """exponent of the importance weights in prioritised replay: a number, or a schedule "step:value,..." in environment
-    steps"""
+    """exponent of the importance weights in prioritised replay: a number, or "step:value,..." in environment steps"""
     n_step: PositiveInt = 3
     """steps of the n-step return"""
     gamma: UnitInterval = 0.99
@@ -84,7 +83,7 @@ class Rollout(NamedTuple):
     frames: envs.Frames  # of T steps
     actions: jax.Array  # int32 [T, n]
     action_value: jax.Array  # float32 [T, n]: of that action
-    state_value: jax.Array  # float32 [T, n]: of the state, as the learner would bootstrap from it
+    state_value: jax.Array  # float32 [T, n]: of the state; both by the actor's parameters, for the initial priority
     env_state: envs.EnvState  # of the newest step; its history is set at the end
     key: jax.Array
     t: jax.Array  # int32 []
@@ -314,9 +313,9 @@ def make_run_updates(args: Any, mesh: Mesh, update: Callable, update_on_batch: C
     metrics, {} if there is no update.
 
     Args:
-      update: the script's `train_steps`, jitted: update(state, buffer, num_updates, beta).
-      update_on_batch: for a buffer in host memory, its jitted update_on_batch(state, batch) -> state, absolute TD
-        errors [B], metrics.
+      update: `train_steps` with the script's `train_step`, jitted: update(state, buffer, num_updates, beta).
+      update_on_batch: for a buffer in host memory, `train_step`, jitted: update_on_batch(state, batch) -> state,
+        absolute TD errors [B], metrics.
     """
     sample_on_host = jax.jit(partial(sample, args))
     set_priorities = jax.jit(partial(replay.set_priorities, per_alpha=args.per_alpha), donate_argnums=0)

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     rewards: jax.Array  # float32 [T, N]: of the transition from a row to the next
     terminated: jax.Array  # bool [T, N]: it ended the episode
     episode_end: jax.Array  # bool [T, N]: it was its episode's last, or cut off by a forced reset
-    is_reset: jax.Array  # bool [T, N]: a junk step, no transition
+    is_reset: jax.Array  # bool [T, N]: a junk step, no transition: its frame is its episode's last
     action_value: jax.Array  # float32 [T, N]: the actor's estimate for its action
     state_value: jax.Array  # float32 [T, N]: its estimate of the state's value; both give the initial priority
 
@@ -64,10 +64,10 @@ class Batch(NamedTuple):
     discounts: jax.Array  # float32 [B]: of the next frames' value
     weight: jax.Array  # float32 [B]: importance weight, at most 1
     row: jax.Array  # int32 [B]: its place in the ring
-    env: jax.Array  # int32 [B]
+    env: jax.Array  # int32 [B]: its column of this device's ring (not in the order of env_ids: `envs.join_envs`)
     keys: jax.Array  # uint32 [B, 2]: for the learner's augmentation, dropout and quantiles
     policies: jax.Array | None = None  # int32 [B]: which policy played, of several
-    one_step_frames: jax.Array | None = None  # uint8 [B, 64, 64, C]: one step later; with several policies
+    one_step_frames: jax.Array | None = None  # uint8 [B, 64, 64, C]: one step later, for RND; with several policies
 
 
 def init(length: int, num_envs: int, offsets: Sequence[int], several_policies: bool = False) -> Replay:
@@ -117,7 +117,7 @@ def insert(
 ) -> Replay:  # fmt: skip
     """Writes T new rows; T must divide the ring's length.
 
-    A transition can be sampled once the n-th step after it is written. Its initial priority is the TD error by the
+    A transition can be sampled once the row n steps later is written. Its initial priority is the TD error by the
     actor's own values, without evaluating a network.
 
     Args:
@@ -150,6 +150,7 @@ def insert(
     priorities = write(replay.priorities, jnp.zeros((steps, num_envs)))
     priorities = priorities.at[(now + steps + jnp.arange(past)) % length].set(0)
 
+    # Steps since the start (negative: before it) whose n-th successor is now written.
     complete, env = now - n_step + jnp.arange(steps)[:, None], jnp.arange(num_envs)
     row = complete % length
     gamma = gamma if policies.gamma is None else policies.gamma
@@ -189,7 +190,7 @@ def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, 
     returns, discounts, next_row = n_step_return(rows, row, env, n_step=n_step, gamma=gamma)
     several = policies.index is not None
     return Batch(
-        frames=rows.frames.stack(row, env),  # negative rows are the ring's last ones
+        frames=rows.frames.stack(row, env),  # a stack that begins before row 0 wraps to the last rows
         next_frames=rows.frames.stack(next_row, env),
         actions=rows.actions[row, env],
         returns=returns,
