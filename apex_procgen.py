@@ -1,7 +1,7 @@
 """Ape-X DQN on Procgen: actors that explore differently fill a prioritised replay, one learner samples from it.
 
 Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-step returns; with a distribution of values
-(C51). The defaults are a 2020 Procgen competition entry's, where known (docs/apex.md has all differences). Flags add
+(C51). The defaults follow a 2020 Procgen competition entry's (docs/apex.md has the differences). Flags add
 parts of Beyond the Rainbow (Clark et al. 2025): IQN's quantiles, Munchausen targets, spectral normalisation, adaptive
 max pooling; and policies with different exploration bonuses and discounts (Never Give Up, Badia et al. 2020). Try:
 
@@ -67,22 +67,22 @@ class Args(
     epsilon_alpha: NonNegativeFloat = 7.0
     """spread of exploration in --epsilon's formula; 0 for the same epsilon in all environments"""
     num_policies: Size = 1
-    """policies that differ in RND's coefficient and in discount (Never Give Up), dealt in turn to the environments"""
+    """policies with their own RND bonus and discount (Never Give Up), dealt to environments in turn; 0 is evaluated"""
     rnd_coef: NonNegativeFloat = 0.3
-    """coefficient of RND's bonus for the last policy; the first has 0 and is evaluated; between them it is a sigmoid"""
+    """with --num-policies 2 or more: RND's coefficient in the last policy; 0 in policy 0, a sigmoid between them"""
     rnd_normalize: bool = True
     min_gamma: UnitInterval = 0.97
-    """discount of the last policy; the first has gamma, and between them log(1 - discount) is linear"""
+    """with --num-policies 2 or more: discount of the last policy; log(1 - discount) is linear from gamma to it"""
     num_atoms: Annotated[int, Interval(ge=1, le=1024)] = 99
     """atoms of the distribution of values (C51); 1 for its mean alone, learnt with Huber's loss"""
     v_min: Annotated[float, Interval(ge=-1e9, le=1e9)] = -5.0
-    """the lowest atom"""
+    """lowest atom: the least discounted return (of the rewards learnt from) that can be represented; 0 or less"""
     v_max: Annotated[float, Interval(ge=-1e9, le=1e9)] = 20.0
-    """the highest atom; returns above it cannot be told apart"""
+    """highest atom: the largest discounted return (of the rewards learnt from) that can be represented; 0 or more"""
     num_quantiles: Annotated[int, Interval(ge=0, le=1024)] = 0
     """learn this many quantiles of the distribution of values, drawn anew in each update (IQN); 0 to learn atoms"""
     munchausen_alpha: UnitInterval = 0.0
-    """Munchausen's alpha: adds alpha max(tau log pi(a|s), -1) to rewards, pi the target's softmax policy; 0 for none"""
+    """adds alpha max(tau log pi(a|s), -1) to rewards, pi the target's softmax policy; not with atoms; 0 for none"""
     munchausen_tau: PositiveFloat = 0.03
     """temperature tau of Munchausen's softmax policy; its soft value replaces double Q-learning's"""
     cql_alpha: NonNegativeFloat = 0.0
@@ -189,7 +189,7 @@ def init_value_bias(support: Sequence[float], key: jax.Array, shape: tuple[int],
     its lowest atom is 0). From mid-support they would fall slowly, since targets bootstrap from them.
 
     The logits are minus Huber's loss of an atom's distance from 0, in twentieths of the support (a Gaussian's tails are
-    too low to be learnt). If atoms are further apart than that, the two around 0 share the probability by nearness.
+    too low to be learnt). If atoms are more than a twentieth apart, the two around 0 share the probability by nearness.
     """
     num_atoms = len(support)
     if num_atoms == 1:
@@ -240,7 +240,7 @@ class TrainState(NamedTuple):
     global_step: jax.Array  # int32 []: transitions played
     updates: jax.Array  # int32 []
     iterations: jax.Array  # int32 []: main-loop iterations so far
-    learn_from: jax.Array  # int32 []: the step at which learning starts
+    learn_from: jax.Array  # int32 []: the step at which learning starts; later after a resume without the buffer
     curiosity: Curiosity | None  # None for a single policy
 
 
@@ -431,7 +431,7 @@ class Outputs(NamedTuple):
 
     online: jax.Array  # float32 [B, 15, K], of the online network
     next_target: jax.Array  # float32 [B, 15, K], of the target network for the next frames
-    next_selector: jax.Array  # float32 [B, 15, K], for the next frames, to choose their action or Munchausen's policy
+    next_selector: jax.Array  # float32 [B, 15, K], for the next frames: their greedy action or Munchausen's policy
     target: jax.Array | None  # float32 [B, 15, K], of the target network for the current frames; for Munchausen
     taus: jax.Array | None  # float32 [B, K], the fractions of the quantiles `online`
 
@@ -463,11 +463,11 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
     """The terms of the Q-learning loss of n-step transitions per sample, float32 [B].
 
     The loss is the cross-entropy with the projected target for atoms (Bellemare et al. 2017, algorithm 1),
-    `quantile_loss` for quantiles, and Huber's loss for plain Q-values, as in DQN (Mnih et al. 2015). The TD error, the
-    priority, is that of mean Q-values (over the quantiles drawn); with atoms its target is the projected one's mean,
+    `quantile_loss` for quantiles, and Huber's loss for plain Q-values, as in DQN (Mnih et al. 2015). The TD error, for
+    priorities, is that of mean Q-values (over the quantiles drawn); with atoms its target is the projected one's mean,
     since a return beyond the support cannot be learnt. (The actors' first estimate has neither that projection nor
-    Munchausen's reward.) Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779, equation 4, CQL(H)) lowers mean
-    Q-values by their softmax weight and raises the played action's.
+    Munchausen's reward.) Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779, equation 4,
+    CQL(H)) lowers mean Q-values by their softmax weight and raises the played action's.
     """
     chex.assert_equal_shape([outputs.online, outputs.next_target, outputs.next_selector])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
@@ -495,8 +495,8 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_
     """Ape-X's loss.
 
     Returns its terms per sample, float32 [B]; `devices.gradient` averages them over samples and devices and
-    differentiates "loss"; all means are logged. "td_error" becomes the sample's priority (the initial one:
-    `replay.insert`). A sample's terms may depend on that sample only: on a CPU `loss` is called on 8 samples at a time.
+    differentiates "loss"; all means are logged. "td_error" gives the sample's new priority, `replay.insert` its first.
+    A sample's terms may depend on that sample only: on a CPU `loss` is called on 8 samples at a time.
     """
     keys, next_keys, dropout_keys, *tau_keys = (
         jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(5)
@@ -594,7 +594,8 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What a new run starts from; its checkpoints also hold the actors and the replay buffer."""
+    """What a new run starts from; its checkpoints also hold the actors, the episodes' statistics and, unless
+    --no-save-replay, the replay buffer."""
     return {"state": init_state(args, agent)}
 
 

@@ -35,8 +35,8 @@ from common.flags import Seed
 
 @dataclass(frozen=True)
 class Args:
-    run_dirs: tyro.conf.Positional[tuple[str, ...]]
-    """run directories, or those of exported agents"""
+    run_dirs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN_DIRS")]
+    """directories of runs, or of agents written by --export"""
     episodes: Annotated[int, Interval(ge=1, le=10**6)] = 128
     """episodes to play, rounded up so that all parallel environments play the same number (DoorGym: of each task)"""
     levels: Literal["train", "test"] = "test"
@@ -44,8 +44,7 @@ class Args:
     video: bool = False
     """also write a video and a film strip: of one episode (Procgen), the best one (Montezuma) or a door of each task"""
     human: bool = False
-    """also write a video of an episode on a training level beside one on a test level; for runs of Procgen with
-    --num-levels"""
+    """also write a video of a training level beside a test level; for runs of Procgen with --num-levels"""
     random: bool = False
     """play uniformly random actions instead, for comparison"""
     seed: Seed = 0

@@ -39,8 +39,8 @@ from common.flags import Iterations, NonNegativeFloat, NonNegativeInt, PositiveF
 from common.rewards import RETURN_FILTER_SPECS, ReturnFilter, init_return_filter, masked_moments, normalize_rewards
 
 SCRIPT = Path(__file__).stem
-# Seeds of the evaluation doors: for reported success rates (evaluate.py adds its --seed) and, beyond any of those, for
-# choosing a task's best parameters.
+# Seeds of the evaluation doors: for the matrix and evaluate.py (which adds its --seed) and, beyond any of those, for
+# choosing a task's best parameters (eval/success_rate).
 EVAL_SEED, SELECT_SEED = 1000, 2**40
 # Flags of --method hnppo alone.
 HYPERNET_FLAGS = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate", "critic")
@@ -48,7 +48,8 @@ HYPERNET_FLAGS = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper
 
 @dataclass(frozen=True)
 class Args(doors.DoorArgs, runs.RunArgs):
-    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")  # --resume refuses to change them
+    # --resume refuses to change these; num_envs is the return filter's shape.
+    FIXED: ClassVar = ("method", "critic", "keep_std", "num_envs")
 
     method: Literal["hnppo", "ppo", "finetune"] = "hnppo"
     """hnppo: hypernetwork; ppo: new policy and value networks for each task; finetune: the same ones for all tasks"""
@@ -260,7 +261,8 @@ class Agent:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Names of the parameters that a task's end stores: those that hnppo generates; with ppo, for evaluate.py."""
+        """Names of the parameters that `end_task` stores: those that hnppo generates; with ppo, the policy's, for
+        evaluate.py."""
         critic = self.args.method == "hnppo" and self.args.critic == "hyper"
         stored = {"actor": True, "critic": critic, "log_std": self.args.keep_std}
         return tuple(name for name in stored if stored[name])
@@ -519,7 +521,8 @@ def minibatch_gradient(args: Args, agent: Agent, state: TrainState, batch: Batch
         scale = jnp.minimum(1.0, args.max_grad_norm / norm)
         grads = jax.tree.map(lambda g: scale * g, grads)
     if with_penalty:
-        # Its gradient is taken where Adam's step with PPO's alone would lead (equation 2's change, held constant).
+        # The penalty's gradient is taken where Adam's step with PPO's alone leads (von Oswald et al., equation 2, with
+        # that change held constant).
         step, _ = make_optimizer(args).update(grads, state.opt_state, state.learner)
         ahead = devices.optimization_barrier(optax.apply_updates(state.learner, step)["hyper"])
         means["penalty"], penalty_grads = jax.value_and_grad(partial(penalty, agent))(ahead, state)
@@ -560,7 +563,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
 
 def optimize(args: Args, agent: Agent, state: TrainState, batch: Batch, *, with_penalty: bool):
     """Runs update_epochs epochs of minibatch steps; returns the next state and the last epoch's mean metrics."""
-    # JAX would clamp the indices of another shape without an error.
+    # Of other shapes JAX would read wrong samples without an error: it clamps an index that is out of range.
     chex.assert_tree_shape_prefix(batch, batch.returns.shape)
     tx = make_optimizer(args)
 
@@ -755,7 +758,7 @@ def learn_task(args: Args, jitted: Jitted, mesh: Mesh, run: runs.Run, state: Tra
     update = jitted.update_with_penalty if with_penalty else jitted.update
     shardings = devices.shardings(mesh, (STATE_SPECS, TIME_ENV_SHARDED))
     batch_size = DECISIONS * args.num_envs
-    seed = envs.derive_seed(args.seed, 9)  # without the task: those with the same kind of knob share their worlds
+    seed = envs.derive_seed(args.seed, 9)  # no task number: tasks with the same kind of knob share worlds
     with closing(doors.make_doors(args, task, args.num_envs, seed=seed, num_worlds=args.num_worlds)) as env:
         while not run.stop and state.finished == state.task:
             rollout, outcomes = collect(args, jitted, env, state, watch)

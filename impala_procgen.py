@@ -66,26 +66,24 @@ class Args(
     update_pieces: PositiveInt = 1
     """split each update into this many programs; actors that share the learner's GPU act between them"""
     replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
-    """fraction of each batch that older unrolls, added to the new ones from a buffer, make up; 0 for no buffer"""
+    """fraction of the whole batch that is older unrolls, drawn from a buffer beside the new ones; 0 for no buffer"""
     replay_size: PositiveInt = 128
     """unrolls that the buffer holds, each of one environment, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """learning rate: a number, or "step:value,..." in environment steps, linear between; the default spans 8M"""
+    """learning rate: a number, or "step:value,..." in environment steps, linear between (never stretched)"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: PositiveFloat = 1.0
-    """V-trace: clip each temporal difference's importance ratio; lower moves the fixed point towards the behaviour
-    policy's values"""
+    """V-trace: clip each temporal difference's importance ratio; lower moves values towards the behaviour policy's"""
     c_bar: NonNegativeFloat = 1.0
-    """V-trace: clip the importance ratios of the traces (paper: c_bar <= rho_bar); changes the speed of convergence,
-    not the fixed point"""
+    """V-trace: clip the importance ratios of the traces; affects speed, not the fixed point (paper: at most rho_bar)"""
     pg_rho_bar: PositiveFloat = 1.0
     """V-trace: clip the importance ratio that weights the policy gradient's advantages"""
     vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: NonNegativeFloat = 0.0
-    """PPO's clipped surrogate beside pg_rho_bar: clip the ratio to the policy before the update to 1 +- this, with
-    V-trace once per update and normalised advantages; 0 for the paper's loss, with V-trace in each minibatch"""
+    """PPO's clipped surrogate, in addition to pg_rho_bar: clip the ratio to the policy before the update to 1 +- this,
+    with V-trace once per update and normalised advantages; 0 for the paper's loss, with V-trace in each minibatch"""
     vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
     ent_coef: NonNegativeSchedule = "0.01"
@@ -175,7 +173,8 @@ class Agent(nn.Module):
         return self.policy(x), self.value(x)[..., 0], hidden_state
 
     def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
-        """Frames [B, 64, 64, C] of one step, for `init` alone: modules not called here get no parameters."""
+        """Frames [B, 64, 64, C] of one step, for `init` and `forward`'s last value. Modules not called here get no
+        parameters."""
         return self.decode(self.encode(frames)[:, None], is_first[:, None], hidden_state)
 
 
@@ -201,7 +200,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from, without those replayed
-    updates: jax.Array  # int32 []: the version of the parameters, and the number of the rollouts learnt from next
+    updates: jax.Array  # int32 []: the version of the parameters, and the index of the rollouts to learn from next
 
 
 class VTraceOutput(NamedTuple):
@@ -236,7 +235,7 @@ class LearnerBuffers(NamedTuple):
     """The learner's reward filter and replay buffer, kept between updates."""
 
     reward_filter: ReturnFilter
-    replay: UnrollBatch | None  # N = replay_size; rewards and hidden states stay as recorded
+    replay: UnrollBatch | None  # N = replay_size; rewards (as processed then) and hidden states are not updated
     written: jax.Array  # int32 []: unrolls written to each device's part of the replay, kept below 2 x its size
 
 
@@ -466,7 +465,7 @@ def vtrace(log_ratio, rewards, values, terminated, is_reset, *, gamma, rho_bar, 
 
     steps = deltas, decays
     targets = values[:-1] + jax.lax.scan(backward, jnp.float32(0), steps, reverse=True, unroll=devices.scan_unroll())[1]
-    # The paper's is targets[1:], the same for lambda 1. Below 1, as in rlax, advantages are GAE's if on-policy.
+    # The paper's next target is targets[1:], the same for lambda 1. This is rlax's: on-policy, advantages are GAE's.
     next_targets = jnp.append(vtrace_lambda * targets[1:] + (1 - vtrace_lambda) * values[1:-1], values[-1])
     return targets, rewards + discounts * next_targets - values[:-1], jnp.minimum(pg_rho_bar, ratio)
 
@@ -555,8 +554,8 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
     """IMPALA's loss, with DrAC's regulariser if the flags ask for it.
 
     Returns its terms per sample, float32 [B, T]; `devices.gradient` weights them (0 for junk steps), averages them over
-    samples and devices and differentiates "loss"; all means are logged. A term may depend on its own unroll only: on a
-    CPU `loss` is called on one unroll at a time (several if they are short). Batch statistics belong in
+    samples and devices and differentiates "loss"; `finish_update` logs the means. A term may depend on its own unroll
+    only: on a CPU `loss` is called on one unroll at a time (several if they are short). Batch statistics belong in
     `assemble_batch` or, with --clip-coef, `precompute_targets`.
     """
     inputs, batch = minibatch
@@ -579,7 +578,7 @@ def loss(args: Args, agent: Agent, params: dict, minibatch: tuple[Inputs, Batch]
 
 def make_minibatch(args: Args, unrolls: UnrollBatch, index: jax.Array, key: jax.Array | None) -> tuple[Inputs, Batch]:
     """The unrolls at `index` int32 [B], batch axis first; with a key, also keys for augmentation and dropout."""
-    # JAX would clamp the indices of another shape without an error.
+    # Of other shapes JAX would read wrong samples without an error: it clamps an index that is out of range.
     chex.assert_tree_shape_prefix(unrolls.batch, unrolls.batch.is_reset.shape)
     steps = jnp.arange(args.num_steps + 1)
     time, env = steps[None, :-1], index[:, None]
@@ -651,7 +650,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
         carry, means = jax.lax.scan(lambda carry, index: train_minibatch(carry, sample_key, index), carry, order)
         return carry, jax.tree.map(jnp.mean, means)
 
-    _, key = jax.random.split(state.key)  # the same in all pieces; `finish_update` advances it
+    _, key = jax.random.split(state.key)  # the same in all pieces; `finish_update` replaces state.key
     keys = jax.random.split(key, args.update_epochs)
     keys = jax.lax.dynamic_slice_in_dim(keys, piece * args.update_epochs // args.update_pieces, epochs)
     (params, opt_state), means = jax.lax.scan(train_epoch, (state.params, state.opt_state), keys)
@@ -738,7 +737,7 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What a new run starts from; its checkpoints also hold the buffers and the actors."""
+    """What a new run starts from; its checkpoints also hold the buffers, the actors and the episodes' statistics."""
     return {"state": init_state(args, agent)}
 
 

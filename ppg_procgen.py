@@ -50,7 +50,7 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, runs.RunArgs):
-    # These determine the network, the shapes of a checkpoint's rollouts and the position in its phase.
+    # --resume refuses to change these: they determine the network, the stored rollouts' shapes, the place in a phase.
     FIXED: ClassVar = ("separate_value", "num_steps", "policy_iterations", "aux_epochs", "aux_minibatches")
 
     total_timesteps: StepCount = 25_000_000
@@ -74,7 +74,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     """coefficient of the KL divergence from the policy before an auxiliary phase"""
     separate_value: bool = False
     """separate networks for policy and value, as the paper's; if off, the value head reads the policy's features behind
-    a stop-gradient"""
+    a stop-gradient, in auxiliary phases too (unlike the paper's single network)"""
     learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's learning rate in both phases: a number, or "step:value,..." in environment steps, linear between"""
     gamma: UnitSchedule = "0.999"
@@ -95,7 +95,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     checkpoint_every: PositiveInt = 400_000
     """environment steps between checkpoints, rounded up to the end of an auxiliary phase"""
     normalize_rewards: bool = True
-    normalize_gamma: UnitInterval = 0.99
+    normalize_gamma: UnitInterval = 0.99  # as in the authors' and CleanRL's code, whose gamma is 0.999 too
 
     def check(self) -> None:
         """Raises UsageError for inconsistent flags; the inherited groups check their own."""
@@ -124,7 +124,7 @@ class Agent(nn.Module):
     def __call__(self, frames: jax.Array, keys: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Frames uint8 [B, 64, 64, C] and dropout keys uint32 [B, 2] -> logits float32 [B, 15], values float32 [B] and
         auxiliary values float32 [B]."""
-        # "highest": no TF32 on a GPU. Small, for a nearly uniform first policy and values near 0.
+        # "highest": no TF32 on a GPU. 0.1: the first policy is nearly uniform, the first values near 0.
         dense = partial(nn.Dense, precision="highest", kernel_init=nn.initializers.orthogonal(0.1))
         x = networks.dropout(self.encoder(frames), keys, self.dropout)
         value_features = self.value_encoder(frames) if self.value_encoder else jax.lax.stop_gradient(x)
@@ -377,7 +377,7 @@ def optimize(
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX would clamp the indices of another shape without an error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # of other shapes JAX would read wrong samples without an error
     env_ids, tx = rollout.env_state.env_ids, make_optimizer(args)
     minibatch_loss = partial(policy_phase_loss, args, agent, ent_coef=ent_coef)
 
@@ -454,7 +454,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 
 class AuxBatch(NamedTuple):
-    """A rollout [T, N], or a minibatch of M sequences [T, M]."""
+    """What an auxiliary phase needs of a rollout [T, N], or of a minibatch of M sequences [T, M]."""
 
     frames: envs.Frames  # of T + 1 steps
     returns: jax.Array  # float32 [T, N]: targets of both values
@@ -463,18 +463,18 @@ class AuxBatch(NamedTuple):
 
 
 AUX_SPECS = AuxBatch(*[TIME_ENV_SHARDED] * 4)
-AUX_TERMS = "aux_value_loss", "aux_phase_value_loss", "aux_phase_kl"
+AUX_TERMS = "aux_value_loss", "aux_phase_value_loss", "aux_phase_kl"  # of `aux_phase_loss`, to log
 
 
 def aux_phase_loss(args: Args, agent: Agent, params: dict, minibatch: tuple):
     """The joint loss and the value loss (Cobbe et al. 2020, algorithm 1), from frames, keys, value targets [B] and the
-    old policy's logits [B, 15]. Returns terms per sample, as `policy_phase_loss`."""
+    old policy's logits [B, 15]. Returns terms per sample, as `policy_phase_loss`, but only AUX_TERMS are logged."""
     frames, keys, returns, old_logits = minibatch
     logits, values, aux_values = augmented_forward(args, agent, params, frames, keys)
     log_probs, old_log_probs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
     terms = {
-        "aux_value_loss": 0.5 * (aux_values - returns) ** 2,
-        "aux_phase_value_loss": 0.5 * (values - returns) ** 2,
+        "aux_value_loss": 0.5 * (aux_values - returns) ** 2,  # the auxiliary head's
+        "aux_phase_value_loss": 0.5 * (values - returns) ** 2,  # the value head's
         "aux_phase_kl": (jnp.exp(old_log_probs) * (old_log_probs - log_probs)).sum(axis=-1),
     }
     total = terms["aux_value_loss"] + args.beta_clone * terms["aux_phase_kl"] + terms["aux_phase_value_loss"]
@@ -486,7 +486,7 @@ def aux_update(args: Args, agent: Agent, state: TrainState, batch: AuxBatch, ids
     of the phase's policy_iterations x num_envs."""
     per_epoch = args.policy_iterations * args.aux_minibatches
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
-    key = jax.random.fold_in(state.key, 2 + state.aux_updates)  # `update` splits it, which is fold_in of 0 and 1
+    key = jax.random.fold_in(state.key, 2 + state.aux_updates)  # not 0 or 1: the keys that `update` splits it into
     time, sequence = jnp.divmod(jnp.arange(batch.weight.size), len(ids))
     keys = devices.fold_in_ids(key, ids[sequence] * args.num_steps + time)
     returns, logits, weight = (x[time, sequence] for x in (batch.returns, batch.logits, batch.weight))
@@ -503,7 +503,7 @@ def aux_update(args: Args, agent: Agent, state: TrainState, batch: AuxBatch, ids
 
 
 def old_policy_logits(agent: Agent, params: dict, frames: envs.Frames) -> jax.Array:
-    """Logits float32 [T, N, 15] for frames of T + 1 steps."""
+    """Logits float32 [T, N, 15] for frames of T + 1 steps, without augmentation and dropout."""
     return jax.lax.map(lambda t: forward(agent, params, frames.stack(t))[0], jnp.arange(len(frames.episode_steps) - 1))
 
 
@@ -593,7 +593,8 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What a new run starts from; its checkpoints also hold the environments and the rollouts."""
+    """What a new run starts from; its checkpoints also hold the environments, the episodes' statistics and, within a
+    policy phase, its rollouts so far."""
     env_ids = devices.local_env_ids(args)
     return {"state": init_state(args, agent), "env_state": envs.init_env_state(env_ids, args.stack_offsets)}
 
@@ -630,6 +631,7 @@ def main(args: Args) -> runs.Run:
                 run.print("this step has a checkpoint already; the resume continues from that")
 
         while True:
+            # At a policy phase's end this evaluates before the auxiliary phase; this step's checkpoint is after it.
             envs.evaluate_if_due(args, mesh, run, step, partial(policy, state.params))
             if run.finished(step):
                 break

@@ -1,7 +1,7 @@
 """PPO on Procgen: proximal policy optimisation with ratio clipping and an adaptive KL penalty.
 
 Schulman et al. 2017 (arXiv 1707.06347), with the settings of a 2020 Procgen competition entry as defaults: a
-wide IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Try:
+wide IMPALA CNN, average-pooled, on the oldest and the newest of four frames. Others' settings: docs/ppo.md. Try:
 
     python ppo_procgen.py --env-id bigfish  # for a GPU; for two CPU cores: make train
     python ppo_procgen.py --env-id coinrun --num-levels 200 --total-timesteps 2000000 --learning-rate 5e-4
@@ -68,7 +68,7 @@ class Args(
     learning_rate: NonNegativeSchedule = (
         "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
     )
-    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between; the default spans 8M"""
+    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between (never stretched)"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     gae_lambda: UnitInterval = 0.9
@@ -76,7 +76,7 @@ class Args(
     clip_coef: PositiveFloat = 0.2
     """clip the probability ratio to 1 +- this; 1e9 for no clipping, with the KL penalty alone"""
     kl_coef: Annotated[float, Interval(ge=0, le=1000)] = 0.2
-    """initial coefficient of the KL penalty, adaptive except with dropout or RAD; 0 for none"""
+    """initial coefficient of the KL penalty, adapted unless --dropout or --augment in mode rad is on; 0 for none"""
     kl_target: PositiveFloat = 0.01
     """target KL divergence (nats) of the adaptive coefficient; no update stops early"""
     vf_coef: NonNegativeFloat = 1.0
@@ -157,7 +157,7 @@ def policy_and_value(agent: Agent, params: dict, frames: jax.Array, is_first: ja
 class TrainState(NamedTuple):
     """State of the learner."""
 
-    params: dict  # {"agent", "predictor"}: both are trained, the agent's act; the predictor is {} without RND
+    params: dict  # {"agent", "predictor"}, both trained; actions are the agent's; the predictor is {} without RND
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
@@ -396,7 +396,7 @@ def loss(
     Returns its terms per sample, float32 [B, S]; `devices.gradient` weights them (0 for junk steps), averages them over
     samples and devices and differentiates "loss"; all means are logged. A sample's terms may depend on that sample
     only: on a CPU `loss` is called on 8 frames or one sequence at a time. Batch statistics belong in
-    `compute_advantages`; a loss across samples needs `devices.gradient(..., in_chunks=False)`.
+    `compute_advantages`; for a loss across samples see docs/forking_reference.md.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -471,7 +471,7 @@ def optimize(
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX would clamp the indices of another shape without an error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # of other shapes JAX would read wrong samples without an error
     env_ids, recurrent = rollout.env_state.env_ids, args.core != "none"
     local_num_envs = len(env_ids)  # on this device
     tx = make_optimizer(args)

@@ -2,8 +2,8 @@
 
 Burda et al. 2018 (arXiv 1810.12894). The bonus (intrinsic reward) is a network's error in predicting the features that
 a fixed random network gives the next frame. Defaults are the paper's, but a run and the random play before it are a
-third as long, and the policy's network differs. With --async the actors play while the learner learns, with parameters
-one update old. Try:
+third as long; the policy's network, time limits (no terminations), minibatches and an episode's last bonus differ
+(docs/rnd.md). With --async the actors play while the learner learns, with parameters one update old. Try:
 
     python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --channels 16,32,32 --hidden 256 --num-envs 32 --num-minibatches 8 --total-timesteps 8000000
@@ -53,10 +53,10 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
-    FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # a checkpoint's sizes and first statistics depend on these
+    FIXED: ClassVar = ("num_envs", "obs_norm_init_steps")  # --resume refuses to change them: sizes, first statistics
 
     total_timesteps: StepCount = 163_840_000
-    """total number of environment steps"""
+    """total number of environment steps, of four frames each"""
     num_envs: PositiveInt = 128
     """number of parallel environments, over all devices"""
     num_steps: PositiveInt = 128
@@ -118,7 +118,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the policy's convolutions and first dense layer; auto: bfloat16 on an accelerator, float32 on a CPU"""
     room_map: bool = False
-    """draw the rooms visited so far, at each checkpoint: rooms.png in the run directory, and W&B"""
+    """draw the rooms visited so far, at each checkpoint: rooms.png in the run directory, and W&B or TensorBoard"""
 
     checkpoint_every: PositiveInt = 2_000_000
     wandb_project: str = "montezuma"
@@ -294,7 +294,7 @@ STATE_SPECS = devices.partition_specs(TrainState, bonus_filter=RETURN_FILTER_SPE
 
 
 class EnvState(NamedTuple):
-    """What N environments' rollouts hand to the next (the emulator itself remembers its sticky action)."""
+    """What N environments' rollouts hand to the next."""
 
     history: jax.Array  # uint8 [past, N, 84, 84, 1]: the frames before the newest
     env_ids: jax.Array  # int32 [N]
@@ -434,8 +434,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState, which `actors.Fleet`
     calls in an actor's thread: it plays the i-th rollout, num_steps steps of each environment."""
     begin = partial(begin_rollout, args)
-    acting_agent = networks.acting_agent(agent)
-    step, end = partial(act, args, acting_agent), partial(end_rollout, args, acting_agent)
+    step, end = partial(act, args, agent), partial(end_rollout, args, agent)
     if not args.async_:  # on all devices, each with its own environments; with --async on the parameters' device
         shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
         in_specs = (REPLICATED, ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED)
@@ -469,7 +468,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
 @jax.jit
 def add_frames(stats: FrameStatistics, frames: jax.Array) -> FrameStatistics:
-    """Adds each device's frames uint8 [B, 84, 84, 1] to the statistics."""
+    """Adds the frames uint8 [B, 84, 84, 1] of all devices (outside `shard_map`: of the caller) to the statistics."""
     count = devices.psum(len(frames))
     mean = devices.psum(frames.sum(axis=0, dtype=jnp.float32)) / count
     var = devices.psum(((frames - mean) ** 2).sum(axis=0)) / count
@@ -489,8 +488,8 @@ def prediction_error(args: Args, stats: FrameStatistics, target: dict, predictor
 
 
 def compute_bonuses(args: Args, state: TrainState, rollout: Rollout, mask: jax.Array):
-    """The bonus: the prediction error on a step's next frame over the running standard deviation of the errors'
-    discounted return (section 2.4).
+    """The bonus: the prediction error on a step's next frame, divided by the running standard deviation of the errors'
+    discounted return, this rollout's included (section 2.4).
 
     Returns the updated filter, and errors and bonuses float32 [T, N], 0 for junk steps: those in which EnvPool resets.
     """
@@ -546,7 +545,7 @@ def gae_per_head(args: Args, rewards, bonus, *, values, ratio, timesteps: envs.T
       rewards, bonus, ratio: float32 [T, N].
       values: float32 [T + 1, N, 2].
     """
-    # At a truncation the last frame's value stands for the rest of the episode.
+    # At a truncation the last frame's value stands for the rest of the episode (the paper terminates).
     ext_advantages = gae(
         rewards,
         values[..., 0],
@@ -554,8 +553,9 @@ def gae_per_head(args: Args, rewards, bonus, *, values, ratio, timesteps: envs.T
         decay=args.gamma * args.gae_lambda * (1.0 - timesteps.episode_end),
         ratio=ratio,
     )
-    # The bonus's return continues in the next episode. EnvPool's reset (a junk step) counts for nothing: bonus 0,
-    # discount 1, and the value of the next episode's first frame.
+    # A junk step, where EnvPool resets, shows the ended episode's last frame: bonus 0, discount 1, and the next frame's
+    # value, so that the bonus's return continues in the next episode. If a rollout's last step ends an episode, the
+    # next one is not known yet: the last frame's own value is bootstrapped.
     mask = ~timesteps.is_reset
     int_values = jnp.where(mask, values[:-1, :, 1], values[1:, :, 1])
     int_advantages = gae(
@@ -696,7 +696,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # JAX would clamp the indices of another shape without an error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # of other shapes JAX would read wrong samples without an error
     tx, recurrent = make_optimizer(args), args.core != "none"
     local_num_envs = len(rollout.env_state.env_ids)  # on this device
     agent_loss = partial(loss, args, agent)
@@ -719,7 +719,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
         inputs = Inputs(
             frames=rollout.frames.stack(time, env),
             is_first=rollout.frames.is_first[time, env],
-            hidden_state=jax.tree.map(lambda x: x[index], rollout.initial_hidden_state),
+            hidden_state=jax.tree.map(lambda x: x[index], rollout.initial_hidden_state),  # () without a core
         )
         minibatch = inputs, jax.tree.map(lambda x: x[time, env], batch)
         grads, means, _ = devices.gradient(agent_loss, params["agent"], minibatch, mask[time, env])
@@ -756,7 +756,7 @@ def update(args: Args, agent: Agent, state: TrainState, rollout: Rollout, timest
     key, shuffle_key = jax.random.split(state.key)
     mask = ~timesteps.is_reset
     state, batch, bonus, metrics = compute_advantages(args, agent, state, rollout, timesteps)
-    # In algorithm 1's order: the bonus had the old statistics, the predictor learns with those of this rollout too.
+    # As in algorithm 1: the bonuses had the old statistics, the predictor's loss has the new ones.
     next_frames = rollout.next_frames.reshape(-1, *atari.FRAME_SHAPE)
     state = state._replace(frame_stats=add_frames(state.frame_stats, next_frames))
     params, opt_state, means = optimize(
@@ -863,7 +863,7 @@ def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
         param_shardings=param_shardings,
         env_state_shardings=env_state_shardings,
         max_lag=int(args.async_),
-        deterministic=True,
+        deterministic=True,  # parameters exactly max_lag updates old
     )
 
 

@@ -2,7 +2,9 @@
 
 Haarnoja et al. 2018 (arXiv 1812.05905) and Christodoulou 2019 (arXiv 1910.07207): twin Q-functions, a temperature that
 keeps the policy's entropy at a target, and exact expectations over actions. Critics and policy share one encoder, which
-learns from the Q-functions alone, as in DrQ (Kostrikov et al. 2021, arXiv 2004.13649). Try:
+learns from the Q-functions alone, as DrQ's convolutions do (Kostrikov et al. 2021, arXiv 2004.13649). Unlike in the
+first two papers, returns are n-step, one Adam serves Q-functions and policy, and the target entropy is 0.3 of the
+maximum. Try:
 
     python sac_procgen.py --env-id coinrun --encoder nature --width 1 --pool flatten --buffer-size 100000
     python sac_procgen.py --env-id starpilot --encoder nature --width 1 --pool flatten --average-q --q-clip 0.5
@@ -34,24 +36,24 @@ MAX_ENTROPY = float(np.log(envs.NUM_ACTIONS))  # nats, of a policy that chooses 
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.OffPolicyArgs, runs.RunArgs):
-    FIXED: ClassVar = ("autotune", "alpha")  # the checkpoint has the temperature
+    FIXED: ClassVar = ("autotune", "alpha")  # --resume refuses to change them: the checkpoint has the temperature
 
     hidden: Size = 256
     """units of the encoder's dense layer, and of the hidden layer of the policy and of each Q-function"""
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
     learning_starts: NonNegativeInt = 20_000
-    per_alpha: UnitInterval = 0.0
+    per_alpha: UnitInterval = 0.0  # uniform sampling
     autotune: bool = True
     """adapt the temperature to keep the policy's entropy at its target"""
     alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 0.01
     """temperature, the reward that a nat of entropy is worth: at the start or, with --no-autotune, throughout"""
     target_entropy_scale: Annotated[float, Interval(ge=0.01, le=0.99)] = 0.3
-    """target of the policy's entropy, as a fraction of the maximum, log 15"""
+    """target of the policy's entropy, as a fraction of the maximum, log 15 (Christodoulou: 0.98)"""
     alpha_learning_rate: Annotated[float, Interval(ge=1e-6, le=1)] = 0.01
     """learning rate of log alpha: each update adds this times (target entropy - entropy)"""
     min_alpha: Annotated[float, Interval(ge=1e-6, le=10)] = 1e-6
-    """lower bound of the temperature, which from lower values recovers too slowly to stop a collapse of the entropy"""
+    """lower bound of the temperature; from too low a value it rises too slowly to stop a collapse of the entropy"""
     tau: Annotated[float, Interval(ge=1e-6, le=1)] = 0.005
     """coefficient of the target network's moving average; 1 copies the online network"""
     target_network_frequency: Annotated[int, Interval(ge=1, le=2**31 - 1)] = 1
@@ -67,19 +69,19 @@ class Args(envs.GameArgs, networks.EncoderArgs, augment.AugmentArgs, offpolicy.O
     learning_rate: NonNegativeSchedule = "3e-4"
     """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between"""
     max_grad_norm: NonNegativeFloat = 10.0
-    """maximum global norm of the gradient; 0 for no clipping"""
+    """maximum global norm of the gradient of Q-functions and policy together; 0 for no clipping"""
 
     def check(self) -> None:
         """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         tuned = ("target_entropy_scale", "alpha_learning_rate", "min_alpha")
         runs.check_needs(self, self.autotune, "--autotune", tuned)
-        # With dropout a target that is copied each time differs too, since it drops nothing.
+        # With dropout even a target copied at every update differs: it is evaluated without dropout.
         target_lags = self.tau < 1 or self.target_network_frequency > 1 or self.dropout
         needs = "a target network that lags, --tau below 1 or --target-network-frequency 2 or more"
         runs.check_needs(self, target_lags, needs, ("q_clip", "entropy_penalty"))
 
     def check_training(self) -> None:
-        """Raises UsageError if a new run's temperature starts below its lower bound."""
+        """Raises UsageError if a new run's temperature starts below its lower bound; not called to evaluate a run."""
         above = self.min_alpha <= self.alpha or self.resume  # which has its checkpoint's temperature
         check(above, f"--min-alpha {self.min_alpha}: give at most --alpha, {self.alpha}")
 
@@ -132,13 +134,13 @@ def make_agent(args: Args) -> Agent:
 class TrainState(NamedTuple):
     """State of the learner."""
 
-    params: dict  # of the "agent", and "log_alpha" float32 [], the temperature's logarithm, for actors too
+    params: dict  # {"agent", "log_alpha" float32 []}; actors get both, log_alpha for the initial priorities
     target_params: dict  # of the agent
     opt_state: optax.OptState
     global_step: jax.Array  # int32 []: transitions played
     updates: jax.Array  # int32 []
     iterations: jax.Array  # int32 []: main-loop iterations so far
-    learn_from: jax.Array  # int32 []: the step at which learning starts
+    learn_from: jax.Array  # int32 []: the step at which learning starts; later after a resume without the buffer
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -184,6 +186,7 @@ def act(args: Args, agent: Agent, params: dict, rollout: offpolicy.Rollout, obs:
     logits, q_values = devices.map_in_chunks(partial(agent.apply, params["agent"]), frames.stack(t))
     policy_keys, sticky_keys = envs.step_keys(rollout.key, t, rollout.env_state.env_ids)
     actions = jax.vmap(jax.random.categorical)(policy_keys, logits)
+    # For the transition's initial priority (`replay.insert`).
     state_value = soft_value(args, logits, q_values, jnp.exp(params["log_alpha"]))
     mean_q_values = q_values.mean(axis=1)  # as in the learner's TD error
     return offpolicy.record_step(
@@ -213,27 +216,27 @@ def policy_entropy(logits: jax.Array) -> jax.Array:
 
 
 def sac_loss_terms(args: Args, outputs: Outputs, alpha: jax.Array, batch: replay.Batch) -> dict[str, jax.Array]:
-    """The terms of SAC's losses of n-step transitions per sample, float32 [B], at temperature alpha [].
+    """SAC's loss terms for n-step transitions, per sample: float32 [B], at temperature alpha [].
 
     Critics: Christodoulou 2019, equation 4; policy, with exact expectations: equation 12. Zhou et al. 2022 (arXiv
     2209.10081): the mean of two Q-functions and the clipped Q-loss, equation 13, and the entropy penalty, equation 9,
     here with the target network's policy as the old one. Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779,
     equation 4, CQL(H)) lowers Q-values by their softmax weight and raises the played action's. Importance weights scale
-    this last term and the Q-functions' loss, nothing else.
+    the Q-functions' losses, CQL's included; not those of policy and entropy penalty, nor the temperature's step.
     """
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
     stop_gradient = jax.lax.stop_gradient
 
-    def select_action(q_values):
+    def of_action(q_values):
         return jnp.take_along_axis(q_values, batch.actions[:, None, None], axis=2)[..., 0]
 
     # Only the bootstrap state's entropy is in the target, as is usual with n-step returns.
     next_value = soft_value(args, outputs.next_logits, outputs.next_target_q_values, alpha)
     target = stop_gradient(batch.returns + batch.discounts * next_value)[:, None]
-    chosen = select_action(outputs.q_values)  # [B, 2]
+    chosen = of_action(outputs.q_values)  # [B, 2]
     q_loss = (chosen - target) ** 2
     if args.q_clip:
-        old = stop_gradient(select_action(outputs.target_q_values))
+        old = stop_gradient(of_action(outputs.target_q_values))
         q_clipped = old + jnp.clip(chosen - old, -args.q_clip, args.q_clip)
         q_loss = jnp.maximum(q_loss, (q_clipped - target) ** 2)
     entropy = policy_entropy(outputs.logits)
@@ -371,7 +374,8 @@ def load_params(args: Args, agent: Agent, run_dir: str) -> dict:
 
 
 def init_checkpoint(args: Args, agent: Agent) -> dict:
-    """What a new run starts from; its checkpoints also hold the actors and the replay buffer."""
+    """What a new run starts from; its checkpoints also hold the actors, the episodes' statistics and, unless
+    --no-save-replay, the replay buffer."""
     return {"state": init_state(args, agent)}
 
 

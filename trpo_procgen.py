@@ -50,7 +50,7 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
-    FIXED: ClassVar = ("penalty",)  # with one, Adam has the policy's moments too
+    FIXED: ClassVar = ("penalty",)  # --resume refuses to change it: with a penalty Adam has the policy's moments too
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -61,7 +61,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
     num_minibatches: PositiveInt = 8
     """number of minibatches per epoch of Adam; the trust-region step accumulates its gradient over them"""
     gamma: UnitSchedule = "0.99"
-    """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps"""
+    """discount: a number, or a schedule such as "0:0.99,1000000:0.999" in environment steps, linear between"""
     gae_lambda: UnitInterval = 0.95
     """lambda of generalised advantage estimation (GAE)"""
     max_kl: PositiveFloat = 0.01
@@ -89,8 +89,7 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, runs.RunArgs):
 
 
 # NETWORKS
-# Two: with a shared encoder the trust region would not bound what a step does to the values, and the value loss would
-# change the encoder, and so the policy, without a bound.
+# Two: through a shared encoder the value loss would move the policy past the KL bound, and a policy step the values.
 
 
 class Network(nn.Module):
@@ -104,7 +103,7 @@ class Network(nn.Module):
     def __call__(self, frames: jax.Array) -> jax.Array:
         """Frames uint8 [B, 64, 64, C] -> float32 [B, outputs]."""
         init = nn.initializers.orthogonal(self.scale)
-        # "highest" is full float32 on a GPU too.
+        # "highest": no TF32 on a GPU. The encoder computes in bfloat16 there, unless --dtype float32.
         return nn.Dense(self.outputs, kernel_init=init, precision="highest")(self.encoder(frames))
 
 
@@ -326,13 +325,13 @@ def fisher_loss(network: Network, params: dict, minibatch: tuple, *, vector: dic
     """A per-sample loss, float32 [B], whose gradient is the Fisher matrix times a vector v: J' F J v.
 
     J is the Jacobian of the logits by the parameters, J' its transpose, and F = diag(p) - p p' the Fisher matrix of a
-    categorical in its logits (Schulman et al. 2015, appendix C). J v comes from forward-mode differentiation. The loss
-    is the logits' product with F J v, taken as a constant, so that its gradient is J' F J v.
+    categorical in its logits (Schulman et al. 2015, appendix C). The loss is the logits' product with F J v, taken as a
+    constant, so that its gradient is J' F J v.
     """
     apply = partial(network.apply, frames=minibatch[0])
-    with forward_mode():
+    with forward_mode():  # without the encoder's custom_vjp rules, which `jax.jvp` refuses
         _, logits_dot = jax.jvp(apply, (jax.lax.stop_gradient(params),), (vector,))
-    logits = apply(params)
+    logits = apply(params)  # again, to be differentiated backwards by those rules
     probs = jax.nn.softmax(logits)
     fisher_dot = probs * (logits_dot - (probs * logits_dot).sum(axis=-1, keepdims=True))
     return {"loss": (logits * jax.lax.stop_gradient(fisher_dot)).sum(axis=-1)}
@@ -355,7 +354,7 @@ def conjugate_gradients(product: Callable, b: dict, iterations: int) -> dict:
     def step(carry, _):
         x, residual, direction, square = carry
         image = product(direction)
-        # Once solved, the direction is 0: the bounds make 0 / 0 a 0.
+        # Once solved, the direction is 0: the bounds make 0 / 0 a 0. Negative curvature ends in NaN and stops the run.
         length = square / jnp.maximum(tree_vdot(direction, image), 1e-30)
         x, residual = tree_add_scale(x, length, direction), tree_add_scale(residual, -length, image)
         new_square = tree_vdot(residual, residual)
@@ -369,6 +368,7 @@ def conjugate_gradients(product: Callable, b: dict, iterations: int) -> dict:
 def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, max_kl: float, tries: int):
     """Backtracks from params + step, params + step / 2, ... to the first with a lower loss than `before` and a mean KL
     divergence of at most max_kl; evaluate(params) returns the means of the loss's terms, float32 [], as `before`'s.
+    They must be over all devices, which then take the same number of steps.
 
     Returns parameters, their means, and the fraction of the step taken, float32 [] (0: rejected).
     """
@@ -380,7 +380,8 @@ def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, m
         i, fraction, _ = carry
         return i + 1, fraction / 2, evaluate(tree_add_scale(params, fraction / 2, step))
 
-    start = jnp.int32(0), jnp.float32(2), before  # `before` is not accepted, so the loop begins with fraction 2 / 2
+    # The loop begins with fraction 2 / 2, since `before` is not `accepted`; if it were, no step would be tried.
+    start = jnp.int32(0), jnp.float32(2), before
     _, fraction, means = jax.lax.while_loop(lambda carry: (carry[0] < tries) & ~accepted(carry[2]), halve, start)
     fraction = jnp.where(accepted(means), fraction, 0.0)
     means = jax.tree.map(partial(jnp.where, fraction > 0), means, before)
@@ -419,7 +420,7 @@ class Data(NamedTuple):
 
     def take(self, index: jax.Array) -> tuple[tuple[jax.Array, Batch], jax.Array]:
         """Samples `index` int32 [B] -> ((frames uint8 [B, 64, 64, C], Batch [B]), mask bool [B])."""
-        # JAX would clamp the indices of another shape without an error.
+        # Of other shapes JAX would read wrong samples without an error: it clamps an index that is out of range.
         chex.assert_tree_shape_prefix(self.batch, self.mask.shape)
         time, env = index // self.mask.shape[1], index % self.mask.shape[1]
         return (self.frames.stack(time, env), jax.tree.map(lambda x: x[time, env], self.batch)), self.mask[time, env]
@@ -428,8 +429,8 @@ class Data(NamedTuple):
 def mean_over(function: Callable, data: Data, order: jax.Array):
     """The mean over the samples `order` int32 [M, B], one minibatch of B after the other, in the memory of one.
 
-    function(minibatch, mask [B]) -> a pytree of means over a minibatch; these are averaged here, weighted by how many
-    transitions each minibatch has on all devices.
+    function(minibatch, mask [B]) -> a pytree of means over a minibatch on all devices. They are averaged here, weighted
+    by each minibatch's number of transitions.
     """
     total = jnp.maximum(devices.psum(data.mask.reshape(-1)[order].sum()), 1)
 
@@ -448,7 +449,7 @@ def fisher_order(args: Args, order: jax.Array) -> jax.Array:
     since each costs a psum: int32 [rows, width]."""
     number = math.ceil(args.fisher_fraction * order.size)
     rows = -(-number // order.shape[1])
-    width = min(-(-number // rows // 8) * 8, order.shape[1])  # the CPU's chunks are of 8
+    width = min(-(-number // rows // 8) * 8, order.shape[1])  # in the CPU's chunks of 8, if there are so many
     return order.reshape(-1)[: rows * width].reshape(rows, width)
 
 
@@ -466,16 +467,16 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
 
     def fisher(vector):
         vector_loss = partial(fisher_loss, agent.policy, vector=vector)
-        product = mean_over(lambda *data: devices.gradient(vector_loss, params, *data)[0], data, fisher_samples)
+        product = mean_over(lambda *part: devices.gradient(vector_loss, params, *part)[0], data, fisher_samples)
         return tree_add_scale(product, args.damping, vector)
 
-    grads, before = mean_over(lambda *data: devices.gradient(minibatch_loss, params, *data)[:2], data, order)
+    grads, before = mean_over(lambda *part: devices.gradient(minibatch_loss, params, *part)[:2], data, order)
     descent = jax.tree.map(jnp.negative, grads)
     direction = conjugate_gradients(fisher, descent, args.cg_iterations)
     image = fisher(direction)
     # At this length the quadratic model of the KL divergence, damping included, is max_kl (appendix C).
     curvature = tree_vdot(direction, image)
-    # Not finite if the curvature is not positive; the line search then rejects the step.
+    # Not finite if this curvature is not positive; the line search then rejects the step.
     length = jnp.sqrt(2 * args.max_kl / curvature)
     step = jax.tree.map(lambda d: length * d, direction)
     params, means, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)

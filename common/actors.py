@@ -36,8 +36,8 @@ class ActorArgs:
     """number of devices, the last ones of this host, for actors alone; 0 to share the learner's"""
 
     def check(self) -> None:
-        what = f"--num-actors {self.num_actors}: must divide the number of environments, {self.num_envs}"
-        check(self.num_envs % self.num_actors == 0, what)
+        given = f"--num-envs {self.num_envs} --num-actors {self.num_actors}"
+        check(self.num_envs % self.num_actors == 0, f"{given}: the actors must divide the environments evenly")
         each = f"--actor-devices {self.actor_devices}: give at most --num-actors, {self.num_actors}; each uses one"
         check(self.actor_devices <= self.num_actors, each)
 
@@ -51,7 +51,7 @@ class FleetArgs(ActorArgs):
     num_envs: Size = 32
     """number of parallel environments, over all actors"""
     max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
-    """maximum policy lag of an unroll in learner iterations; 0 for actors and learner in turns"""
+    """most iterations (one unroll of every actor each) that an acting policy may lag; 0 to play and learn in turns"""
     deterministic: bool = False
     """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
     for bit on a CPU) except charts/queue_size and timings; if off, timing decides how old it is, up to max_lag"""

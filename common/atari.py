@@ -33,8 +33,7 @@ class GameArgs:
     frame_stack: Annotated[int, Interval(ge=1, le=64)] = 4
     """number of stacked frames for the policy; RND sees only the newest"""
     restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 65_536
-    """steps of each environment between restarts of all environments, which cut unfinished episodes; a resume replays
-    the steps since the last restart"""
+    """steps of each environment between restarts of all, which cut episodes; a resume replays the steps since then"""
 
     @property
     def stack_offsets(self) -> tuple[int, ...]:

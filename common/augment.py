@@ -155,8 +155,7 @@ class DracArgs:
     """The use of augmented frames in the loss."""
 
     augment_mode: Literal["rad", "drac"] = "rad"
-    """rad: learn from augmented frames (the ratio compares the policy on these with the behaviour policy on plain
-    ones); drac: learn from plain frames and regularise with augmented ones"""
+    """with --augment: rad learns from augmented frames; drac from plain ones, regularised by the augmented"""
     drac_coef: NonNegativeFloat = 0.1
     """coefficient of DrAC's regularisation terms"""
 

@@ -194,8 +194,8 @@ def map_in_chunks(function: Callable, x):
 
 
 def _saveable(primitive, *_, **__) -> bool:
-    """A policy of `jax.checkpoint`: saves a chunk's intermediate result unless it is only scaled or rearranged, such as
-    a frame's pixels: recomputing those is faster than reading them from memory."""
+    """A policy of `jax.checkpoint`: saves a chunk's intermediate results but for those only scaled or rearranged, such
+    as a frame's pixels, which are faster to recompute than to read from memory."""
     cheap = "convert_element_type", "sub", "div", "broadcast_in_dim", "pad", "reshape", "transpose"
     return primitive.name not in cheap
 
@@ -203,16 +203,18 @@ def _saveable(primitive, *_, **__) -> bool:
 def gradient(loss: Callable, params, batch, weight: jax.Array, *, in_chunks: bool = True) -> tuple[Any, dict, dict]:
     """The gradient of the weighted mean of a loss that returns its terms *per sample*, as every loss here does.
 
-    A sample's terms must depend on that sample alone: `loss` is called on the whole batch on an accelerator, but on a
-    few samples at a time on each core of a CPU. Weighting, summing and averaging over devices happen here.
+    A sequence's terms must depend on that sequence alone (S = 1: on that sample): `loss` is called on all of a device's
+    batch on an accelerator, but on a few samples at a time on each core of a CPU. Weighting, summing and averaging over
+    devices happen here.
 
     Args:
-      loss: loss(params, batch) -> dict of float32 [B, S]; the term "loss" is minimised, the others are logged.
+      loss: loss(params, batch) -> dict of float32 [B, S]; the term "loss" is minimised, the means of all are returned.
       params: a pytree of arrays.
       batch: a pytree of arrays [B, ...]: B sequences of S steps (S = 1: single transitions).
       weight: float32 or bool [B, S] (or [B], then the terms too), 0 to leave a sample out; divided by its sum over all
         devices, if that is 1 or more.
-      in_chunks: False for all samples at once on a CPU too: for a loss across samples, or samples without frames.
+      in_chunks: False for all of a device's samples at once on a CPU too: for samples without frames, or a loss across
+        samples (of one device: a CPU's cores are devices, so give --num-devices 1 for the whole batch).
 
     Returns the gradient of the weighted mean of "loss", the weighted means float32 [] of all terms, and the terms.
     Raises ValueError if `loss` does not return terms per sample; a mean within an expression goes unnoticed.
@@ -272,7 +274,7 @@ def global_norm(tree) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` (0: none); on a GPU with `global_norm`, whose one computation serves logging too."""
+    """`optax.clip_by_global_norm` (0: none); on a GPU with `global_norm`, which XLA computes once, for logging too."""
     if not max_norm:
         return optax.identity()
     if on_cpu():

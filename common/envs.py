@@ -68,8 +68,8 @@ Game = Literal[GAMES]
 class GameArgs:
     """The Procgen game, its observations and rewards, and evaluation."""
 
-    # With another restart_every a resume could skip a reset that `forced_reset` announced; another stack may have the
-    # same shapes and would load.
+    # With another restart_every a resume could skip a reset that `forced_reset` announced; with a gap, stacks of 3 and
+    # of 4 frames have networks of the same shapes.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
         "frame_stack", "gap_stack", "restart_every",
@@ -98,13 +98,12 @@ class GameArgs:
     reward_clip: NonNegativeFloat = 0.0
     """clip rewards to [-c, c], after shaping; 0 for no clipping"""
     restart_every: Annotated[int, Interval(ge=1, le=10**6)] = 131_072
-    """steps of each environment between restarts of all environments, which cut unfinished episodes; a resume replays
-    the steps since the last restart"""
+    """steps of each environment between restarts of all, which cut episodes; a resume replays the steps since then"""
     eval_every: NonNegativeInt = 1_000_000
     """environment steps between evaluations; 0 for a single one at the end"""
     eval_episodes: Annotated[int, Interval(ge=0, le=10**6)] = 128
-    """evaluation episodes on test levels, and on the training levels if --num-levels limits them; rounded up to a
-    multiple of the parallel environments (at most 64); 0 for no evaluation"""
+    """evaluation episodes on test levels (and as many on limited training levels), rounded up to a multiple of the
+    parallel environments, at most 64; 0 for no evaluation"""
     capture_video: bool = False
     """record one episode of each evaluation as a video"""
 
@@ -150,12 +149,12 @@ def range_of_levels(args, levels: str) -> tuple[int, int]:
 
 
 def import_envpool() -> ModuleType:
-    """Imports EnvPool, which takes seconds, only when games are made. Raises UsageError if a system library that it
-    loads is missing, as in a bare container."""
+    """Imports EnvPool, here since that takes seconds. Raises UsageError if a system library that it loads is missing,
+    as in a bare container."""
     load_qt()
     try:
         import envpool
-    except ModuleNotFoundError:  # the package itself
+    except ModuleNotFoundError:  # EnvPool is not installed: a system library would not help
         raise
     except ImportError as error:
         install = "libgl1" if sys.version_info < (3, 12) else "libegl1 libopengl0"
@@ -167,7 +166,8 @@ def make_procgen(args, num_envs: int, seed: int | Sequence[int], levels: str = "
     """Makes `num_envs` copies of a game (`args`: GameArgs) on "train" or "test" levels as one EnvPool (Gymnasium API,
     C++ threads): frames uint8 [N, 3, 64, 64], rewards float32 [N], 15 actions.
 
-    `seed` is 0 to MAX_SEED, or one for each copy; the same seed and actions give the same frames and rewards.
+    `seed` is 0 to MAX_SEED, to which EnvPool adds each copy's index, or a list of one for each copy; the same seed and
+    actions give the same frames and rewards.
     """
     first, count = range_of_levels(args, levels)
     return import_envpool().make(
@@ -183,7 +183,8 @@ def make_procgen(args, num_envs: int, seed: int | Sequence[int], levels: str = "
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed from a run's seed and numbers that identify its purpose; trailing 0s make no difference."""
+    """A seed below MAX_SEED from a run's seed and numbers that identify its purpose. Trailing 0s make no difference:
+    derive_seed(s) is derive_seed(s, 0), which training's environments and actions have."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] % MAX_SEED)
 
 
@@ -244,7 +245,8 @@ def join_envs(parts: Sequence, axis: int):
 
 
 def join_by_specs(specs, parts: Sequence):
-    """`join_envs` along the axis sharded by `specs`, a prefix of the pytrees; the first part's replicated arrays."""
+    """Joins arrays by `join_envs` along the axis that `specs`, a prefix of the pytrees, shards; of those replicated it
+    takes the first part's."""
 
     def join(spec, *x):
         return join_envs(x, spec.index("device")) if "device" in spec else x[0]
@@ -482,7 +484,7 @@ class Frames:
 
 def empty_history(num_envs: int, offsets: Sequence[int], shape: tuple[int, ...] = FRAME_SHAPE) -> jax.Array:
     """The history before a first step, zeros uint8 [past, N, H, W, C] that no stack contains."""
-    return jnp.zeros((max(*offsets, 1), num_envs, *shape), jnp.uint8)
+    return jnp.zeros((max(*offsets, 1), num_envs, *shape), jnp.uint8)  # never 0 rows, which Orbax refuses to save
 
 
 # EPISODES
@@ -635,8 +637,8 @@ def summarize(returns: np.ndarray) -> dict[str, float]:
 
 
 def evaluate_if_due(args, mesh: Mesh, run: Run, step: int, policy: Callable) -> None:
-    """Every `args.eval_every` steps of training evaluates `args.eval_episodes` episodes on test levels and, if training
-    levels are limited, on these. Writes eval.json and, with `args.capture_video`, a video.
+    """Every `args.eval_every` steps of training, and at its end, evaluates `args.eval_episodes` episodes on test levels
+    and, if training levels are limited, on these. Writes eval.json and, with `args.capture_video`, a video.
 
     Logs eval/{train,test}_levels/{mean_return,standard_error,std,min,max,normalized,episodes,commonest_action}; nothing
     if a signal came.

@@ -55,7 +55,7 @@ def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> 
     reads the output. Any other exception is raised.
     """
     module = sys.modules[main.__module__]
-    argv = plain_booleans(args_class, sys.argv[1:] if argv is None else argv)
+    argv = plain_values(args_class, sys.argv[1:] if argv is None else argv)
     set_up_jax()
     try:
         with _stop_signals_raise():
@@ -223,15 +223,20 @@ def _check_once(args_class: type, flags: Sequence[str]) -> None:
         check(not lists, f"{flag_of(name)}: is given twice, give all its values after one")
 
 
-def plain_booleans(args_class: type, argv: Sequence[str]) -> list[str]:
-    """Converts --gap_stack=False, as `wandb agent` writes it, to --no-gap-stack."""
-    flags = [flag_of(name)[2:] for name, kind in get_type_hints(args_class).items() if kind is bool]
-    words = []
+def plain_values(args_class: type, argv: Sequence[str]) -> list[str]:
+    """Converts --gap_stack=False, as `wandb agent` writes it, to --no-gap-stack, and whole numbers such as 1e6 to
+    1000000, where a flag takes an integer."""
+    kinds = {flag_of(name): kind for name, kind in get_type_hints(args_class).items()}
+    words, flag = [], ""
     for word in argv:
-        name, _, value = word.removeprefix("--").partition("=")
-        name = name.replace("_", "-")
-        if word.startswith("--") and name in flags and value.lower() in ("true", "false"):
-            word = f"--{name}" if value.lower() == "true" else f"--no-{name}"
+        equals, value = "", word
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            flag = flag.replace("_", "-")
+        if kinds.get(flag) is bool and value.lower() in ("true", "false"):
+            word = as_given(flag[2:], value.lower() == "true")
+        elif kinds.get(flag) is int and re.fullmatch(r"\d+(\.\d*)?(e\+?\d\d?)?", value) and float(value).is_integer():
+            word = f"{flag}={int(float(value))}" if equals else str(int(float(value)))
         words.append(word)
     return words
 

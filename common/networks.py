@@ -50,8 +50,7 @@ class EncoderArgs:
     conv_bias: Literal["auto", "yes", "no"] = "auto"
     """whether convolutions have a bias; auto is yes in impala and nature"""
     center: Literal["auto", "yes", "no"] = "auto"
-    """subtract 128 from pixels before scaling; auto is no in nature and yes in the others, as in the competition
-    entry"""
+    """subtract 128 from pixels before scaling, as the competition entry; auto is no in nature and yes in the others"""
     init: Literal["glorot", "orthogonal", "kaiming", "pytorch"] = "glorot"
     """initializer of the encoder's layers; pytorch is PyTorch's default, biases included"""
     activation: Literal["relu", "elu", "gelu", "silu"] = "relu"
@@ -59,8 +58,7 @@ class EncoderArgs:
     spectral_norm: bool = False
     """spectral normalisation of the residual blocks' kernels (impala)"""
     pool: Literal["avg", "act_avg", "max", "max6", "flatten"] = "avg"
-    """pooling before the dense layer: avg or max over all positions, act_avg (avg after, not before, impala's last
-    nonlinearity), max6 (adaptive max pooling to 6 x 6) or flatten"""
+    """pooling before the dense layer; act_avg: avg after impala's last nonlinearity; max6: adaptive max to 6 x 6"""
     hidden: Size = 256
     """units of the dense layer, and of a recurrent core where there is one"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -40,7 +40,7 @@ class OffPolicyArgs(actors.FleetArgs):
     save_replay: bool = True
     """include the replay buffer in checkpoints (12 kB a transition); if off, a resumed run refills it first"""
     learning_starts: NonNegativeInt = 50_000
-    """environment steps before the first update"""
+    """environment steps before the first update; at most --buffer-size"""
     replay_ratio: Annotated[float, Interval(ge=0, le=1024)] = 2.0
     """transitions sampled per environment step: an update every batch_size / replay_ratio steps"""
     batch_size: Size = 128
@@ -48,7 +48,7 @@ class OffPolicyArgs(actors.FleetArgs):
     per_alpha: UnitInterval = 0.5
     """exponent of the priorities, |TD error|^alpha, in prioritised replay; 0 for uniform sampling"""
     per_beta: UnitSchedule = "0:0.4,2000000:1"
-    """exponent of the importance weights in prioritised replay: a number, or "step:value,..." in environment steps"""
+    """exponent of the importance weights: a number, or "step:value,..." in environment steps, linear between"""
     n_step: PositiveInt = 3
     """steps of the n-step return"""
     gamma: UnitInterval = 0.99

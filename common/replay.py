@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     discounts: jax.Array  # float32 [B]: of the next frames' value
     weight: jax.Array  # float32 [B]: importance weight, at most 1
     row: jax.Array  # int32 [B]: its place in the ring
-    env: jax.Array  # int32 [B]: its column of this device's ring (not in the order of env_ids: `envs.join_envs`)
+    env: jax.Array  # int32 [B]: its column of this device's ring, not its env_id (see `envs.join_envs`)
     keys: jax.Array  # uint32 [B, 2]: for the learner's augmentation, dropout and quantiles
     policies: jax.Array | None = None  # int32 [B]: which policy played, of several
     one_step_frames: jax.Array | None = None  # uint8 [B, 64, 64, C]: one step later, for RND; with several policies
@@ -150,7 +150,7 @@ def insert(
     priorities = write(replay.priorities, jnp.zeros((steps, num_envs)))
     priorities = priorities.at[(now + steps + jnp.arange(past)) % length].set(0)
 
-    # Steps since the start (negative: before it) whose n-th successor is now written.
+    # Steps, counted from the start (negative: before it), whose n-th successor is among the new rows.
     complete, env = now - n_step + jnp.arange(steps)[:, None], jnp.arange(num_envs)
     row = complete % length
     gamma = gamma if policies.gamma is None else policies.gamma

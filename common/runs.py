@@ -35,7 +35,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingC
 
 from common import checkpoints, devices, files, films, multihost, tracking
 from common.files import FailedError, FullError, UsageError, check, write_json
-from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
+from common.flags import (  # noqa: F401 - scripts use these as runs.cli, runs.check_args, ...
     MAX_SEED,
     NonNegativeInt,
     PositiveInt,
@@ -52,7 +52,7 @@ from common.flags import (  # noqa: F401 - to scripts all of this is `runs`
     on_this_machine,
     parse_schedule,
     parts_of_batch,
-    plain_booleans,
+    plain_values,
     read_args,
     saved_args,
     set_up_jax,
@@ -78,7 +78,7 @@ class RunArgs:
     run_dir: str = "runs"
     """parent folder of run directories"""
     resume: str = ""
-    """run directory to resume; its saved arguments are the defaults of all other flags"""
+    """run directory to resume, with its own flags where none is given; most of game, network and seed cannot change"""
     checkpoint_every: PositiveInt = 1_000_000
     """environment steps between checkpoints"""
     keep_checkpoints: PositiveInt = 3
@@ -88,7 +88,7 @@ class RunArgs:
     distributed: bool = False
     """train on several hosts (PPO, TRPO, IMPALA), which divide the environments; set up by SLURM or JAX's variables"""
     track: Literal["wandb", "tensorboard"] = "wandb"
-    """where to log metrics besides metrics.jsonl: Weights & Biases or TensorBoard"""
+    """where to log besides metrics.jsonl: Weights & Biases or TensorBoard; for neither give --wandb-mode disabled"""
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """mode of Weights & Biases; auto is WANDB_MODE from the environment, else online if logged in, else offline"""
     wandb_project: str = "procgen"
@@ -174,7 +174,8 @@ def crossed(every: int, before: int, after: int) -> bool:
 
 
 class Stopwatch:
-    """Measures time: `with stopwatch("game"): ...`, then its `fractions()` since the last call."""
+    """Measures `with stopwatch("game"): ...`; `fractions()` returns {"time/game": its part of the time since the last
+    call, ...}."""
 
     def __init__(self):
         self.seconds, self._since = {}, time.perf_counter()
@@ -230,8 +231,8 @@ class Run:
             undo.pop_all()
         self._init_checkpoint = init_checkpoint
         self.stop, self._script, self._args, self._mesh = None, script, args, mesh
-        self._lines, self._evaluated, self._saved, self._begun = 0, 0, 0, False
-        self._signal, self._written, self._seconds = None, None, 0.0
+        self._lines, self._evaluated, self._saved, self._begun = 0, 0, None, False
+        self._signal, self._seconds = None, 0.0
         self._old_handlers = {}
         self._console = Console(stderr=True, quiet=not self.is_main, emoji=False)  # a path may have a :x:
         self._console.on_broken_pipe = self._on_broken_pipe  # Rich's own would end the program
@@ -345,7 +346,7 @@ class Run:
         return f"the checkpoint of step {steps[-1]} is complete; continue from it: {self._resume_command()}"
 
     def _on_signal(self, number: int, frame) -> None:
-        # A second signal does not wait for the iteration's end; one to a process group may come twice at once.
+        # A second signal ends the run at once; within 2 s it is the first one, which came twice (to a process group).
         if self._signal and time.monotonic() - self._asked > 2:
             raise KeyboardInterrupt(number)
         leave_closed_terminal()
@@ -380,7 +381,7 @@ class Run:
         return round(self._seconds + time.monotonic() - self._since, 3)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes metrics to metrics.jsonl and W&B or TensorBoard."""
+        """Writes metrics to metrics.jsonl and W&B or TensorBoard; the progress line needs "charts/SPS" among them."""
         numbers = {name: float(value) for name, value in metrics.items()}
         clocks = {"global_step": step, "time": time.time(), "seconds": self._clock()}
         line = json.dumps(clocks | numbers) + "\n"
@@ -413,7 +414,7 @@ class Run:
                 self.print(f"W&B has stopped ({error!r}); metrics.jsonl has everything")
 
     def finished(self, step: int) -> bool:
-        """Whether training ends: at `args.total_timesteps`, or because a signal came."""
+        """Whether training ends: at `args.total_timesteps`, or because a signal came. All hosts call it."""
         finished = step >= self._args.total_timesteps
         if finished and not self._begun:
             self.print(f"the run is at step {step} already; to continue, give a larger --total-timesteps")
@@ -425,7 +426,8 @@ class Run:
         return finished or bool(self.stop)
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether a multiple of `args.eval_every` (0: none), or the end, was passed since the last evaluation."""
+        """Whether a multiple of `args.eval_every` (0: none), or the end, was passed since the last evaluation; on hosts
+        other than the first always False."""
         if step <= self._evaluated or not self.is_main:
             return False
         return step >= self._args.total_timesteps or crossed(self._args.eval_every, self._evaluated, step)
@@ -433,10 +435,12 @@ class Run:
     def checkpoint_due(self, step: int) -> bool:
         """Whether a multiple of `args.checkpoint_every`, or the end, was passed since the last checkpoint. The end
         counts because a run may be killed during its last evaluation, which takes minutes."""
-        ended = step >= self._args.total_timesteps > self._saved
-        return ended or crossed(self._args.checkpoint_every, self._saved, step)
+        saved = self._saved or 0  # None before the first
+        ended = step >= self._args.total_timesteps > saved
+        return ended or crossed(self._args.checkpoint_every, saved, step)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """As `log`; `evaluation_due` counts from this step."""
         self.log(step, metrics)
         self._evaluated = step
 
@@ -469,8 +473,9 @@ class Run:
 
     def save(self, step: int, tree: dict[str, Any], per_host: dict[str, Any]) -> bool:
         """Writes a checkpoint atomically: pytrees of global arrays by name, and each host's own (`per_host`). All hosts
-        call it. Returns False, without writing, if this step has a checkpoint."""
-        if due := step != self._written:
+        call it. Returns False, without writing, if this step has a checkpoint. Raises FailedError if somebody removed
+        or replaced the run directory."""
+        if due := step != self._saved:
             progress = {"lines": self._lines, "evaluated": self._evaluated, "seconds": self._clock()} | self._topology()
             content = multihost.gather(tree) | {"hosts": multihost.gather_per_host(per_host)}
             content["run"] = {name: np.asarray(number) for name, number in progress.items()}
@@ -479,7 +484,7 @@ class Run:
                 self._check_in_place(step)
                 os.fsync(self._metrics.fileno())  # the checkpoint has its number of lines
                 checkpoints.save(self.path, step, content, keep=self._args.keep_checkpoints)
-        self._saved = self._written = step
+        self._saved = step
         return due
 
     def _check_in_place(self, step: int) -> None:
@@ -506,7 +511,6 @@ class Run:
     def _rewind(self, saved: dict[str, Any]) -> None:
         """Drops what was logged after the checkpoint, to be logged again, but not the checkpoint's own evaluation."""
         self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
-        self._written = self._saved
         here = self._topology()
         kinds = ("an accelerator, with ", "a CPU, with ") if saved["cpu"] != here["cpu"] else ("", "")
         before, now = (

@@ -61,7 +61,7 @@ OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # fla
 
 @dataclass(frozen=True)
 class Args:
-    program: tyro.conf.Positional[str]
+    program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT")]
     """a script, such as ppo_procgen.py"""
     mutate: tuple[str, ...] = ("gamma=0.9:0.999", "learning_rate=1e-4:1e-3:log")
     """flags to mutate, with their ranges: name=low:high, or name=low:high:log to draw log-uniformly"""

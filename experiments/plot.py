@@ -62,7 +62,7 @@ plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in
 
 @dataclass(frozen=True)
 class Args:
-    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    run_dirs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN_DIRS")]
     """run directories; each game gets a panel"""
     out: str = "curve"
     """writes OUT.csv and OUT.png"""
@@ -72,7 +72,7 @@ class Args:
     reference: tuple[str, ...] = ()
     """curves to add: OpenAI's PPO, such as easy-all or hard-500-test, or CSV files of env_steps, mean_return"""
     time_to: str = ""
-    """print when each run's training return passes that of OpenAI's PPO after 25M steps (hard: 200M): easy-all,
+    """print when each run reaches the return that OpenAI's PPO has at 25M steps (hard: 200M); give easy-all,
     easy-200-train, hard-all or hard-500-train"""
     hours: bool = False
     """draw the curves over hours of training too"""

@@ -36,7 +36,7 @@ def split_flags(flags: str) -> list[str]:
 def parse_flags(script: ModuleType, flags: str) -> Any:
     """Parses a script's Args, and exits as the script would for an unknown flag. Does not initialise the devices: that
     would take the GPU from the runs."""
-    return tyro.cli(script.Args, args=runs.plain_booleans(script.Args, split_flags(flags)))
+    return tyro.cli(script.Args, args=runs.plain_values(script.Args, split_flags(flags)))
 
 
 def read_flags(script: ModuleType, flags: str) -> Any:

@@ -41,10 +41,10 @@ RETURN = "charts/episodic_return"
 
 @dataclass(frozen=True)
 class Args:
-    table: tyro.conf.Positional[str]
+    table: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TABLE")]
     """name of a table, such as coinrun_ppo_grid (a wrong one lists them)"""
     scale: Annotated[float, Interval(gt=0, le=100)] = 1.0
-    """fraction of the table's environment steps to train for"""
+    """multiple of the table's environment steps to train for, such as 0.1 for a tenth"""
     seeds: tuple[Seed, ...] = (1, 2, 3)
     """seeds, each of which is a run of every cell"""
     cells: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ DATABASE_ERRORS = optuna.exceptions.StorageInternalError, SQLAlchemyError
 
 @dataclass(frozen=True)
 class Args:
-    sweep: tyro.conf.Positional[str]
+    sweep: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """a sweep file of W&B's kind"""
     count: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """trials of the study, failed ones included; 0 for the file's run_cap, or else a whole grid"""

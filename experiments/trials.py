@@ -1,6 +1,7 @@
 """Runs of a script, each in a process of its own, which resume after a stop or a kill: for sweeps, tables and PBT."""
 
 import contextlib
+import difflib
 import functools
 import importlib
 import json
@@ -91,9 +92,10 @@ def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[
     module = importlib.import_module(Path(program).stem)
     check(hasattr(module, "Args"), f"{source}: program {program} is no script, it has no Args")
     known = [field.name.rstrip("_") for field in fields(module.Args)]
-    unknown = [name for name in flags if name not in known]
-    check(not unknown, f"{source}: {program} has no flag {', '.join(unknown)}")
     for name, value in flags.items():
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        check(name in known, f"{source} {name}={value}: {program} has no flag {name}{hint}")
         free = name not in (*PLACES, *own) and not name.startswith("wandb_")
         check(free, f"{source} {name}={value}: {flag_of(name)} is not free here, each run is given its own")
 

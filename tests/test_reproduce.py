@@ -74,7 +74,7 @@ def test_cells_of_a_table_are_valid_and_different_runs(name):
     for cell in cells:
         assert cell.row["published"] == "" or math.isfinite(float(cell.row["published"]))
         script = importlib.import_module(Path(cell.row["script"]).stem)
-        words = runs.plain_booleans(script.Args, trials.words_of(cell.flags))
+        words = runs.plain_values(script.Args, trials.words_of(cell.flags))
         runs.check_args(tyro.cli(script.Args, args=words), script.SCRIPT)
     assert len({(cell.folder, cell.row["metric"]) for cell in cells}) == len(cells)
 

@@ -71,7 +71,7 @@ def test_sweep_file_of_the_repository_is_valid_for_wandb_and_the_script(path):
             k: (spec.get("values") or [spec.get("value", spec.get("min")), spec.get("max")])[end] for k, spec in specs
         }
         cell = {name: value for name, value in cell.items() if value is not None}
-        args = tyro.cli(script.Args, args=runs.plain_booleans(script.Args, trials.words_of(cell)))
+        args = tyro.cli(script.Args, args=runs.plain_values(script.Args, trials.words_of(cell)))
         for name, value in cell.items():
             parsed = getattr(args, name if hasattr(args, name) else name + "_")
             assert parsed == float(value) if isinstance(parsed, float) else str(parsed) == str(value)
