@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # --resume refuses to change it: it is only the coefficient's first value
+    FIXED: ClassVar = ("kl_coef",)  # flags that --resume refuses to change: of kl_coef only the first value counts
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -84,7 +84,7 @@ class Args(
     vf_clip: NonNegativeFloat = 30.0
     """clip the change of a value in one update to +- this, in units of the processed rewards; 0 for no clipping"""
     ent_coef: NonNegativeSchedule = "0.01"
-    """coefficient of the entropy bonus: a number, or a schedule like the learning rate's"""
+    """coefficient of the entropy bonus: a number, or a schedule, such as "0:0.01,8000000:0" to anneal it"""
     max_grad_norm: NonNegativeFloat = 0.0
     """maximum global norm of the gradient; 0 for no clipping"""
     adam_eps: PositiveFloat = 1e-8
@@ -133,7 +133,7 @@ class Agent(nn.Module):
         return self.policy(x), self.value(x)[..., 0], hidden_state
 
     def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
-        """Frames [B, 64, 64, C] of one step, for `init` alone: modules not called here get no parameters."""
+        """Frames [B, 64, 64, C] of one step, for `init` alone. Call each new head here, or it gets no parameters."""
         return self.decode(self.encode(frames)[:, None], is_first[:, None], hidden_state)
 
 
@@ -338,7 +338,7 @@ class Batch(NamedTuple):
     actions: jax.Array  # int32; all else is float32
     logits: jax.Array  # [..., 15], of the behaviour policy
     values: jax.Array
-    advantages: jax.Array  # normalised over the rollout
+    advantages: jax.Array  # normalised over the rollout, by `compute_advantages`
     returns: jax.Array  # targets of the value loss
 
 
@@ -395,8 +395,9 @@ def loss(
 
     Returns its terms per sample, float32 [B, S]; `devices.gradient` weights them (0 for junk steps), averages them over
     samples and devices and differentiates "loss"; all means are logged. A sample's terms may depend on that sample
-    only: on a CPU `loss` is called on 8 frames or one sequence at a time. Batch statistics belong in
-    `compute_advantages`; for a loss across samples see docs/forking_reference.md.
+    only: on a CPU `loss` is called on 8 frames or one sequence at a time, and a mean within an expression is over
+    those, without an error. A rollout's statistics belong in `compute_advantages`, a minibatch's in `train_minibatch`,
+    both by `masked_moments`; for a loss across samples see docs/forking_reference.md.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -412,7 +413,8 @@ def loss(
     if args.kl_coef:  # the first value; kl_coef is the adapted one
         total += kl_coef * terms["approx_kl"]
     if args.augment and args.augment_mode == "drac":
-        terms["drac_loss"] = augment.drac_loss(log_probs, values, *forward(agent, params["agent"], inputs, augmented))
+        new_log_probs, new_values = forward(agent, params["agent"], inputs, augmented)
+        terms["drac_loss"] = augment.drac_loss(log_probs, values, new_log_probs, new_values)
         total += args.drac_coef * terms["drac_loss"]
     if args.rnd_coef:
         terms["rnd_loss"] = bonus.predictor_loss(rnd_target, params["predictor"], inputs.next_frames)
@@ -433,6 +435,7 @@ def compute_advantages(
     """Shaped rewards, RND's bonus, GAE: returns the state with its running statistics updated, a Batch [T, N] and
     metrics float32 []."""
     mask = ~timesteps.is_reset  # False for junk steps
+    # The game's are timesteps.rewards; these are what GAE sees: processed, then plus RND's bonus.
     reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
     state = state._replace(reward_filter=reward_filter)
     metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}

@@ -217,7 +217,7 @@ class Agent(nn.Module):
         return self.policy(nn.relu(self.actor(x))), values, hidden_state
 
     def __call__(self, frames: jax.Array, is_first: jax.Array, hidden_state: networks.HiddenState):
-        """Frames [B, 84, 84, C] of one step, for `init` alone: modules not called here get no parameters."""
+        """Frames [B, 84, 84, C] of one step, for `init` alone. Call each new head here, or it gets no parameters."""
         encoded = jax.tree.map(lambda x: x[:, None], self.encode(frames))
         return self.decode(encoded, is_first[:, None], hidden_state)
 

@@ -181,7 +181,7 @@ def restore_tree(template: Any, saved: Any, run_dir: str) -> Any:
     """Gives a loaded tree the structure of `template`; raises MisfitError if names or shapes differ."""
     from flax import serialization
 
-    differ = f"{run_dir}: its checkpoint does not fit these arguments"
+    differ = f"{run_dir}: its checkpoint does not fit this script and its arguments"
     try:
         tree = serialization.from_state_dict(template, saved)
     except (ValueError, KeyError, TypeError) as error:
