@@ -246,9 +246,8 @@ class TrainState(NamedTuple):
 
 def state_specs(args: Args):
     """The PartitionSpecs of TrainState: replicated, but for each environment's return of bonuses."""
-    if args.num_policies == 1:
-        return REPLICATED
-    return devices.partition_specs(TrainState, curiosity=CURIOSITY_SPECS)
+    curiosity = REPLICATED if args.num_policies == 1 else CURIOSITY_SPECS
+    return devices.partition_specs(TrainState, curiosity=curiosity)
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -474,6 +473,7 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
     chosen = outputs_of(outputs.online, batch.actions)
     returns, next_outputs = jax.lax.stop_gradient(bootstrap(args, support, outputs, batch))
     q_value = mean_q(support, chosen)
+    # Each of the three losses has its own target; with atoms the projected one gives the TD error too.
     td_errors = returns + batch.discounts * mean_q(support, next_outputs) - q_value
     if args.num_quantiles:
         losses = quantile_loss(outputs.taus, chosen, returns[:, None] + batch.discounts[:, None] * next_outputs)
@@ -520,7 +520,8 @@ def loss(args: Args, agent: Agent, params: dict, batch: replay.Batch, *, target_
 
 
 def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch) -> tuple[TrainState, jax.Array, dict]:
-    """One update: returns the next state, the absolute TD errors float32 [B] and metrics, float32 []."""
+    """One update: returns the next state, the absolute TD errors float32 [B] for `replay.set_priorities`, and metrics,
+    float32 []."""
     learning_rate = runs.parse_schedule(args.learning_rate)(state.global_step)
     batch_loss = partial(loss, args, agent, target_params=state.target_params)
     # Weights of 1, since `loss` has the importance weights already; `gradient` would divide by their sum.

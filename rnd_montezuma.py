@@ -895,7 +895,7 @@ def main(args: Args) -> runs.Run:
             fleet.restore(run.checkpoint["fleet"], state.params["agent"], run)
         if state.frame_stats.count == 0:
             stats = observe_random_play(args, run, state.frame_stats)
-            state = jax.device_put(state._replace(frame_stats=stats), state_sharding)
+            state = jax.device_put(state._replace(frame_stats=stats), state_sharding)  # else `update` compiles twice
 
         def save():
             run.save(step, {"state": state}, {"fleet": fleet.save(), "statistics": statistics.save()})

@@ -133,6 +133,7 @@ class Statistics:
         self.rooms.add(rooms, timesteps, pictures)
 
     def metrics(self) -> dict[str, float]:
+        """Means over the last 100 finished episodes (none before the first), and counts of rooms."""
         metrics = self.episodes.metrics() | self.rooms.metrics()
         intrinsic = self.intrinsic.metrics()
         if intrinsic:

@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     discounts: jax.Array  # float32 [B]: of the next frames' value
     weight: jax.Array  # float32 [B]: importance weight, at most 1
     row: jax.Array  # int32 [B]: its place in the ring
-    env: jax.Array  # int32 [B]: its column of this device's ring, not its env_id (see `envs.join_envs`)
+    env: jax.Array  # int32 [B]: its column of the ring (this device's or, in host memory, of all), not its env_id
     keys: jax.Array  # uint32 [B, 2]: for the learner's augmentation, dropout and quantiles
     policies: jax.Array | None = None  # int32 [B]: which policy played, of several
     one_step_frames: jax.Array | None = None  # uint8 [B, 64, 64, C]: one step later, for RND; with several policies
@@ -115,7 +115,7 @@ def insert(
     replay: Replay, new: Rows, forced_reset: jax.Array, *, n_step: int, gamma: float, per_alpha: float,
     policies: Policies = SINGLE_POLICY, bonus: jax.Array | None = None,
 ) -> Replay:  # fmt: skip
-    """Writes T new rows; T must divide the ring's length.
+    """Writes T new rows; T must divide the ring's length. Whatever is stored per step is set anew here.
 
     A transition can be sampled once the row n steps later is written. Its initial priority is the TD error by the
     actor's own values, without evaluating a network.
@@ -159,7 +159,7 @@ def insert(
     has_stack = complete >= jnp.minimum(rows.frames.episode_steps[row, env], past)  # its frames were written
     valid = has_stack & ~rows.is_reset[row, env]
     priorities = priorities.at[row, env].set(jnp.where(valid, priority(td_errors, per_alpha), 0))
-    return Replay(rows, priorities, now + steps, policies)
+    return replay._replace(rows=rows, priorities=priorities, written=now + steps, policies=policies)
 
 
 def sample(replay: Replay, key: jax.Array, beta: jax.Array, *, batch_size: int, n_step: int, gamma: float) -> Batch:
