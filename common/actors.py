@@ -28,10 +28,10 @@ from common.flags import NonNegativeInt, Size
 class ActorArgs:
     """Actor threads and their devices."""
 
-    FIXED: ClassVar = ("num_actors",)  # a checkpoint has each actor's environments
+    FIXED: ClassVar = ("num_actors",)  # --resume refuses to change it: a checkpoint has each actor's environments
 
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 2
-    """number of actor threads, each with an equal part of the environments"""
+    """actor threads of each host, each with an equal part of its environments"""
     actor_devices: NonNegativeInt = 0
     """number of devices, the last ones of this host, for actors alone; 0 to share the learner's"""
 
@@ -46,10 +46,10 @@ class ActorArgs:
 class FleetArgs(ActorArgs):
     """Environments of actor threads, and policy lag."""
 
-    FIXED: ClassVar = ("num_envs",)  # a checkpoint has each actor's environments
+    FIXED: ClassVar = ("num_envs",)  # in addition to num_actors
 
     num_envs: Size = 32
-    """number of parallel environments, over all actors"""
+    """number of parallel environments, over all actors and hosts"""
     max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
     """most iterations (one unroll of every actor each) that an acting policy may lag; 0 to play and learn in turns"""
     deterministic: bool = False
@@ -92,7 +92,8 @@ class Fleet:
 
     Args:
       collect: collect(vec_env, params, env_state, i=, watch=, check_stop=) -> (unroll, env_state) plays an actor's i-th
-        unroll in its thread. It calls check_stop() at every step, and times its parts with `watch`.
+        unroll in its thread. It calls check_stop() at every step and times "inference" and "game" with `watch`, as
+        vec_env.play does.
       vec_envs, env_states: each actor's environments and their first state.
       param_shardings: the device or sharding of each actor's parameters.
       env_state_shardings: of its environment state; by default those of the parameters.
@@ -115,11 +116,11 @@ class Fleet:
         self._env_state_shardings = env_state_shardings or param_shardings
         self._max_lag, self._deterministic = max_lag, deterministic
         self._snapshots = [vec_env.snapshot() for vec_env in vec_envs]
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # held to change _ready, _published and _error
         self._ready = [deque() for _ in vec_envs]
         self._published: dict[int, dict[Any, Any]] = {}
         self._error: tuple[int, BaseException] | None = None
-        self._stopping, self._threads, self._waiting = True, [], 0.0
+        self._stopping, self._threads, self._queued = True, [], 0.0
 
     def __enter__(self) -> "Fleet":
         return self
@@ -169,9 +170,9 @@ class Fleet:
         """Waits for every actor's next unroll; returns None if `run.stop` is set before. If an actor has failed, calls
         `save`, on a single host, and raises ActorError."""
         with self._changed:
-            self._waiting = sum(map(len, self._ready)) / len(self._ready)
+            self._queued = sum(map(len, self._ready)) / len(self._ready)
             while not (self._error or run.stop or all(self._ready)):
-                self._changed.wait(0.2)
+                self._changed.wait(0.2)  # a signal sets run.stop without notifying
             batches = [queue.popleft() for queue in self._ready] if all(self._ready) and not self._error else None
         if self._error:
             if jax.process_count() == 1:  # other hosts would have to save too, and do not know
@@ -189,7 +190,7 @@ class Fleet:
     def metrics(self, version: int, batches: Sequence[ActorBatch]) -> dict[str, float]:
         """Means over the actors: unrolls queued when the learner asked (0: it had to wait), the lag of their parameters
         behind the learner's `version` in iterations, and fractions of the actors' time."""
-        charts = {"charts/queue_size": self._waiting}
+        charts = {"charts/queue_size": self._queued}
         charts["charts/policy_lag"] = version - sum(batch.version for batch in batches) / len(batches)
         for part in ("inference", "game", "blocked"):
             fractions = [batch.time_fractions[f"time/{part}"] for batch in batches]
@@ -251,12 +252,12 @@ class Fleet:
     def _parameters(self, actor: int, i: int) -> tuple[int, Any]:
         """Waits for the parameters of unroll i; returns their version and the parameters."""
         with self._changed:
-            oldest = max(i - self._max_lag, min(self._published))
-            while max(self._published) < oldest:
+            needed = max(i - self._max_lag, min(self._published))  # a run's first unrolls have no version that old
+            while max(self._published) < needed:
                 self._check_stop()
                 self._changed.wait()
             self._check_stop()
-            version = oldest if self._deterministic else max(self._published)
+            version = needed if self._deterministic else max(self._published)
             return version, self._published[version][self._param_shardings[actor]]
 
     def _check_stop(self) -> None:

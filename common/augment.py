@@ -96,7 +96,7 @@ def cutout_color(key: jax.Array, image: jax.Array) -> jax.Array:
 
 
 def color_jitter(key: jax.Array, image: jax.Array, most: float = 0.4, hue: float = 0.5) -> jax.Array:
-    """Scales brightness, contrast (around the stack's mean) and saturation by 0.6 to 1.4; turns hue by up to half."""
+    """Brightness, contrast around the stack's mean and saturation times 0.6 to 1.4; hue turned by up to half a turn."""
     keys = jax.random.split(key, 4)
     brightness, contrast, saturation = (jax.random.uniform(k, minval=1 - most, maxval=1 + most) for k in keys[:3])
     x = jnp.clip(_colors(image) * brightness, 0, 255)

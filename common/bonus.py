@@ -33,10 +33,10 @@ class BonusArgs:
 
 
 class Bonus(NamedTuple):
-    """The bonus's state besides the predictor, which is trained with the agent."""
+    """The bonus's state besides the predictor, which PPO trains with the agent, Ape-X by an Adam of its own."""
 
     target: dict  # parameters of the random network; {} without a bonus
-    filter: ReturnFilter
+    filter: ReturnFilter  # of the bonus; for rnd_normalize
 
 
 BONUS_SPECS = devices.partition_specs(Bonus, filter=RETURN_FILTER_SPECS)
@@ -81,9 +81,9 @@ def of_transitions(
 
 
 def of_frames(args, bonus: Bonus, predictor: dict, *, frames: envs.Frames, mask: jax.Array, gamma: jax.Array):
-    """The bonus float32 [T, N] of reaching each frame; 0 where `mask` (bool [T, N]) is false, as it must be for an
-    episode's first frame. Row t belongs to transition t - 1 (row 0: the previous rollout's last). Returns the
-    updated Bonus and the bonus."""
+    """The bonus float32 [T, N] of reaching each frame, 0 where `mask` (bool [T, N]) is false. The mask leaves out
+    episodes' first frames, which no transition reaches. Row t is of the transition that starts at step t - 1 (row 0: at
+    the previous rollout's last). `gamma` is of the bonus's return. Returns the updated Bonus and the bonus."""
     return _of_steps(args, bonus, predictor, frames, jnp.arange(args.num_steps), mask, frames.is_first, gamma)
 
 

@@ -1,7 +1,8 @@
 """Image encoders (uint8 frames [B, H, W, C] -> float32 features [B, hidden]) and recurrent cores.
 
-The IMPALA CNN, XResNet, the Nature CNN and a small MobileNetV2, with the same flags in every script; a flag left at
-"auto" takes the encoder's own. benchmarks/encoders.py measures their parameters, arithmetic, memory and time.
+The IMPALA CNN, XResNet, the Nature CNN and a small MobileNetV2, with the same flags in every Procgen script. "The
+competition entry" is ttumiel's of 2020 (docs/networks.md). benchmarks/encoders.py measures the encoders' parameters,
+arithmetic, memory and time.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from common.flags import Size
 class EncoderArgs:
     """The image encoder."""
 
-    # One network's parameters make no sense in another, even if their shapes fit.
+    # --resume refuses to change these: one network's parameters make no sense in another, even if their shapes fit.
     FIXED: ClassVar = (
         "encoder", "channels", "width", "blocks", "downsample", "separable", "norm", "conv_bias", "center",
         "init", "activation", "spectral_norm", "pool",
@@ -136,14 +137,14 @@ def adaptive_max_pool(x: jax.Array, size: int) -> jax.Array:
 
 
 def largest_singular_value(kernel: jax.Array) -> jax.Array:
-    """The largest singular value, float32 [], of a kernel [H, W, I, O] as a matrix [H W I, O]. As in PyTorch's
+    """The largest singular value, float32 [], of a kernel [H, W, I, O] as a matrix [H * W * I, O]. As in PyTorch's
     spectral_norm, its gradient takes the singular vectors as constants (Miyato et al. 2018, section 2.3). Power
-    iteration has no state: it squares the Gram matrix eight times, which makes 256 steps from scratch."""
+    iteration keeps no state: each call makes 256 steps, as eight squarings of the Gram matrix."""
     matrix = kernel.reshape(-1, kernel.shape[-1]).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         power = jax.lax.stop_gradient(matrix)
         power = power.T @ power
-        for _ in range(4):  # with a trace of 1 the largest of 64 eigenvalues squared twice stays above 1e-8
+        for _ in range(4):  # two squarings after a trace of 1 keep the largest of 64 eigenvalues above 1e-8
             power = power / jnp.maximum(jnp.trace(power), 1e-30)
             power = power @ power
             power = power @ power
@@ -190,7 +191,7 @@ class Layers:
     bias: bool
     init: str
     activation: str
-    residual_norm: str  # of residual blocks' kernels, see `conv`
+    residual_norm: str  # of residual blocks' kernels: `kernel_norm` of the module's function `conv`
     pool: str
     hidden: int
     center: bool
@@ -260,8 +261,8 @@ class Layers:
 
 
 class ImpalaCNN(nn.Module):
-    """The residual network of Espeholt et al. 2018 (IMPALA, figure 3, right): with channels (16, 32, 32) and "flatten",
-    as train-procgen's. With (32, 64, 64) and "avg" it is the competition entry's best."""
+    """The residual network of Espeholt et al. 2018 (IMPALA, figure 3, right). With channels (16, 32, 32), "flatten" and
+    no `center` it is train-procgen's; with (32, 64, 64) and "avg" the competition entry's best."""
 
     layers: Layers
     channels: tuple[int, ...]
@@ -309,7 +310,7 @@ class XResNet(nn.Module):
                 y = y * self.squeeze_excitation(y)
             if i >= len(self.blocks) - self.attention:
                 y = self.self_attention(y, i)
-            shortcut = cpu.avg_pool(x) if stride > 1 else x
+            shortcut = cpu.avg_pool(x) if stride > 1 else x  # a reshape and a mean, for any device
             if shortcut.shape[3] != features:
                 shortcut = conv(shortcut, features, size=1)
             x = act(y + shortcut)
@@ -490,7 +491,7 @@ def cast_encoder(layers: Layers, params: dict) -> dict:
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
-# DROPOUT AND RECURRENT CORES
+# DROPOUT, RECURRENT CORES, L2
 
 
 def dropout(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
@@ -537,7 +538,7 @@ def init_hidden_state(kind: str, hidden: int, size: int) -> HiddenState:
 
 
 def add_l2(grads, params, coef: float):
-    """Adds the gradient of coef x the squared norm of the convolution kernels."""
+    """`grads` plus the gradient of coef * the squared norm of all 4-dimensional parameters, the convolution kernels."""
     if not coef:
         return grads
     return jax.tree.map(lambda g, w: g + 2 * coef * w if w.ndim == 4 else g, grads, params)

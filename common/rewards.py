@@ -52,13 +52,14 @@ def merge_moments(count, mean, var, new_count, new_mean, new_var):
 def normalize_rewards(
     state: ReturnFilter, rewards: jax.Array, ended: jax.Array, mask: jax.Array, gamma: jax.Array, clip=10.0
 ):
-    """Divides rewards by the running standard deviation of the forward discounted return, as OpenAI Baselines'
-    VecNormalize does step by step; here the whole rollout's returns are added first.
+    """Divides rewards by the running standard deviation of their return, here the discounted sum of past rewards, as
+    OpenAI Baselines' VecNormalize, which updates it at each step; here the whole rollout does before any is divided.
 
     Args:
       rewards: float32 [T, N].
       ended: bool [T, N], whether the return starts anew after this step, as after `envs.Timesteps.sequence_end`.
-      mask: bool [T, N], False for junk steps.
+      mask: bool [T, N], False for junk steps, which the return skips.
+      gamma: float32 [], the return's discount.
       clip: the result is clipped to +- this.
 
     Returns the updated filter and rewards float32 [T, N].
@@ -100,7 +101,7 @@ def prepare_rewards(args, state: ReturnFilter, timesteps, gamma: jax.Array) -> t
 
 
 def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance, float32 [], of x where `mask` (bool, of x's shape) is true, over all devices."""
+    """Mean and variance, float32 [], of x where `mask` (bool, or 0 and 1, of x's shape) is true, over all devices."""
     count = jnp.maximum(devices.psum(mask.sum()), 1)
     mean = devices.psum((x * mask).sum()) / count
     return mean, devices.psum(((x - mean) ** 2 * mask).sum()) / count
