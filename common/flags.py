@@ -224,8 +224,8 @@ def _check_once(args_class: type, flags: Sequence[str]) -> None:
 
 
 def plain_values(args_class: type, argv: Sequence[str]) -> list[str]:
-    """Converts --gap_stack=False, as `wandb agent` writes it, to --no-gap-stack, and whole numbers such as 1e6 to
-    1000000, where a flag takes an integer."""
+    """Converts --gap_stack=False, as `wandb agent` writes it, to --no-gap-stack, and 1e6 to 1000000 where
+    a flag takes an integer."""
     kinds = {flag_of(name): kind for name, kind in get_type_hints(args_class).items()}
     words, flag = [], ""
     for word in argv:
@@ -235,7 +235,7 @@ def plain_values(args_class: type, argv: Sequence[str]) -> list[str]:
             flag = flag.replace("_", "-")
         if kinds.get(flag) is bool and value.lower() in ("true", "false"):
             word = as_given(flag[2:], value.lower() == "true")
-        elif kinds.get(flag) is int and re.fullmatch(r"\d+(\.\d*)?(e\+?\d\d?)?", value) and float(value).is_integer():
+        elif kinds.get(flag) is int and re.fullmatch(r"\d+(\.\d*)?e\+?\d\d?", value) and float(value).is_integer():
             word = f"{flag}={int(float(value))}" if equals else str(int(float(value)))
         words.append(word)
     return words

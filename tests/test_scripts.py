@@ -270,9 +270,9 @@ def test_the_makefiles_training_command_is_valid():
     runs.check_args(tyro.cli(ppo.Args, args=words), ppo.SCRIPT)
 
 
-def test_wandbs_booleans_and_whole_numbers_as_floats_are_understood():
+def test_wandbs_booleans_and_integers_with_an_exponent_are_understood():
     ppo = importlib.import_module("ppo_procgen")
-    words = ["--gap_stack=False", "--total-timesteps", "1e6", "--num_levels=250.0", "--learning-rate", "1e-3"]
+    words = ["--gap_stack=False", "--total-timesteps", "1e6", "--num_levels=2.5e2", "--learning-rate", "1e-3"]
     args = tyro.cli(ppo.Args, args=runs.plain_values(ppo.Args, words))
     assert (args.gap_stack, args.total_timesteps, args.num_levels, args.learning_rate) == (False, 10**6, 250, "1e-3")
 
