@@ -1,9 +1,9 @@
 """Ape-X DQN on Procgen: actors that explore differently fill a prioritised replay, one learner samples from it.
 
 Horgan et al. 2018 (arXiv 1803.00933): dueling streams, double Q-learning, n-step returns; with a distribution of values
-(C51). The defaults follow a 2020 Procgen competition entry's (docs/apex.md has the differences). Flags add
-parts of Beyond the Rainbow (Clark et al. 2025): IQN's quantiles, Munchausen targets, spectral normalisation, adaptive
-max pooling; and policies with different exploration bonuses and discounts (Never Give Up, Badia et al. 2020). Try:
+(C51). The defaults follow a 2020 Procgen competition entry (differences: docs/apex.md). Flags add parts of Beyond the
+Rainbow (Clark et al. 2025): IQN's quantiles, Munchausen targets, spectral normalisation, adaptive max pooling; and
+policies with different exploration bonuses and discounts (Never Give Up, Badia et al. 2020). Try:
 
     python apex_procgen.py --env-id coinrun
     python apex_procgen.py --env-id coinrun --n-step 3 --num-atoms 1 --augment translate --buffer-size 50000
@@ -465,8 +465,8 @@ def q_loss_terms(args: Args, support: Sequence[float], outputs: Outputs, batch: 
     `quantile_loss` for quantiles, and Huber's loss for plain Q-values, as in DQN (Mnih et al. 2015). The TD error, for
     priorities, is that of mean Q-values (over the quantiles drawn); with atoms its target is the projected one's mean,
     since a return beyond the support cannot be learnt. (The actors' first estimate has neither that projection nor
-    Munchausen's reward.) Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779, equation 4,
-    CQL(H)) lowers mean Q-values by their softmax weight and raises the played action's.
+    Munchausen's reward.) Conservative Q-learning (Kumar et al. 2020, arXiv 2006.04779, equation 4, CQL(H)) lowers mean
+    Q-values by their softmax weight and raises the played action's.
     """
     chex.assert_equal_shape([outputs.online, outputs.next_target, outputs.next_selector])
     chex.assert_equal_shape([batch.actions, batch.returns, batch.discounts, batch.weight])
