@@ -99,6 +99,11 @@ class Args(
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core between encoder and heads; its gradient goes through whole unrolls"""
 
+    @property
+    def pieces_per_epoch(self) -> int:
+        """How many of an update's pieces share an epoch; 1 if each has whole epochs."""
+        return max(self.update_pieces // self.update_epochs, 1)
+
     def check(self) -> None:
         """Raises UsageError for inconsistent flags; the inherited groups check their own."""
         runs.check_needs(self, self.replay_fraction, "--replay-fraction", ("replay_size",))
@@ -624,8 +629,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
     """
     learning_rate, ent_coef, gamma = schedules(args, state.global_step)
     epochs = max(args.update_epochs // args.update_pieces, 1)  # in a piece
-    pieces = max(args.update_pieces // args.update_epochs, 1)  # that share an epoch
-    minibatches = args.num_minibatches // pieces  # of an epoch, in a piece
+    minibatches = args.num_minibatches // args.pieces_per_epoch  # of an epoch, in a piece
     tx = make_optimizer(args)
     if args.clip_coef and unrolls.batch.old_targets is None:
         unrolls = precompute_targets(args, agent, state.params, unrolls, gamma=gamma)
@@ -645,7 +649,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
         num_unrolls = unrolls.batch.is_reset.shape[1]  # on this device
         order = jax.random.permutation(devices.fold_in_axis_index(shuffle_key), num_unrolls)
         order = order.reshape(args.num_minibatches, -1)
-        order = jax.lax.dynamic_slice_in_dim(order, piece % pieces * minibatches, minibatches)
+        order = jax.lax.dynamic_slice_in_dim(order, piece % args.pieces_per_epoch * minibatches, minibatches)
         sample_key = devices.fold_in_axis_index(sample_key)
         carry, means = jax.lax.scan(lambda carry, index: train_minibatch(carry, sample_key, index), carry, order)
         return carry, jax.tree.map(jnp.mean, means)
@@ -710,7 +714,7 @@ def make_update(args: Args, agent: Agent, mesh: Mesh) -> Callable:
             unrolls = unrolls._replace(batch=batch)
             # A GPU runs programs in the order of their launches: with all pieces queued, no actor would come between.
             means.append(jax.block_until_ready(piece_means))
-        return finish(state, batch.is_reset, means[-max(args.update_pieces // args.update_epochs, 1) :])
+        return finish(state, batch.is_reset, means[-args.pieces_per_epoch :])
 
     return update_in_pieces
 

@@ -434,7 +434,8 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState, which `actors.Fleet`
     calls in an actor's thread: it plays the i-th rollout, num_steps steps of each environment."""
     begin = partial(begin_rollout, args)
-    step, end = partial(act, args, agent), partial(end_rollout, args, agent)
+    acting_agent = networks.acting_agent(agent)
+    step, end = partial(act, args, acting_agent), partial(end_rollout, args, acting_agent)
     if not args.async_:  # on all devices, each with its own environments; with --async on the parameters' device
         shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
         in_specs = (REPLICATED, ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED)

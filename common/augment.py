@@ -8,7 +8,6 @@ RAD (Laskin et al. 2020, arXiv 2004.14990, section 4); random convolutions by Le
 the sigmoid of DMControl-GB (Hansen and Wang 2021, arXiv 2011.13389); DrAC by Raileanu et al. 2020 (arXiv 2006.12862).
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from common.files import UsageError, check
+from common.files import UsageError, check, did_you_mean
 from common.flags import NonNegativeFloat, UnitInterval, check_needs
 
 GREY = (0.299, 0.587, 0.114)  # luma of red, green and blue (ITU-R BT.601)
@@ -169,9 +168,8 @@ def parse(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     for name in names:
         if name not in TRANSFORMS:
-            near = difflib.get_close_matches(name, TRANSFORMS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"give some of {', '.join(TRANSFORMS)}"
-            raise UsageError(f"--augment {text}: {name!r} is no augmentation; {hint}")
+            hint = did_you_mean(name, TRANSFORMS) or f"; give some of {', '.join(TRANSFORMS)}"
+            raise UsageError(f"--augment {text}: {name!r} is no augmentation{hint}")
     check(len(set(names)) == len(names), f"--augment {text}: give each of them once")
     return names
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import difflib
 import errno
 import fcntl
 import functools
@@ -17,7 +18,7 @@ import stat
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,6 +44,12 @@ def check(condition: bool, sentence: str) -> None:
     """Raises UsageError(sentence) unless `condition` holds."""
     if not condition:
         raise UsageError(sentence)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence on an unknown name, with the nearest of those known; "" if none is near."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 # READING

@@ -229,14 +229,14 @@ def plain_values(args_class: type, argv: Sequence[str]) -> list[str]:
     kinds = {flag_of(name): kind for name, kind in get_type_hints(args_class).items()}
     words, flag = [], ""
     for word in argv:
-        equals, value = "", word
+        start, value = "", word  # a value on its own, of the flag before it
         if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            flag = flag.replace("_", "-")
-        if kinds.get(flag) is bool and value.lower() in ("true", "false"):
+            name, equals, value = word.partition("=")
+            flag, start = name.replace("_", "-"), name + equals
+        if start and kinds.get(flag) is bool and value.lower() in ("true", "false"):
             word = as_given(flag[2:], value.lower() == "true")
         elif kinds.get(flag) is int and re.fullmatch(r"\d+(\.\d*)?e\+?\d\d?", value) and float(value).is_integer():
-            word = f"{flag}={int(float(value))}" if equals else str(int(float(value)))
+            word = start + str(int(float(value)))
         words.append(word)
     return words
 

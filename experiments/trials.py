@@ -1,7 +1,6 @@
 """Runs of a script, each in a process of its own, which resume after a stop or a kill: for sweeps, tables and PBT."""
 
 import contextlib
-import difflib
 import functools
 import importlib
 import json
@@ -23,7 +22,7 @@ from typing import Any, TextIO
 import jax
 
 from common import checkpoints, runs
-from common.files import FailedError, FullError, check
+from common.files import FailedError, FullError, UsageError, check, did_you_mean
 from common.flags import flag_of, leave_closed_terminal, stop_signals
 from experiments import records
 
@@ -93,9 +92,9 @@ def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[
     check(hasattr(module, "Args"), f"{source}: program {program} is no script, it has no Args")
     known = [field.name.rstrip("_") for field in fields(module.Args)]
     for name, value in flags.items():
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        check(name in known, f"{source} {name}={value}: {program} has no flag {name}{hint}")
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UsageError(f"{source} {name}={value}: {program} has no flag {name}{hint}")
         free = name not in (*PLACES, *own) and not name.startswith("wandb_")
         check(free, f"{source} {name}={value}: {flag_of(name)} is not free here, each run is given its own")
 
