@@ -25,7 +25,7 @@ test test-slow: .venv/with-dev
 docs: .venv/with-docs
 	.venv/bin/mkdocs build --strict
 
-# Runs that are killed with kill -9 and resumed, for every night: make torture ARGS="--kills 100 --seed 2"
+# Kills runs with SIGKILL, resumes and compares them; for a whole night: make torture ARGS="--kills 100 --seed 2"
 torture: .venv/with-$(EXTRA)
 	.venv/bin/python -m benchmarks.torture $(ARGS)
 

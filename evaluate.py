@@ -50,7 +50,7 @@ class Args:
     seed: Seed = 0
     """seed of the environments and the policy's draws"""
     export: str = ""
-    """export the agent, without training state, to this folder, which evaluate.py plays too, and play that"""
+    """export the agent, without training state, to this folder, and evaluate it from there"""
     push_to_hub: str = ""
     """OWNER/NAME on Hugging Face's hub: upload the exported agent there, with a model card of its scores"""
 
@@ -92,10 +92,10 @@ def show(title: str, rows: list[dict], summaries: dict[str, dict]) -> None:
 
 def export(script: ModuleType, saved: Any, run_dir: str, folder: Path) -> None:
     """Writes a run's agent to a folder and prints its size. Raises UsageError if the folder has another run's agent."""
-    anywhere = {"run_dir": "runs", "resume": "", "wandb_entity": ""}
+    public = {"run_dir": "runs", "resume": "", "wandb_entity": ""}  # without the user's paths and names
     run = runs.read_args(run_dir, "RUN_DIR").get("run", Path(run_dir).resolve().name)
     content = {"script": script.SCRIPT, "run": run, "env_id": saved.env_id}
-    content["args"] = dataclasses.asdict(dataclasses.replace(saved, **anywhere))
+    content["args"] = dataclasses.asdict(dataclasses.replace(saved, **public))
     if (folder / "args.json").exists():
         there = runs.read_args(str(folder), "--export")
         kept = (name for name in runs.fixed(type(saved)) if name in there["args"])  # what a resumed run keeps
@@ -115,7 +115,8 @@ def main(args: Args) -> list[dict]:
     """
     runs.check(len(args.run_dirs) > 0, "RUN_DIRS: give at least one, such as agents/ppo_bigfish")
     runs.check(not args.export or len(args.run_dirs) == 1, f"--export {args.export}: give one run directory")
-    runs.check(not (args.push_to_hub and args.random), "--push-to-hub: uploads trained agents, not --random")
+    trained = f"--push-to-hub {args.push_to_hub}: uploads trained agents, leave out --random"
+    runs.check(not (args.push_to_hub and args.random), trained)
     if args.export:
         busy = os.path.exists(Path(args.export, "checkpoints"))
         runs.check(not busy, f"--export {args.export}: is a run directory, give another folder")
@@ -133,13 +134,14 @@ def main(args: Args) -> list[dict]:
         if not args.export:
             alone = ", or give --export FOLDER" if len(args.run_dirs) == 1 else ""
             files.make_folder(Path(run_dir), "RUN_DIR", f"copy it to another folder{alone}")
-    for script, saved in chosen if args.levels == "train" else ():
+    for run_dir, (script, saved) in zip(args.run_dirs, chosen, strict=True):
+        has_levels = isinstance(saved, envs.GameArgs)
         what = f"--levels train: has no effect on {script.SCRIPT}.py, whose game has no levels to train on"
-        runs.check(isinstance(saved, envs.GameArgs), what)
-    for run_dir, (_, saved) in zip(args.run_dirs, chosen, strict=True) if args.human else ():
-        of = f"--human: RUN_DIR {run_dir}"
-        runs.check(isinstance(saved, envs.GameArgs), f"{of} is of a game without levels, give --video")
-        runs.check(saved.num_levels > 0, f"{of} was trained on all levels, give --video")
+        runs.check(has_levels or args.levels == "test", what)
+        if args.human:
+            of = f"--human: RUN_DIR {run_dir}"
+            runs.check(has_levels, f"{of} is of a game without levels, give --video")
+            runs.check(saved.num_levels > 0, f"{of} was trained on all levels, give --video")
     answers = [play(args, run_dir, *one) for run_dir, one in zip(args.run_dirs, chosen, strict=True)]
     if len(answers) > 1:
         names = [Path(run_dir).resolve().name for run_dir in args.run_dirs]
@@ -163,7 +165,7 @@ def script_of(run_dir: str) -> tuple[ModuleType, Any]:
     try:
         runs.check_flags(saved)
     except runs.UsageError as error:
-        raise runs.UsageError(f"RUN_DIR {run_dir}: of its args.json, {error}") from None
+        raise runs.UsageError(f"RUN_DIR {run_dir}: in its args.json, {error}") from None
     return script, saved
 
 

@@ -3,7 +3,8 @@ compares names and values of their metrics.
 
     python -m benchmarks.compare_checkouts ../old . --scripts ppo_procgen trpo_procgen
 
-XLA optimises as by default, unlike in the tests. Prints each line that differs; the exit code is 1 if any does.
+XLA optimises as by default, unlike in the tests. Prints each line that differs; the exit code is 1 if any does or a run
+fails.
 """
 
 import sys
@@ -22,11 +23,11 @@ SCRIPTS = tuple(dict.fromkeys(case.script for case in CASES.values()))
 @dataclass(frozen=True)
 class Args:
     old: tyro.conf.Positional[str]
-    """a checkout"""
+    """folder of the checkout to compare with"""
     new: tyro.conf.Positional[str]
-    """another"""
+    """folder of the changed checkout"""
     scripts: tuple[str, ...] = SCRIPTS
-    """which scripts"""
+    """scripts whose runs are compared"""
 
 
 def differences(old: list[dict[str, float]], new: list[dict[str, float]]) -> list[str]:
@@ -51,7 +52,12 @@ def main(args: Args) -> None:
     for name, case in CASES.items():
         if case.script in args.scripts:
             with tempfile.TemporaryDirectory() as folder:
-                old, new = (run_processes(case, Path(folder) / str(i), path) for i, path in enumerate(checkouts))
+                try:
+                    old, new = (run_processes(case, Path(folder) / str(i), path) for i, path in enumerate(checkouts))
+                except RuntimeError as error:  # such as a flag that one of them does not have
+                    print(f"{name}: failed: {error}", flush=True)
+                    failed += 1
+                    continue
             found = differences(old, new)
             print(f"{name}: {f'{len(found)} differences' if found else 'the same'}", *found, sep="\n  ", flush=True)
             failed += bool(found)

@@ -1,6 +1,8 @@
-"""Doors on all threads beside bare `mj_step`, what a step of physics takes, and an update of hnppo_doorgym.py.
+"""Speed of DoorGym's simulation and of hnppo_doorgym.py, in three tables.
 
-Prints three tables and appends their rows to CSV files (OUT.csv, OUT_physics.csv and OUT_update.csv). Try:
+speed: decisions per second of `DoorVectorEnv`, and its speed as a percentage of bare `mj_step` calls on as many
+threads. physics: the time of `mj_step` with parts of MuJoCo changed. update: the time of a rollout and an update of
+hnppo_doorgym.py. With --out OUT their rows are appended to OUT.csv, OUT_physics.csv and OUT_update.csv:
 
     python -m benchmarks.doors
     python -m benchmarks.doors --parts physics
@@ -31,11 +33,13 @@ import optax
 import evaluate
 import hnppo_doorgym as hn
 from common import devices, runs
-from common.doors import DECISIONS, make_doors
+from common.doors import ACTION_REPEAT, DECISIONS, make_doors
 from common.flags import PositiveInt
 from doorgym.opener import Opener
+from doorgym.vector import FRAME_SKIP
 from experiments import records
 
+SUBSTEPS = FRAME_SKIP * ACTION_REPEAT  # MuJoCo steps per decision
 PUBLISHED = (
     "--critic hyper --beta 0.001 --hyper-learning-rate 5e-3 --clip-coef 0.3 --ent-coef 0.01 "
     "--noise-color 0 --keep-std --max-grad-norm 1e-4 --num-envs 256 --num-minibatches 256 --update-epochs 10"
@@ -97,7 +101,7 @@ def bare(doors: doorgym.DoorVectorEnv, actions: np.ndarray, threads: int) -> flo
         for action in actions:
             for i in range(k, len(models), threads):
                 datas[i].ctrl[:] = action[i]
-                mujoco.mj_step(models[i], datas[i], 80)
+                mujoco.mj_step(models[i], datas[i], SUBSTEPS)
 
     workers = [threading.Thread(target=work, args=(k,)) for k in range(threads)]
     start = time.perf_counter()
@@ -110,19 +114,19 @@ def bare(doors: doorgym.DoorVectorEnv, actions: np.ndarray, threads: int) -> flo
 
 def speed(task: str, args: Args) -> dict:
     threads = len(os.sched_getaffinity(0))
-    doors = doorgym.make_vec(task, args.num_envs, 1, threads, action_repeat=4)
+    doors = doorgym.make_vec(task, args.num_envs, 1, threads, action_repeat=ACTION_REPEAT)
     # Towards the knob, so that there are contacts.
     actions = np.random.default_rng(0).normal(0, 1, (DECISIONS - 1, args.num_envs, 6))
     actions[..., 0] -= 0.5
     times = [(play(doors, actions), bare(doors, actions, threads)) for _ in range(args.rounds)]
     doors.close()
     ours, theirs = np.median(times, axis=0)
-    steps = actions.shape[0] * args.num_envs * 80
+    steps = actions.shape[0] * args.num_envs * SUBSTEPS
     return {
         "task": task,
         "threads": threads,
         "doors": args.num_envs,
-        "decisions/s": f"{steps / 80 / ours:.0f}",
+        "decisions/s": f"{steps / SUBSTEPS / ours:.0f}",
         "mj_step us, one thread": f"{1e6 * theirs * threads / steps:.2f}",
         "of bare mj_step %": f"{100 * np.median([b / a for a, b in times]):.1f}",
         "rounds": args.rounds,
@@ -141,8 +145,9 @@ def changed(option: mujoco.MjOption, changes: dict):
 
 
 def physics(task: str, args: Args) -> list[dict]:
-    """Microseconds of `mj_step` on one thread where a script's hook comes to a handle, turns it and opens the door."""
-    doors = doorgym.make_vec(task, args.num_envs, 1, 1, num_worlds=args.num_envs, action_repeat=4)
+    """Microseconds of `mj_step` on one thread, from the states after 20, 40 and 60 decisions of `Opener`: the hook
+    approaches a handle, turns it, and opens the door."""
+    doors = doorgym.make_vec(task, args.num_envs, 1, 1, num_worlds=args.num_envs, action_repeat=ACTION_REPEAT)
     opener, starts = Opener(doors), {}
     for decision in range(61):
         actions = opener()
@@ -158,9 +163,9 @@ def physics(task: str, args: Args) -> list[dict]:
             data.ctrl[:], data.qacc_warmstart[:] = action, 0
             with changed(model.opt, PHYSICS[name]):
                 start = time.perf_counter()
-                mujoco.mj_step(model, data, 80)
+                mujoco.mj_step(model, data, SUBSTEPS)
                 seconds += time.perf_counter() - start
-        times.setdefault((name, decision), []).append(1e6 * seconds / (80 * len(models)))
+        times.setdefault((name, decision), []).append(1e6 * seconds / (SUBSTEPS * len(models)))
     doors.close()
     return [
         {"task": task, "physics": name}
@@ -201,7 +206,7 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
     shardings = devices.shardings(mesh, (hn.STATE_SPECS, devices.TIME_ENV_SHARDED))
     adam = adam_alone(args, state.learner)
     times = []
-    for _ in range(2 + updates):  # the second still compiles, as the state lies elsewhere then
+    for _ in range(2 + updates):  # the second still compiles, since the state has another sharding then
         watch = runs.Stopwatch()
         rollout, _ = hn.collect(args, jitted, doors, state, watch)
         with watch("update"):
@@ -230,6 +235,7 @@ def main(args: Args) -> None:
     records.make_room(args.out and f"{args.out}.csv", "--out")
     tables = {
         "speed": ("", lambda: [speed(task, args) for task in TASKS]),
+        # Not the round knob, which `Opener` cannot turn.
         "physics": ("_physics", lambda: [row for task in TASKS[:2] for row in physics(task, args)]),
         "update": ("_update", lambda: [update_seconds(*setting, args.updates) for setting in SETTINGS.items()]),
     }

@@ -1,6 +1,6 @@
 """What an encoder costs, in parameters, arithmetic, memory and time on this machine.
 
-With flags, of the one that they make:
+Without flags it measures the encoders in NAMED; with flags the one that they describe:
 
     python -m benchmarks.encoders
     python -m benchmarks.encoders --encoder "xresnet:[32,2],[32,1],[64,2],[64,1]x4,se,sa2"
@@ -68,9 +68,9 @@ def cost(spec: EncoderArgs, channels: int = 6) -> dict[str, float]:
     that its gradient keeps of it, in plain Flax without rematerialisation."""
     frames = [jnp.zeros((n, 64, 64, channels), jnp.uint8) for n in (1, 2)]
     encoder = networks.make_encoder(spec)
-    with plain_flax(), jax.default_device(jax.devices("cpu")[0]):
+    with plain_flax(), jax.default_device(jax.devices("cpu")[0]):  # XLA reports no FLOPs for a GPU
         params = jax.eval_shape(encoder.init, jax.random.PRNGKey(0), frames[0])
-        flops = jax.jit(encoder.apply).lower(params, frames[1]).cost_analysis()["flops"] / 2  # a GPU does not count
+        flops = jax.jit(encoder.apply).lower(params, frames[1]).cost_analysis()["flops"] / 2  # of two frames
 
         def kept(frames):
             residuals = jax.eval_shape(lambda p: jax.vjp(lambda p: encoder.apply(p, frames), p)[1], params)
@@ -82,8 +82,8 @@ def cost(spec: EncoderArgs, channels: int = 6) -> dict[str, float]:
 
 
 def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
-    """Median time of one frame: of a forward pass, of its gradient as `update` takes it (forward pass included), and on
-    a CPU of the same in plain Flax."""
+    """Median seconds per frame of "forward", a forward pass; "gradient", forward and backward pass as in `update`; and
+    on a CPU "plain Flax", the gradient without this repository's own forms of layers."""
     frames = np.random.default_rng(0).integers(0, 256, (batch, 64, 64, channels), np.uint8)
     encoder = networks.make_encoder(spec)
     params = jax.device_get(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
@@ -115,7 +115,8 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
         for name, (function, given) in programs.items():
             start = time.perf_counter()
             jax.block_until_ready(function(*given))
-            times[name] += [time.perf_counter() - start] if i else []
+            if i > 0:  # the first round compiles
+                times[name].append(time.perf_counter() - start)
     return {name: float(np.median(values)) / batch for name, values in times.items()}
 
 

@@ -1,6 +1,6 @@
-"""Short runs of every script on the real games, which between them use most of the options: tests/test_golden.py keeps
-their metrics, and benchmarks/compare_checkouts.py compares those of two checkouts. They are command lines alone, so
-that they outlive the names in the code.
+"""Short runs of every script on the real games, which between them use most of the options. tests/test_golden.py
+compares their metrics with stored ones, benchmarks/compare_checkouts.py those of two checkouts. They are command lines,
+not Python calls, so that they also run in checkouts whose code has other names.
 
 Each run is stopped after an early update and resumed, and its resumed part ends with an evaluation.
 """
@@ -53,6 +53,7 @@ DOORS = (
     "--num-worlds 2 --num-minibatches 2 --update-epochs 1 --hidden 8 --num-layers 1 --eval-every 0 --eval-episodes 2 "
 )
 
+# Steps of a run and of its resume. FILLED: for off-policy scripts, which first fill a replay buffer.
 FIRST, THEN = "--total-timesteps 60 --eval-episodes 0", "--total-timesteps 180 --eval-episodes 2"
 FILLED, THEN_FILLED = "--total-timesteps 180 --eval-episodes 0", "--total-timesteps 300 --eval-episodes 2"
 CASES = {
@@ -168,10 +169,23 @@ def run_in(folder: Path) -> Path:
     return path
 
 
+def without_clocks(line: dict[str, float]) -> dict[str, float]:
+    """A line of metrics without what depends on the machine's speed."""
+    return {name: value for name, value in line.items() if name not in CLOCKS and not name.startswith("time/")}
+
+
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of the one run in a folder, without what depends on the machine's speed."""
     lines = [json.loads(line) for line in (run_in(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in CLOCKS and not k.startswith("time/")} for line in lines]
+    return [without_clocks(line) for line in lines]
+
+
+def variables_of_hosts(number: int) -> list[dict[str, str]]:
+    """The environment variables of so many processes on this machine that are to be hosts of one run."""
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(number)}
+    return [common | {"JAX_PROCESS_ID": str(i)} for i in range(number)]
 
 
 def run_processes(case: Case, folder: Path, checkout: Path, xla_flags: str = "") -> list[dict[str, float]]:
@@ -182,13 +196,9 @@ def run_processes(case: Case, folder: Path, checkout: Path, xla_flags: str = "")
     count = 1 if case.processes > 1 else 4
     xla_flags = f"--xla_force_host_platform_device_count={count} {xla_flags}"
     for words in case.commands(folder):
-        with socket.create_server(("localhost", 0)) as free:
-            address = f"localhost:{free.getsockname()[1]}"
         processes = []
-        for i in range(case.processes):
-            env = os.environ | {"XLA_FLAGS": xla_flags}
-            if case.processes > 1:
-                env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(i)}
+        for variables in variables_of_hosts(case.processes) if case.processes > 1 else [{}]:
+            env = os.environ | {"XLA_FLAGS": xla_flags} | variables
             command = [sys.executable, f"{case.script}.py", *words]
             pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             processes.append(subprocess.Popen(command, cwd=checkout, env=env, **pipe))

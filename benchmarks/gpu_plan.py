@@ -67,7 +67,7 @@ class Args:
     script: tyro.conf.Positional[Literal["ppo", "trpo", "impala", "apex", "sac", "rnd"]]
     """the script whose programs are compiled"""
     flags: str = ""
-    """flags of the script, in one string, after a ="""
+    """flags of the script, in quotes: --flags='--num-envs 8'"""
     top: NonNegativeInt = 0
     """also list so many kernels of each program, those that move the most bytes"""
     csv: str = ""

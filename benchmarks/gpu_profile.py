@@ -33,18 +33,20 @@ class Args:
     name: tyro.conf.Positional[str]
     """what to call this setting in the tables"""
     flags: str = ""
-    """flags of ppo_procgen.py, in one string, after a ="""
+    """flags of ppo_procgen.py, in quotes: --flags='--num-envs 8'"""
     out: str = "benchmarks/results/gpu_profile"
     """rows are appended to OUT.csv and OUT_kernels.csv; empty for none"""
 
 
 def median_ms(function: Callable, repeats: int) -> float:
     """Milliseconds of a call, after three that warm up."""
+    for _ in range(3):
+        function()
     seconds = []
-    for i in range(repeats + 3):
+    for _ in range(repeats):
         start = time.perf_counter()
         function()
-        seconds += [time.perf_counter() - start] * (i >= 3)
+        seconds.append(time.perf_counter() - start)
     return 1e3 * float(np.median(seconds))
 
 

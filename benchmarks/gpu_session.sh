@@ -30,13 +30,15 @@ speed() {  # flags, then variants: once each, in this order; ratios are to the f
     --rounds 1 --updates "${UPDATES:-20}" --csv "$out/steps.csv"
 }
 
-learn() {  # name, runs side by side, script and flags: trains to 8M steps or until SIGTERM, 45 seconds before the end
-  local share cores last
+learn() {  # name, number of runs side by side, script with flags: trains to 8M steps; SIGTERM 45 s before the end
+  if (($(left) < 120)); then echo "no time left for: $1"; return; fi
+  local share cores checkpoint
   share=$(((${#allowed[@]} + $2 - 1) / $2))
   cores=$(IFS=,; echo "${allowed[*]:started * share % ${#allowed[@]}:share}")
-  last=$(find "$work/$1" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' 2> /dev/null | head -n 1)
+  # Any checkpoint: only the run directory that holds it is needed.
+  checkpoint=$(find "$work/$1" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' 2> /dev/null | head -n 1)
   # shellcheck disable=SC2086
-  if [ -n "$last" ]; then set -- "$1" "$2" ${3%% *} --resume "${last%/checkpoints/*}"
+  if [ -n "$checkpoint" ]; then set -- "$1" "$2" ${3%% *} --resume "${checkpoint%/checkpoints/*}"
   else set -- "$1" "$2" $3 --total-timesteps 8000000 --eval-episodes 0 --keep-checkpoints 1 --wandb-mode disabled $flags \
     --run-dir "$work/$1"; fi
   timeout "$(($(left) - 45))" taskset -c "$cores" python "${@:3}" &
@@ -54,7 +56,7 @@ finish() {  # waits for the runs, ends the daemon, archives what is named
   sleep 60; echo "processes of MPS: $(echo get_server_list | nvidia-cuda-mps-control)"
   wait
   echo quit | nvidia-cuda-mps-control
-  for name in "$@"; do tar czf "$out/$name.tar.gz" -C "$work" "$name"; done
+  for name in "$@"; do [ ! -d "$work/$name" ] || tar czf "$out/$name.tar.gz" -C "$work" "$name"; done
 }
 
 for part in "$@"; do

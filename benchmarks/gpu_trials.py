@@ -1,10 +1,10 @@
 """Other forms of PPO's `act`, transfers and `update`, timed beside the shipped ones: five minutes on one GPU, no games.
 
-XLA launches `act` as 23 operations, as it records no convolution in a CUDA graph; a step's transfers take as long. Each
-trial runs in a process of its own and prints a line: milliseconds, their ratio to the shipped form's, and whether the
-outputs are equal. Accept a form of `act` that is launched in under 0.15 ms, shortens a step without the game by at
-least 0.15 ms, and has 99 % of actions equal; one of transfers that shortens the step as much; `unpadded` if the update
-is faster.
+XLA launches `act` as 23 operations, since it records no convolution in a CUDA graph. A step's transfers between host
+and device take as long as that launch. Each trial runs in a process of its own and prints a line: milliseconds, their
+ratio to the shipped form's, and whether the outputs are equal. Accept a form of `act` that is launched in under
+0.15 ms, shortens a step without the game by at least 0.15 ms, and has 99 % of actions equal; one of transfers that
+shortens the step as much; `unpadded` if the update is faster.
 
     python -m benchmarks.gpu_trials
     python -m benchmarks.gpu_trials act --flags="--num-envs 256 --num-steps 32"
@@ -39,10 +39,11 @@ from experiments import records, trials
 # All commands that XLA records by default, and convolutions. cuDNN must be set up before the recording: by a first call
 # under a profiler, which makes XLA launch each command by itself (warm), or with kernels that are loaded early (eager).
 GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION"}
+# By trial: compiler options of `jax.jit`, options of JAX's GPU client, environment variables of the process.
 COMPILER = {"warm": GRAPH, "eager": GRAPH, "fusion": {"xla_gpu_experimental_enable_conv_fusion": True}}
 CLIENT = {"tfrt": {"use_tfrt_gpu_client": True}, "unstaged": {"should_stage_host_to_device_transfers": False}}
 ENVIRONMENT = {"eager": {"CUDA_MODULE_LOADING": "EAGER"}, "spin": {"TF_CUDA_PLATFORM_GPU_DEVICE_SCHEDULE": "spin"}}
-TRIALS = {  # the shipped form first; pallas, pinned and unpadded are in the functions below
+TRIALS = {  # the shipped form first; measure_act makes pallas, pinned and warm; measure_update, unpadded
     "act": ("shipped", "fusion", "pallas", "warm", "eager"),
     "update": ("shipped", "unpadded"),
     "transfers": ("shipped", "pinned", "tfrt", "unstaged", "spin"),
@@ -55,7 +56,7 @@ class Args:
     groups: tyro.conf.Positional[tuple[Literal["act", "transfers", "update"], ...]] = tuple(TRIALS)
     """groups of trials"""
     flags: str = ""
-    """flags of ppo_procgen.py, in one string, after a =; pallas has only the default network, of any --width"""
+    """flags of ppo_procgen.py, in quotes: --flags='--num-envs 8'; pallas: default network only, of any --width"""
 
 
 # A CONVOLUTION
@@ -87,7 +88,7 @@ def _conv_kernel(x, w, bias, *rest, height, width, block, relu):
 def pallas_conv(x, kernel, bias, residual=None, *, relu=False):
     """A 3 x 3 convolution, SAME, of relu(x), plus the residual: x [B, H, W, C], kernel [3, 3, C, O] -> [B, H, W, O]."""
     height, width, channels, features = *x.shape[1:], kernel.shape[3]
-    block = 64 if height > 8 else 32  # pixels, of few at 8 x 8
+    block = 64 if height > 8 else 32  # pixels per program; fewer for 8 x 8 frames, which have few pixels
     inputs = [x.reshape(-1, channels), kernel.reshape(9, channels, features), bias]
     specs = [pallas.BlockSpec(y.shape, lambda i, axes=y.ndim: (0,) * axes) for y in inputs]
     of_block = pallas.BlockSpec((block, features), lambda i: (i, 0))
@@ -225,8 +226,9 @@ def describe(found: dict[str, np.ndarray], shipped: dict[str, np.ndarray] | None
 
 
 def run(group: str, name: str, flags: str, file: Path) -> str:
-    """Runs `measure` in another process; returns why it wrote no file."""
-    code = f"from benchmarks import gpu_trials; gpu_trials.measure{group, name, flags, str(file)}"
+    """Runs `measure` in another process. Returns its exit status and last lines of errors, or that it took too long."""
+    arguments = (group, name, flags, str(file))
+    code = f"from benchmarks import gpu_trials; gpu_trials.measure(*{arguments!r})"
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_TRACEBACK_FILTERING": "off"}  # else the last line is a note of JAX
     environment = os.environ | quiet | ENVIRONMENT.get(name, {})
     how = {"env": environment, "cwd": records.ROOT, "timeout": TIMEOUT, "capture_output": True, "text": True}

@@ -1,7 +1,7 @@
 """The cost of sharding a run on a CPU: steps per second of a script on one device, on several, and on as many processes
 with a device each, measured in turns.
 
-"One device" has all cores, as far as XLA's own threads use them. Prints a table and appends its rows to a CSV file. The
+On "one device" XLA's threads may still use all cores. Prints a table and appends its rows to a CSV file. The
 flags in quotes are the script's:
 
     python -m benchmarks.scaling ppo_procgen --flags="--encoder nature --width 1 --pool flatten --num-steps 64"
@@ -10,7 +10,6 @@ flags in quotes are the script's:
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.golden_runs import variables_of_hosts
 from common import devices, runs
 from common.flags import PositiveInt
 from experiments import records
@@ -34,7 +34,7 @@ class Args:
     script: tyro.conf.Positional[Literal["ppo_procgen", "impala_procgen"]]
     """the script"""
     flags: str = ""
-    """its flags, in one string, after a ="""
+    """its flags, in quotes: --flags='--num-envs 8'"""
     devices: Annotated[int, Interval(ge=2, le=8)] = 2
     """how many devices, and how many processes"""
     steps: PositiveInt = 40_000
@@ -45,20 +45,12 @@ class Args:
     """file that rows are appended to; empty for none"""
 
 
-def start(args: Args, folder: str, devices: int, more: list[str], **variables: str) -> subprocess.Popen:
+def start(args: Args, folder: str, num_devices: int, more: list[str], **variables: str) -> subprocess.Popen:
     """The script in a process of its own, in which a CPU is so many devices."""
     fixed = f"--total-timesteps {args.steps} --eval-episodes 0 --wandb-mode disabled --run-dir".split()
-    env = os.environ | variables | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    env = os.environ | variables | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     command = [sys.executable, f"{args.script}.py", *records.split_flags(args.flags), *fixed, folder, *more]
     return subprocess.Popen(command, cwd=records.ROOT, env=env, stderr=subprocess.PIPE, text=True)
-
-
-def variables_of_hosts(number: int) -> list[dict[str, str]]:
-    """The environment variables of so many processes on this machine that are to be hosts of one run."""
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(number)}
-    return [common | {"JAX_PROCESS_ID": str(i)} for i in range(number)]
 
 
 def steps_per_second(args: Args, way: str) -> float:

@@ -10,7 +10,6 @@ flags in quotes are the script's:
 """
 
 import contextlib
-import csv
 import ctypes
 import json
 import os
@@ -43,7 +42,7 @@ class Args:
     out: str
     """what to write: OUT.csv and OUT.png"""
     flags: str = ""
-    """its flags, in one string, after a ="""
+    """its flags, in quotes: --flags='--num-envs 8'"""
     minutes: Annotated[float, Interval(ge=0.1, le=10**6)] = 120
     """minutes of soaking, those before a stop included"""
     every: Annotated[float, Interval(ge=1, le=3600)] = 60
@@ -68,7 +67,7 @@ def of_process(pid: int) -> dict[str, float]:
 
 
 def new_lines(run: Path | None, since: float) -> list[tuple[int, float]]:
-    """Steps and times (seconds since 1970) that a run has logged from a time on, of the newest quarter of a MiB."""
+    """(step, seconds since 1970) of the lines logged at `since` or later, within the last 256 KiB of metrics.jsonl."""
     metrics = run and run / "metrics.jsonl"
     if not (metrics and metrics.exists()):
         return []
@@ -84,7 +83,7 @@ def new_lines(run: Path | None, since: float) -> list[tuple[int, float]]:
 
 
 class Sampler:
-    """Samples one start of a script; counts on from the rows of those before."""
+    """Samples one process of a script. Minutes, starts and checkpoints continue from the last of `rows`."""
 
     def __init__(self, pid: int, folder: Path, rows: list[dict]):
         last = rows[-1] if rows else {"start": 0, "minutes": 0, "checkpoints": 0}
@@ -117,7 +116,7 @@ class Sampler:
         return row | {"steps_per_second": rate, "global_step": step, "checkpoints": self.count_checkpoints()}
 
 
-# WHAT THEY SAY
+# THE REPORT
 
 
 def growth(rows: list[dict]) -> dict[int, tuple[float, float, float]]:
@@ -186,10 +185,7 @@ def report(args: Args, rows: list[dict]) -> None:
 
 def read_rows(path: Path) -> list[dict]:
     """The rows so far, without one that was cut short."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
+    return [row for row in records.read_rows(path) if None not in row and None not in row.values()]
 
 
 def resumable(folder: Path) -> Path | None:
@@ -199,8 +195,10 @@ def resumable(folder: Path) -> Path | None:
 
 
 def start(args: Args, folder: Path, lock) -> subprocess.Popen:
-    """The script, with what it prints added to output.txt; it continues the run in the folder if there is one that
-    has a checkpoint. It is asked to end if we die, and holds the folder until it has."""
+    """Starts the script, or resumes the run in the folder if it has a checkpoint; output is appended to output.txt.
+
+    If this process dies, the kernel sends the script SIGTERM. The script inherits `lock`, so the folder stays locked
+    until it has ended."""
     run = resumable(folder)
     words = ["--wandb-mode", "disabled", *records.split_flags(args.flags)]
     if "total_timesteps" in [field.name for field in fields(import_module(Path(args.script).stem).Args)]:

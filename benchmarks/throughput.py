@@ -27,6 +27,7 @@ from experiments import records, trials
 
 # Flags of a run, where a script has them: it trains until it is stopped, and does nothing else.
 FIXED = {"total_timesteps": 2_000_000_000, "save_replay": False, "obs_norm_init_steps": 1}
+# Parts of an iteration, as the metrics time/<part> name them.
 SHARES = "update", "transfer", "waiting", "sample", "insert", "rollout", "game", "inference", "blocked"
 
 
@@ -35,7 +36,7 @@ class Args:
     variants: tyro.conf.Positional[tuple[str, ...]]
     """scripts, each alone or in quotes with flags of its own"""
     flags: str = ""
-    """flags of all variants, in one string, after a ="""
+    """flags of all variants, in quotes: --flags='--num-envs 8'"""
     updates: PositiveInt = 10
     """timed iterations in a round"""
     rounds: PositiveInt = 3
@@ -134,7 +135,7 @@ def tabulate(args: Args, found: dict[str, list[dict[str, float]]], alone: list[f
         ratios = [own["steps/s"] / first["steps/s"] for own, first in pairs] or [np.nan]
         numbers = {name: statistics.median(one.get(name, np.nan) for one in rounds) for name in columns}
         numbers |= {"times the first": statistics.median(ratios), "games alone steps/s": statistics.median(alone)}
-        row = {"variant": variant} | {name: f"{x:.4g}" if x == x else "" for name, x in numbers.items()}
+        row = {"variant": variant} | {name: "" if np.isnan(x) else f"{x:.4g}" for name, x in numbers.items()}
         rows.append(row | {"rounds": len(rounds), "updates": args.updates, "flags": args.flags} | trials.origin())
     return rows
 

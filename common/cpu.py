@@ -92,12 +92,12 @@ def _depthwise_backward(stride, saved, g):
     spread = _pad(g, (more, more), [n + more for n in x.shape[1:3]], stride - 1)
     dx = _filter(spread, w[::-1, ::-1], 1)
 
-    def pixel(i, j):
+    def element_gradient(i, j):  # of the kernel's element (i, j): [C]
         seen = _seen(x, i, j, g.shape[1:3], stride)
         return jnp.einsum("nc,nc->c", seen.reshape(-1, seen.shape[3]), g.reshape(-1, g.shape[3]))
 
-    pixels = [[pixel(i, j) for j in range(len(w))] for i in range(len(w))]
-    return dx, jnp.array(pixels)[:, :, None]
+    dw = jnp.array([[element_gradient(i, j) for j in range(len(w))] for i in range(len(w))])
+    return dx, dw[:, :, None]
 
 
 _depthwise.defvjp(lambda x, w, stride: (_filter(x, w, stride), (x, w)), _depthwise_backward)
@@ -154,7 +154,8 @@ def avg_pool(x: jax.Array) -> jax.Array:
 
 
 def _max(x, axis):
-    """The maximum of each window along `axis` and its index, uint8 (0, 1 or 2; the first of equals, as XLA's own)."""
+    """The maximum of each window of 3 with stride 2 along `axis`, whose size is even, and its index in the window,
+    uint8 (the first of equals, as XLA's own)."""
     pairs = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
     first, second = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     pad = jnp.full_like(lax.slice_in_dim(first, 0, 1, axis=axis), -jnp.inf)
@@ -164,6 +165,7 @@ def _max(x, axis):
 
 
 def _max_backward(winner, g, axis):
+    """The gradient of `_max`: each window's gradient goes to the place that `winner` names."""
     rest = jnp.where(winner == 2, g, 0)
     zero = jnp.zeros_like(lax.slice_in_dim(rest, 0, 1, axis=axis))
     from_left = jnp.concatenate([zero, lax.slice_in_dim(rest, 0, rest.shape[axis] - 1, axis=axis)], axis)

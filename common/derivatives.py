@@ -1,6 +1,7 @@
-"""`jax.custom_vjp` that `jax.jvp` can differentiate too, within `forward_mode`; JAX's own allows only one of them.
+"""A `jax.custom_vjp` that can be switched off for forward-mode differentiation.
 
-cpu.py, gpu.py and networks.py write gradients of their own, which `jax.jvp` does not need.
+JAX refuses `jax.jvp` of a function with a custom_vjp rule. cpu.py, gpu.py and networks.py have such rules for speed and
+memory only. Within `forward_mode()` they are left out, so that TRPO can take `jax.jvp` of the same networks.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ _forward = jax.make_user_context(False)  # of a thread, and part of the key of J
 
 
 def forward_mode():
-    """`with forward_mode():` for what is traced in it, `custom_vjp` has no effect."""
+    """A context manager: functions that are traced within it ignore their `custom_vjp` rules."""
     return _forward(True)
 
 

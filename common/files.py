@@ -171,8 +171,8 @@ def own_folder() -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write, then renames it to `path`, which is whole or missing even after a power cut.
-    Raises FullError if the disk is full."""
+    """Yields a temporary path to write, then renames it to `path`: after a crash or a power cut `path` is the old file
+    or the complete new one. Makes the parent folder; raises FullError if the disk is full."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,8 @@ def film_strip(frames: np.ndarray, scenes: int, moments: int = MOMENTS) -> np.nd
 
 
 def side_by_side(films: dict[str, np.ndarray], size: int = 384) -> Iterator[np.ndarray]:
-    """Yields frames uint8 of films [T, H, W, 3] side by side, scaled to `size` pixels, under their names; a film that
-    ends early stays on its last frame."""
+    """Yields frames uint8 [size + 32, size * len(films), 3]: films uint8 [T, H, W, 3] side by side, each scaled to
+    `size` x `size` pixels, under their names. A film that ends early stays on its last frame."""
     from PIL import Image, ImageDraw, ImageFont
 
     band = 32

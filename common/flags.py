@@ -50,9 +50,10 @@ Iterations = Annotated[int, Interval(ge=1, le=1000)]
 def cli(args_class: type, main: Callable, argv: Sequence[str] | None = None) -> None:
     """Runs `main(args)` with the command line's flags, which with `--resume RUN_DIR` default to that run's own.
 
-    Exit codes: 2 for a UsageError or a parse error, 1 for a FailedError or a full disk, 137 for full device memory, 128
-    plus its number for a signal before training or a run's second one, each with one sentence on stderr; 141 if nobody
-    reads the output. Any other exception is raised.
+    Exit codes, each with a message on stderr: 2 for a UsageError or a parse error, 1 for a FailedError or a full disk,
+    137 for full device memory, 128 plus the signal's number for a stop signal before training or a second one during
+    it. 141, without a message, if nobody reads the output. Any other exception is raised by a run on one host; on
+    several hosts it ends with exit code 1.
     """
     module = sys.modules[main.__module__]
     argv = plain_values(args_class, sys.argv[1:] if argv is None else argv)
@@ -285,7 +286,9 @@ def _check_types(args_class: type) -> None:
                 if name in fields:
                     kind, of_class = fields[name].type, ""
                     value = str(value) if isinstance(fields[name].default, str) else value
-                kind = next((alias for alias, of in globals().items() if of == kind), getattr(kind, "__name__", kind))
+                # The name of a range above, such as PositiveInt, or else that of the type.
+                aliases = [alias for alias, known in globals().items() if known == kind]
+                kind = aliases[0] if aliases else getattr(kind, "__name__", kind)
                 if isinstance(value, tuple):
                     kind = f"tuple[{', '.join(type(each).__name__ for each in value)}]"
                 what = f"is no flag, and no new default, without its type: {name}: {kind} = {value!r}{of_class}"
@@ -324,6 +327,7 @@ def fixed(args_class: type) -> tuple[str, ...]:
 
 
 def _groups(args_class: type) -> list[type]:
+    """The dataclasses that a script's Args inherits, base classes first, and Args itself."""
     return [group for group in reversed(args_class.__mro__) if dataclasses.is_dataclass(group)]
 
 
@@ -394,8 +398,11 @@ def _check_bounds(flag: str, value: float | str | None, bounds: Any) -> None:
             form = 'give a number, or points "step:value,step:value,..." with rising steps'
             raise UsageError(f"{flag} {value!r}: {form}") from None
     inside = all((ge is None or ge <= x) and (gt is None or gt < x) and (le is None or x <= le) for x in values)
-    least = f"above {gt}" if gt is not None else f"{ge} or more"
-    valid = f"from {ge} to {le}" if None not in (ge, le) else least if le is None else f"{least} and at most {le}"
+    if ge is not None and le is not None:
+        valid = f"from {ge} to {le}"
+    else:
+        valid = f"above {gt}" if gt is not None else f"{ge} or more"
+        valid += f" and at most {le}" if le is not None else ""
     check(inside, f"{flag} {value}: must be {valid}")
 
 

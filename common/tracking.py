@@ -9,7 +9,8 @@ from common.files import UsageError, check
 
 
 def wandb_mode(args: Any) -> str:
-    """online, offline or disabled; auto is WANDB_MODE, or else online if the user is logged in."""
+    """The mode of W&B: online, offline or disabled. auto is WANDB_MODE or, without it, online if the user is logged in,
+    else offline. Raises UsageError if wandb is not installed, or for online without a login or a network."""
     mode = (os.environ.get("WANDB_MODE") or None) if args.wandb_mode == "auto" else args.wandb_mode
     if mode == "disabled" or args.track != "wandb":
         return "disabled"

@@ -1,6 +1,6 @@
-"""Draws a door of each of six tasks or, with --check, opens random doors by a script.
+"""Draws a door of each of six tasks or, with --check, opens random doors with a scripted controller.
 
-The script proves that a hook can open them:
+The check shows that a hook can open them:
 
     python -m doorgym doors.png
     python -m doorgym --check

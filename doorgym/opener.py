@@ -1,4 +1,4 @@
-"""Opens doors by a script that reads the simulator's state: shows that a task is feasible, not that it can be learnt.
+"""A scripted controller that opens doors from the simulator's state. It shows that a task is feasible, not learnable.
 
 The hook reaches over a lever from above (around the bar of a pull handle from the side), rolls back so that its link
 and tip turn the lever between them, and pulls or pushes. Pushing the end of a lever with a motor's 2 N would turn a
@@ -14,12 +14,14 @@ from doorgym import worlds
 from doorgym.vector import FREE, DoorVectorEnv
 
 REACH = 0.82  # where a lever is gripped, as a fraction of its length: thin enough for the hook's mouth
-PIVOT = np.array((1 - 0.06416, 0, 1.2053))  # of the wrist's joints, in the world where they are 0
-MIDDLE = np.array((-0.07084, 0, -0.0053))  # of the hook's inside, from the pivot
-INSIDE = 0.0185  # metres from there to the finger
+PIVOT = np.array((1 - 0.06416, 0, 1.2053))  # where the axes of the wrist's joints meet, when their positions are 0
+MIDDLE = np.array((-0.07084, 0, -0.0053))  # from the pivot to the middle of the hook's inside
+INSIDE = 0.0185  # metres from this middle to the hook's finger
 MASS = np.array((1.66, 1.66, 1.66, 1.005, 1.005, 1.005))  # kg and kg m^2 of the six joints
 ACCELERATION = np.array((1.2, 1.2, 1.2, 2, 2, 2))  # m/s^2 and rad/s^2, of 2 N and 2 N m
-BEFORE, ABOVE, AROUND, TURN, MOVE = range(5)  # phases
+# Phases. The hook goes 0.1 m in front of ABOVE, then above a lever or beside a pull handle, then around it; it turns a
+# lever, and moves the door.
+BEFORE, ABOVE, AROUND, TURN, MOVE = range(5)
 
 
 class Opener:
@@ -33,7 +35,7 @@ class Opener:
         self._waited = np.zeros(doors.num_envs, int)  # decisions in this phase
 
     def __call__(self) -> np.ndarray:
-        """The next actions float64 [N, 6]."""
+        """Returns the next actions float64 [N, 6] and updates each door's phase: call it once per decision."""
         doors, task, lever = self._doors, self._doors.task, self._lever
         positions = doors._positions(doors._state)
         joints, velocities = positions[:, :6], doors._state[:, 1 + doors._nq :][:, :6]

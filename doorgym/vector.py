@@ -26,7 +26,8 @@ def sizes(robot: str) -> tuple[int, int]:
 
 
 def action_space(robot: str) -> gym.spaces.Box:
-    """Motor controls, +-1; the gripper's last action is its fingers' angle, from 0 (open) to 1.05."""
+    """A float32 Box of motor controls from -1 to 1, where 1 is 2 N (slides) or 2 N m (hinges). The gripper's last
+    action is its fingers' angle in radians, from 0 (open) to 1.05 (closed)."""
     low, high = -np.ones(ROBOTS[robot], np.float32), np.ones(ROBOTS[robot], np.float32)
     if robot == "gripper":
         low[-1], high[-1] = 0.0, 1.05
@@ -39,8 +40,8 @@ def reward(offset: np.ndarray, pitch, yaw, door, knob, actions: np.ndarray) -> n
 
     Args:
       offset: [N, 3] from knob to finger, metres.
-      pitch, yaw: [N] of the wrist, radians, yaw less the door's angle; they are angles of joints, which turn about z, y
-        and x in this order (the original's Euler angles have another order; small angles are the same).
+      pitch, yaw: [N] joint angles of the wrist, radians; the door's angle is subtracted from the yaw. The joints turn
+        about z, y and x in this order; the original's Euler angles have another order, which agrees for small angles.
       door, knob: [N] angles; 0 for a knob that does not turn.
       actions: [N, 6] before clipping; a gripper's [N, 5], without the last two, as in the original's code.
     """
@@ -198,7 +199,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     def _begin(self, i: int) -> None:
         """Starts an episode of environment i: picks a world, and places the robot at random."""
         rng = self._rngs[i]
-        drawn = rng.integers(len(self.models))
+        drawn = rng.integers(len(self.models))  # also with in_turn, so that the positions below are the same
         self._world[i] = self._next_world[i] % len(self.models) if self._in_turn else drawn
         self._next_world[i] += self.num_envs
         model, data = self.models[self._world[i]], self._datas[0]
@@ -241,8 +242,8 @@ class DoorVectorEnv(gym.vector.VectorEnv):
         start = (self.action_repeat - 1) * FRAME_SKIP  # the MuJoCo step with which the rewarded 20 ms begin
         # MuJoCo would clip them too, but treats one beyond 1e10 as an error.
         controls = np.clip(actions, self.single_action_space.low, self.single_action_space.high)
-        if self.robot == "gripper":
-            controls = np.concatenate([controls[:, :6], *(s * controls[:, 6:] for s in (1, -1, 1, -1))], axis=1)
+        if self.robot == "gripper":  # one angle for four servos: right inner, right outer, left inner, left outer
+            controls = np.concatenate([controls[:, :6], controls[:, 6:] * (1, -1, 1, -1)], axis=1)
         self._controls[:] = controls[:, None]
         self._pool.rollout(
             [self.models[w] for w in self._world], self._datas, self._state, self._controls,

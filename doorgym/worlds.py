@@ -12,6 +12,7 @@ import numpy as np
 from mujoco import mjtGeom, mjtJoint, mjtObj, mjtSensor
 
 TIMESTEP = 0.001  # seconds
+# Metres: the slab's width, the knob's height, its distance from the slab's free edge, the gap between slab and frame.
 WIDTH, KNOB_HEIGHT, INSET, CLEARANCE = 1.0, 1.0, 0.15, 0.01
 LATCH_THICKNESS = 0.015
 GAP = 1.3 * LATCH_THICKNESS  # between the front and the back of the frame, where the latch is
@@ -47,13 +48,13 @@ class Task(NamedTuple):
         return -self.side if self.opening == "push" else self.side
 
 
-TASKS = {
-    task.name: task
+_TASKS = [
+    Task(knob, hinge, opening)
     for knob in ("pull", "lever", "round")
     for opening in ("pull", "push")
     for hinge in ("right", "left")
-    for task in [Task(knob, hinge, opening)]
-}
+]
+TASKS = {task.name: task for task in _TASKS}
 
 
 class World(NamedTuple):
@@ -63,14 +64,14 @@ class World(NamedTuple):
     thickness: float
     door_damping: float  # N m s/rad
     door_stiffness: float  # N m/rad
-    knob_damping: float
-    knob_stiffness: float
+    knob_damping: float  # N m s/rad
+    knob_stiffness: float  # N m/rad
     knob_limit: float  # rad, in both directions
     # Sliding, torsional, rolling: as in the original without effect, since MuJoCo uses the larger of two geoms'
     # frictions, and the robots' are larger.
     knob_friction: tuple[float, float, float]
-    robot_damping: float
-    shape: tuple[float, ...]  # of the knob, see `add_knob`
+    robot_damping: float  # of the hook's slides, N s/m, and hinges, N m s/rad; the gripper's is 1
+    shape: tuple[float, ...]  # of the knob, metres, in the order of `SHAPES`
     colors: np.ndarray  # [6, 3]: slab, frame, wall, floor, knob, and shininess, specular
     lights: np.ndarray  # [2 to 5, 3]: directions
 
@@ -202,7 +203,7 @@ def _centroid(polygon: np.ndarray) -> np.ndarray:
 
 def add_wall(spec: mujoco.MjSpec, world: World) -> None:
     """Adds the wall around the door, and the frame's front and back, in world coordinates."""
-    t, free, inner, top = world.thickness, WIDTH / 2, WIDTH / 2 + CLEARANCE, world.height + CLEARANCE
+    t, half_width, inner, top = world.thickness, WIDTH / 2, WIDTH / 2 + CLEARANCE, world.height + CLEARANCE
     wall = {"material": "wall"} | WORLD
     _box(spec.worldbody, "wall_left", (-0.3, -2.57, 0), (0, -0.57, top + 1), **wall)
     _box(spec.worldbody, "wall_right", (-0.3, 0.6, 0), (0, 2.6, top + 1), **wall)
@@ -211,9 +212,8 @@ def add_wall(spec: mujoco.MjSpec, world: World) -> None:
         sides = {"material": "frame"} | WORLD
         _box(spec.worldbody, f"{name}_left", (x - t / 2, -inner - 0.1, 0), (x + t / 2, -inner, top), **sides)
         _box(spec.worldbody, f"{name}_right", (x - t / 2, inner, 0), (x + t / 2, inner + 0.1, top), **sides)
-        _box(
-            spec.worldbody, f"{name}_top", (x - t / 2, -free - 0.11, top), (x + t / 2, free + 0.11, top + 0.1), **sides
-        )
+        side = half_width + 0.11
+        _box(spec.worldbody, f"{name}_top", (x - t / 2, -side, top), (x + t / 2, side, top + 0.1), **sides)
 
 
 def add_door(spec: mujoco.MjSpec, task: Task, world: World) -> None:
@@ -295,7 +295,7 @@ def _joint(body, name, axis, limits, damping, armature, stiffness=0.0, slide=Fal
     joint.damping[0], joint.stiffness[0] = damping, stiffness
 
 
-WRIST_LOOKS = {"rgba": (0.25, 0.3, 0.4, 1)} | ROBOT
+WRIST_GEOM = {"rgba": (0.25, 0.3, 0.4, 1)} | ROBOT
 # Profile of the original's wrist: x, radius. Its front is round, which leaves room for the thick end of a handle.
 WRIST = ((-0.099, 0.014), (-0.095, 0.028), (-0.082, 0.044), (-0.074, 0.048), (-0.018, 0.048), (0.031, 0.037))
 
@@ -327,7 +327,7 @@ def add_hook(spec: mujoco.MjSpec, damping: float) -> None:
     """Adds a hook: a C of four bars, 10 mm thick, open towards -y. Its finger is the bar farthest from the wrist."""
     wrist = add_wrist(spec, damping)
     rings = [[(x, r * np.cos(a), r * np.sin(a)) for a in np.pi / 6 * np.arange(12)] for x, r in WRIST]
-    _hull(spec, wrist, "wrist", np.concatenate(rings), **WRIST_LOOKS)
+    _hull(spec, wrist, "wrist", np.concatenate(rings), **WRIST_GEOM)
     hook = wrist.add_body(name="hook", pos=(-0.06, -0.02, 0))
     hook.explicitinertial = True
     hook.mass, hook.ipos, hook.inertia = 1e-4, (-0.05, 0.02, 0), (1e-7,) * 3
@@ -344,7 +344,7 @@ def add_gripper(spec: mujoco.MjSpec) -> None:
     """Adds two fingers of two links each, whose servos turn the inner link in and the outer one back, so that the tips
     stay parallel. In the original these joints lack the defaults of the robot's class: their damping is 1."""
     wrist = add_wrist(spec, 1.0)
-    _box(wrist, "wrist", (-0.10, -0.05, -0.05), (0.03, 0.05, 0.05), **WRIST_LOOKS)
+    _box(wrist, "wrist", (-0.10, -0.05, -0.05), (0.03, 0.05, 0.05), **WRIST_GEOM)
     color = {"rgba": (0.9, 0.75, 0.1, 1)} | GRIP
     for name, side in (("right", 1), ("left", -1)):
         inner = wrist.add_body(name=f"{name}_inner", pos=(-0.10, side * 0.045, 0))

@@ -54,7 +54,7 @@ except ImportError:
     print("error: experiments/pbt.py needs Ray Tune: pip install '.[ray]'", file=sys.stderr)
     sys.exit(2)
 
-# A clone could not load its donor's checkpoint with another of these.
+# Flags that set the shapes in a checkpoint: with other values a clone could not load its donor's.
 SHAPES = ("hidden", "buffer_size", "num_envs", "frame_stack", "predictor_depth", "replay_size")
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # flags that pbt sets
 
@@ -137,13 +137,12 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
             low, high = float(match[2]), float(match[3])
         except ValueError:
             raise runs.UsageError(f"--mutate {word}: low and high must be numbers") from None
-        check(-math.inf < low < high < math.inf, f"--mutate {word}: low must be less than high")
+        check(-math.inf < low < high < math.inf, f"--mutate {word}: low and high must be finite, low less than high")
         check(low > 0 or not log, f"--mutate {word}: low must be above 0 for a logarithm")
         fits = kinds.get(name) is not int or (low.is_integer() and high.is_integer())
         check(fits, f"--mutate {word}: {runs.flag_of(name)} is a whole number, give whole ends")
-        check(name in kinds, f"--mutate {word}: {args.program} has no flag {runs.flag_of(name)}")
         check(name not in ranges, f"--mutate {word}: {name} has a range already, give one")
-        ranges[name] = Range(low, high, log, kinds[name] is int)
+        ranges[name] = Range(low, high, log, kinds.get(name) is int)
     check(bool(ranges), "--mutate: give at least one flag with its range, such as gamma=0.9:0.999")
     return ranges
 
@@ -151,23 +150,27 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
 def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     """The ranges of --mutate and all other flags; raises UsageError, or exits as the script would that refuses an end
     of a range."""
-    check(args.program in trials.SCRIPTS, f"PROGRAM {args.program}: give one of {', '.join(trials.SCRIPTS)}")
+    trials.check_flags("SCRIPT", args.program, {})
     check(args.jobs == 1 or not args.address, f"--jobs {args.jobs}: has no effect with --address")
     check(args.cpus == 1 or args.address, f"--cpus {args.cpus:g}: has no effect without --address, give --jobs")
     script = importlib.import_module(Path(args.program).stem)
     kinds = {name.rstrip("_"): kind for name, kind in get_type_hints(script.Args).items()}
-    check("total_timesteps" in kinds, f"PROGRAM {args.program}: has no --total-timesteps to measure generations by")
+    check("total_timesteps" in kinds, f"SCRIPT {args.program}: has no --total-timesteps, give another script")
     ranges, given = read_ranges(args, kinds), trials.read_settings(args.set)
     trials.check_flags("--set", args.program, given, OWN)
     trials.check_flags("--mutate", args.program, {name: f"{r.low}:{r.high}" for name, r in ranges.items()}, OWN)
     for name in ranges:
         fixed = name in (*runs.fixed(script.Args), *SHAPES)
-        check(not fixed, f"--mutate {name}: {runs.flag_of(name)} cannot be mutated, a resumed run keeps its own")
-        check(name not in given, f"--set {name}={given.get(name)}: --mutate changes it already")
+        check(not fixed, f"--mutate {name}: a resumed run keeps its own {runs.flag_of(name)}, give another flag")
+        check(name not in given, f"--set {name}={given.get(name)}: --mutate changes it, leave out one of the two")
     # One checkpoint a generation, at its end: nobody resumes from another.
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}
-    flags |= {"eval_episodes": 0} if "eval_episodes" in kinds and not args.metric.startswith("eval/") else {}
-    flags |= given | {"total_timesteps": args.interval * args.generations}
+    if "eval_episodes" in kinds and not args.metric.startswith("eval/"):
+        flags["eval_episodes"] = 0
+    steps, most = args.interval * args.generations, 2**31 - 2**24  # as StepCount
+    product = f"--interval {args.interval} --generations {args.generations}"
+    check(steps <= most, f"{product}: their product, the steps of a member, must be at most {most}")
+    flags |= given | {"total_timesteps": steps}
     for end in ("low", "high"):
         trials.check_values(args.program, flags | {name: r.clamp(getattr(r, end)) for name, r in ranges.items()})
     return ranges, flags
@@ -208,7 +211,8 @@ def member(config: dict) -> None:
         owner, generation = read_owner(path)
         shutil.copytree(path, folder, dirs_exist_ok=True)
         donor = "" if owner == me else owner
-    given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys()  # jaxlib refuses both
+    # jaxlib refuses both at once.
+    given = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys()
     if study["gpus"] == 0:
         os.environ["JAX_PLATFORMS"] = "cpu"  # Ray itself leaves GPUs in sight
     if 0 < study["gpus"] < 1 and not given:  # JAX would take three quarters of the GPU's memory
@@ -360,7 +364,8 @@ def draw(args: Args, rows: list[dict], ranges: dict[str, Range]) -> Figure:
         last = None
         for row in own:
             if row["cloned_from"]:
-                axes[0].plot(*point(last, args.metric), "x", color=style["color"], ms=9, mew=1.5) if last else None
+                if last:
+                    axes[0].plot(*point(last, args.metric), "x", color=style["color"], ms=9, mew=1.5)
                 last = rows.get((int(row["cloned_from"]), int(row["generation"]) - 1))
             x, y = zip(*(point(r, args.metric) for r in (last, row) if r), strict=True)
             axes[0].plot(x, y, **style | {"marker": ""})
@@ -436,7 +441,7 @@ def check_study(args: Args, out: Path) -> dict:
     if (out / "args.json").exists():
         saved = files.read(out / "args.json", Saved, "--out", "give another folder")
         for name, value in asked.items():
-            flag = "PROGRAM" if name == "program" else runs.flag_of(name)
+            flag = "SCRIPT" if name == "program" else runs.flag_of(name)
             has = f"the study in {out} has {saved.get(name)}; continue that or give another --out"
             check(value == saved.get(name), f"{flag} {value}: {has}")
     begun = (out / "members").exists()
@@ -449,9 +454,8 @@ def check_study(args: Args, out: Path) -> dict:
         here = f"{os.environ.get('USER', os.getuid())} on {socket.gethostname()}"
         check(
             known and not foreign,
-            f"--out {out}: the study in it was not begun there by {here} (there is no {token} that says so, or files "
-            "are another user's), and Ray would execute what its files say; continue where it was begun, or give "
-            "another --out",
+            f"--out {out}: Ray would run code from its files, and {token} does not say that {here} began this study, "
+            "or some files are another user's; continue where it was begun, or give another --out",
         )
     return study
 
@@ -488,7 +492,8 @@ def make_tuner(args: Args, out: Path, ranges: dict[str, Range], study: dict, res
         }
 
     scheduler = Generations(
-        time_attr="generation", metric="score", mode=args.goal[:3], perturbation_interval=1, synch=True,
+        time_attr="generation", metric="score", mode={"maximize": "max", "minimize": "min"}[args.goal],
+        perturbation_interval=1, synch=True,
         hyperparam_mutations={name: r.draw for name, r in ranges.items()}, quantile_fraction=args.quantile,
         resample_probability=0, perturbation_factors=(1, 1), custom_explore_fn=explore,
     )  # fmt: skip
@@ -520,7 +525,7 @@ def main(args: Args) -> None:
         start_ray(args)
         files.write_json(token_of(study), place_of(out))
         files.write_json(out / "args.json", study)
-        random.seed(f"{args.seed} {done}")
+        random.seed(f"{args.seed} {done}")  # Ray draws from it too; a continued study repeats no draws
         for number in set(runs.stop_signals()) - {signal.SIGINT}:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))  # at which Tune saves and ends
         study |= {"out": str(out), "flags": flags, "ranges": list(ranges)}

@@ -57,7 +57,7 @@ STROKES = "-", (0, (5, 2)), (0, (1, 1.3)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 
 MARKERS = "o", "s", "^", "D", "v", "P", "X"
 HALO = [Stroke(linewidth=3.5, foreground="w"), Normal()]  # sets a line off from the edges of bands
 plt.rcParams |= {"font.size": 10, "legend.fontsize": 9, "axes.grid": True, "grid.alpha": 0.3, "savefig.dpi": 120}
-plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in them
+plt.rcParams["text.parse_math"] = False  # a $ in a name starts no TeX formula
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ def differing(run: Logged, everything: list[Logged]) -> list[str]:
 
 
 def drop_repeats(everything: list[Logged]) -> list[Logged]:
-    """Keeps the longest of the runs with the same flags, game, devices and seed, and prints the others: they are its
-    beginning. IMPALA's, Ape-X's and SAC's are that with --deterministic or --max-lag 0 only; else all are kept."""
+    """Keeps the longest of the runs with the same flags, game, devices and seed, and prints the others, which are
+    beginnings of it. Runs of IMPALA, Ape-X and SAC are all kept unless made with --deterministic or --max-lag 0."""
     longest = {}
     for run in everything:
         exact = run.args.get("deterministic", True) or run.args.get("max_lag") == 0
@@ -186,9 +186,9 @@ def drop_repeats(everything: list[Logged]) -> list[Logged]:
         key = json.dumps([run.script, run.game, run.devices, seed, *flags])
         first = longest.setdefault(key, run)
         if first is not run:
-            run, shorter = sorted((run, first), key=lambda each: -each.lines[-1]["global_step"])
-            print(f"left out: {shorter.path}, with the seed and flags of {run.path}")
-            longest[key] = run
+            shorter, longer = sorted((first, run), key=lambda each: each.lines[-1]["global_step"])
+            print(f"left out: {shorter.path}, with the seed and flags of {longer.path}")
+            longest[key] = longer
     return list(longest.values())
 
 
@@ -259,7 +259,7 @@ def read_reference(name: str, games: list[str], flag: str = "--reference") -> di
 
 def thin(lines: list[dict], points: int) -> list[dict]:
     """Every n-th line, so that about `points` are left, the last, and each with an evaluation."""
-    every = -(-len(lines) // points) or 1
+    every = -(-len(lines) // points)  # rounded up
     last = len(lines) - 1
     return [x for i, x in enumerate(lines) if i % every == 0 or i == last or any(k.startswith("eval/") for k in x)]
 
@@ -384,9 +384,12 @@ def draw_group(axis, group: list[Logged], clock: str, metric: str, args: Args, s
             print(f"not drawn: {label}, whose {metric} has no {clock} in common")
         if grid.size and len(curves) > 1:
             draw_band(axis, grid, low, high, color=style["color"])
-        for points in curves if args.each_run and len(curves) > 1 else ():
-            axis.plot(*points, color=style["color"], lw=0.5, alpha=0.6)
-    for levels, face in (("train", style["color"]), ("test", "w")) if metric == "charts/episodic_return" else ():
+        if args.each_run and len(curves) > 1:
+            for points in curves:
+                axis.plot(*points, color=style["color"], lw=0.5, alpha=0.6)
+    if metric != "charts/episodic_return":
+        return
+    for levels, face in (("train", style["color"]), ("test", "w")):
         key = f"eval/{levels}_levels/mean_return"
         found = [points for run in group if (points := curve(run.lines, clock, key)).size]
         if found:
@@ -418,8 +421,8 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]
             draw_group(axis, of_panel, clock, metric, args=args, style=style_of(i), label=name)
-        for game in column if metric == returns else ():
-            if game in easy:
+        for game in column:
+            if metric == returns and game in easy:
                 axis.axhline(RANDOM_RETURNS[game], color="0.4", ls=":", label="random play")
         shown = references if metric == returns and clock == "global_step" else {}
         names = {key: ", ".join(filter(None, key if len(column) > 1 else key[:1])) for key in references}
@@ -460,7 +463,7 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
         steps, last = np.concatenate(ends, axis=1)
         same = max(steps) <= 1.02 * min(steps)
         span = f"{min(steps):,.0f} to {max(steps):,.0f} steps"
-        runs.check(same, f"{of_game} has runs of {game} with last values of {span}, leave some out")
+        runs.check(same, f"{of_game} has runs of {game} whose last values are at {span}, leave some out")
         modes = [run.args.get("distribution_mode", "easy") for run in found]
         known = all(game in RETURN_RANGES.get(mode, {}) for mode in modes)
         runs.check(known, f"--aggregate: {game} has no normalisation constants, give runs of Procgen's games")
@@ -522,7 +525,7 @@ def write_aggregate(args: Args, groups: dict, games: list[str], scores: dict[str
         each = bootstrap_mean(x)
         blocks += [(where | {"statistic": "mean", "game": game}, each[:, i]) for i, game in enumerate(games)]
         rows += [
-            row | {k: f"{v:.6g}" for k, v in zip(("value", "low", "high"), numbers, strict=True) if v == v}
+            row | {k: f"{v:.6g}" for k, v in zip(("value", "low", "high"), numbers, strict=True) if not np.isnan(v)}
             for row, numbers in blocks
         ]
         left = f", {len(group) - x.size} more left out" if len(group) > x.size else ""
@@ -551,7 +554,8 @@ def check_args(args: Args) -> None:
     valid = f"give {', '.join(training)}"
     runs.check(args.time_to in ("", *training), f"--time-to {args.time_to}: has no training curve, {valid}")
     same = len({Path(name).stem for name in args.reference}) == len(args.reference)
-    runs.check(same, f"--reference {' '.join(args.reference)}: a file's name names its line, give each its own")
+    legend = "two would have the same name in the legend, give each its own"
+    runs.check(same, f"--reference {' '.join(args.reference)}: {legend}")
     runs.check_needs(args, args.aggregate, "--aggregate", ["score_metric"])
     scored = not args.aggregate or importlib.util.find_spec("rliable") is not None
     runs.check(scored, "--aggregate: needs rliable; run make .venv/with-dev")

@@ -5,8 +5,8 @@
     python -m experiments.reproduce coinrun_ppo_grid --collect
 
 experiments/reference/tables.csv has the published numbers: a row for each cell, with the script, flags and steps that
-stand for it here. Stopped or killed and started again it resumes; runs are found by their flags, steps and seed. The
-results keep a seed whose run is gone or on another machine; of different steps, they keep what was trained longer.
+stand for it here. Stopped or killed and started again it resumes; runs are found by their flags, steps and seed.
+Earlier results of runs that are gone or on other machines are kept; of runs of different lengths, the longer count.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def selected_names(cells: tuple[str, ...], rows: list[dict]) -> set[str]:
     selected = set()
     for part in cells or [""]:
         found = {part} if part in names else {name for name in names if part in name}
-        check(bool(found), f"--cells {part}: is in no cell's name, such as {names[0]!r}")
+        check(bool(found), f"--cells {part}: no cell's name contains it, give a part of one, such as {names[0]!r}")
         selected |= found
     return selected
 
@@ -113,18 +113,19 @@ def flags_of(row: dict, args: Args) -> dict:
 
 
 def check_overrides(args: Args, rows: list[dict]) -> None:
-    """Raises UsageError if --set has a flag that a script lacks, that is not free, or in which cells differ; exits as a
-    script would that refuses a value."""
+    """Raises UsageError if --set has a flag that a script lacks, that each run is given, or in which cells differ;
+    exits as a script would that refuses a value."""
     given, selected = trials.read_settings(args.set), selected_names(args.cells, rows)
     rows = [row for row in rows if row["script"]]
     for program in {row["script"] for row in rows}:
         trials.check_flags("--set", program, given, own=("seed",))
     own = [trials.read_settings(row["flags"].split()) for row in rows]
-    for name in given:
-        same = len({flags.get(name) for flags in own}) == 1 and not name.endswith("_timesteps")
-        check(same, f"--set {name}: cells of {args.table} differ in it; give another flag, or --scale for steps")
-    for row in rows if given else ():
-        if row["cell"] in selected:
+    for name, value in given.items():
+        check(not name.endswith("_timesteps"), f"--set {name}={value}: the table sets the steps, give --scale")
+        same = len({flags.get(name) for flags in own}) == 1
+        check(same, f"--set {name}={value}: cells of {args.table} differ in it, give another flag")
+    for row in rows:
+        if given and row["cell"] in selected:
             trials.check_values(row["script"], flags_of(row, args))
 
 
@@ -265,10 +266,10 @@ def seed_values(row: dict) -> dict[int, float]:
     return {int(seed): float(value) for seed, value in pairs}
 
 
-def summarize(cell: Cell, args: Args) -> dict:
-    """A row of the results: the mean over seeds of each finished run's last value, beside what was published."""
+def summarize(cell: Cell, found: list[tuple], args: Args) -> dict:
+    """A row of the results, from `read_runs`: the mean over seeds of each finished run's last value, beside what was
+    published."""
     row = cell.row
-    found = read_runs(cell)
     done = {seed: progress for seed, progress, _ in found if progress["done"]}
 
     def last(name: str) -> dict[int, float]:
@@ -291,13 +292,13 @@ def summarize(cell: Cell, args: Args) -> dict:
 
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
-    """Merges a row of earlier results with `row`, whose runs are here. If one has no seeds of its own or the steps
-    differ, returns the one of more steps, of equal ones that with more seeds."""
+    """Merges a row of earlier results with `row`, which is computed from the runs here. If their steps differ, or if
+    only one of the two has seeds that the other lacks, returns the row of more steps or, if equal, of more seeds."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}
     if not (new and kept) or before["steps"] != row["steps"]:
-        return max(row, before, key=lambda one: (one["steps"] or 0 if one["seeds"] else -1, one["seeds"]))
+        return max(row, before, key=lambda one: ((one["steps"] or 0) if one["seeds"] else -1, one["seeds"]))
     if new.items() <= old.items():
         return before
     seconds = (before["seconds"] or 0) * len(kept) + (row["seconds"] or 0) * len(new)
@@ -318,34 +319,34 @@ def command_of(args: Args, seeds: Iterable[int], selected: bool) -> str:
     return shlex.join(words)
 
 
-def evaluation_rows(cell: Cell) -> list[dict]:
-    """Rows of TABLE_evaluations.csv: each evaluation of a cell's runs so far, unfinished ones included, with the
-    standard error over episodes; none if the cell's metric is no mean return."""
-    metric, found = cell.row["metric"], []
+def evaluation_rows(cell: Cell, found: list[tuple]) -> list[dict]:
+    """Rows of TABLE_evaluations.csv, from `read_runs`: each evaluation of a cell's runs so far, unfinished ones
+    included, with the standard error over episodes; none if the cell's metric is no mean return."""
+    metric, rows = cell.row["metric"], []
     if not metric.endswith("/mean_return"):
         return []
     std, episodes = (metric.replace("mean_return", name) for name in ("std", "episodes"))
-    for seed, progress, lines in read_runs(cell):
+    for seed, progress, lines in found:
         about = {"cell": cell.row["cell"], "metric": metric, "seed": seed, "of steps": cell.steps}
         where = {"steps/s": steps_per_second(lines)} | {name: progress.get(name, "") for name in ORIGIN}
         for line in lines:
             if {metric, std, episodes} <= line.keys():
                 error = line[std] / max(line[episodes] - 1, 1) ** 0.5
                 numbers = {"step": line["global_step"], "mean": f"{line[metric]:.4g}", "error": f"{error:.3g}"}
-                found.append(about | numbers | {"episodes": int(line[episodes])} | where)
-    return found
+                rows.append(about | numbers | {"episodes": int(line[episodes])} | where)
+    return rows
 
 
-def curve_rows(cell: Cell) -> list[dict]:
-    """Rows of TABLE_training.csv: some 60 points of the training returns of each finished run."""
-    found = []
-    for seed, progress, lines in read_runs(cell):
+def curve_rows(cell: Cell, found: list[tuple]) -> list[dict]:
+    """Rows of TABLE_training.csv, from `read_runs`: some 60 points of the training returns of each finished run."""
+    rows = []
+    for seed, progress, lines in found:
         lines = [x for x in lines if progress["done"] and {RETURN, "global_step", "seconds"} <= x.keys()]
         for line in lines[:: -(-len(lines) // 60) or 1]:
             about = {"cell": cell.row["cell"], "seed": seed, "of steps": cell.steps}
             numbers = {"global_step": line["global_step"], "hours": f"{line['seconds'] / 3600:.4f}"}
-            found.append(about | numbers | {RETURN: f"{line[RETURN]:.4g}"})
-    return found
+            rows.append(about | numbers | {RETURN: f"{line[RETURN]:.4g}"})
+    return rows
 
 
 def steps_per_second(lines: list[dict]) -> str:
@@ -373,7 +374,8 @@ def read_results(args: Args) -> list[dict]:
     path = Path(args.out) / f"{args.table}.csv"
     evaluated = path.with_name(f"{args.table}_evaluations.csv").exists()  # also of runs that are not done
     if not path.exists():
-        check(not (evaluated and args.set), f"--out {path.parent}: has evaluations without --set, give another folder")
+        why = f"has {args.table}_evaluations.csv, perhaps of runs without --set, give another folder"
+        check(not (evaluated and args.set), f"--out {path.parent}: {why}")
         return []
     rows = files.read(path, list[Result], "--out", "move it away, or give another folder")
     flags = {(row["cell"], row["metric"]): row["flags"] for row in read_table(args.table)}
@@ -381,7 +383,7 @@ def read_results(args: Args) -> list[dict]:
         if row["seeds"] or evaluated:
             given = row["command"].partition(" --set ")[2]
             same = sorted(given.replace("-", "_").split()) == sorted(shlex.join(args.set).replace("-", "_").split())
-            check(same, f"--out {path}: is there already, of --set {given or 'nothing'}; give another folder")
+            check(same, f"--out {path}: has results of --set {given or 'nothing'}; give another folder")
             same = row["flags"] == flags.get((row["cell"], row["metric"]))
             check(same, f"--out {path}: has {row['cell']!r} of an older table; give another folder")
     return [dict.fromkeys(Result.__annotations__, "") | row for row in rows]
@@ -393,9 +395,12 @@ def write(args: Args, cells: list[Cell]) -> list[dict]:
     out = Path(args.out) / args.table
     with files.lock_run(out.parent, wait=True):
         old = {(row["cell"], row["metric"]): row for row in read_results(args)}
-        results = []
+        results, evaluated, curves = [], [], []
         for cell in cells:
-            row, before = summarize(cell, args), old.get((cell.row["cell"], cell.row["metric"]))
+            found = read_runs(cell)
+            evaluated += evaluation_rows(cell, found)
+            curves += curve_rows(cell, found)
+            row, before = summarize(cell, found, args), old.get((cell.row["cell"], cell.row["metric"]))
             results.append(merge(before, row, args, cell.selected) if before else row)
         records.write_rows(out.with_suffix(".csv"), results)
         with files.atomic_write(out.with_suffix(".md")) as temporary:
@@ -404,23 +409,23 @@ def write(args: Args, cells: list[Cell]) -> list[dict]:
         title = ", ".join([args.table, *([f"{scale} of the steps"] if scale else []), *args.set])
         with files.atomic_write(out.with_suffix(".png")) as temporary:
             draw(title, results).savefig(temporary, format="png")
-    if found := [row for cell in cells for row in evaluation_rows(cell)]:
-        records.add_rows(Path(f"{out}_evaluations.csv"), found, ("cell", "metric", "seed", "of steps", "step"))
-    if found := [row for cell in cells for row in curve_rows(cell)]:
-        records.add_rows(Path(f"{out}_training.csv"), found, ("cell", "seed", "of steps"))
+    if evaluated:
+        records.add_rows(Path(f"{out}_evaluations.csv"), evaluated, ("cell", "metric", "seed", "of steps", "step"))
+    if curves:
+        records.add_rows(Path(f"{out}_training.csv"), curves, ("cell", "seed", "of steps"))
     return results
 
 
 # THE PAGE AND THE PICTURE
 
 
-def number(value: float | str | None, digits: int = 2) -> str:
-    return "" if value in ("", None) else f"{float(value):.{digits}f}"
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def has_interval(row: dict) -> bool:
     """Whether a row is shown with its interval; for two seeds, their values are shown in its place."""
-    return number(row["low"]) != "" and len(seed_values(row)) != 2
+    return row["low"] is not None and len(seed_values(row)) != 2
 
 
 def notes_of(row: dict) -> str:
@@ -507,13 +512,15 @@ def main(args: Args) -> list[dict]:
         check(folder != "", f"{flag} '': give a folder")
         files.make_folder(Path(folder), flag)
     read_results(args)  # before anything is run
-    asked = {  # by folder: cells that differ in their metric only share their runs
+    asked = {  # by folder: cells that differ only in their metric share runs
         cell.folder / str(seed): (cell, seed) for cell in cells for seed in args.seeds if cell.selected and cell.flags
     }
     missing = [run for folder, run in asked.items() if not read_progress(folder)["done"]]
     stopped = not args.collect and run_all(missing, args.jobs, partial(write, args, cells))
     results = write(args, cells)
-    print(f"{Path(args.out) / args.table}.csv, .md, .png" + "; stopped, repeat the command to continue" * stopped)
+    print(f"{Path(args.out) / args.table}.csv, .md, .png")
+    if stopped:
+        print("stopped; repeat the command to continue")
     names = {folder: f"{cell.row['cell']}, seed {seed}" for folder, (cell, seed) in asked.items()}
     failed = {name: why for folder, name in names.items() if (why := read_progress(folder)["why"])}
     trials.report_failures(failed, len(names), Path(args.runs).absolute())

@@ -1,11 +1,11 @@
-"""Runs a W&B sweep file by Optuna, without W&B's server: grid, random or Bayesian, several trials at a time. Try:
+"""Runs a W&B sweep file with Optuna, without W&B's server: grid, random or Bayesian, several trials at a time. Try:
 
     python -m experiments.sweep sweeps/coinrun_ppo_grid.yaml --jobs 2
     python -m experiments.sweep sweeps/doorgym_hnppo_bayes.yaml --count 20 --storage postgresql://user@host/studies
 
-A study lives in its storage: killed and started again it resumes, unfinished trials from their last checkpoints. Any
-number of these processes may share it, also on machines that share its folder: each trial is locked by a file there,
-so that one whose process has died is found and taken over.
+Stopped or killed and started again, a study continues, and unfinished trials resume from their last checkpoints.
+Several processes may share a study, also on machines that share its folder: each locks its trial by a file there, so
+that another one can take over the trial of a process that died.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogFormatter
 
-plt.rcParams["text.parse_math"] = False  # names are no formulas, whatever is in them
+plt.rcParams["text.parse_math"] = False  # a $ in a name starts no TeX formula
 FINISHED = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 MAX_CELLS = 1000
 MAX_KILLS = 3  # then a trial has failed
@@ -49,7 +49,7 @@ DATABASE_ERRORS = optuna.exceptions.StorageInternalError, SQLAlchemyError
 
 @dataclass(frozen=True)
 class Args:
-    sweep: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    sweep: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SWEEP")]
     """a sweep file of W&B's kind"""
     count: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """trials of the study, failed ones included; 0 for the file's run_cap, or else a whole grid"""
@@ -143,8 +143,8 @@ def grid_cells(sweep: dict) -> list[dict]:
 
 
 def check_values(sweep: dict) -> None:
-    """Exits as the script would, unless it accepts each value, or end of a range, of a parameter beside the first or
-    the last values of all others (it may refuse some cells of a grid)."""
+    """Exits as the script would if it refuses a value of a parameter, or an end of its range, both with the last values
+    of all other parameters and with their first. (It may refuse some cells of a grid.)"""
 
     def extremes(spec):
         if "min" not in spec:
@@ -187,7 +187,7 @@ def make_sampler(args: Args, sweep: dict, trial: int) -> optuna.samplers.BaseSam
 
 def make_pruner(sweep: dict) -> optuna.pruners.BasePruner:
     """The pruner of early_terminate. W&B's Hyperband has one bracket, which Optuna calls successive halving: after
-    min_iter, min_iter eta, min_iter eta^2, ... values of the metric, a trial continues only if it is among the best
+    min_iter, min_iter * eta, min_iter * eta^2, ... values of the metric, a trial continues only if it is among the best
     1 / eta. Of n trials Optuna keeps max(1, n // eta), W&B one more."""
     rule = sweep.get("early_terminate")
     if not rule:
@@ -221,12 +221,12 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     if "id" not in study.user_attrs:
         for key, value in {"sweep": sweep, "out": str(out), "seed": args.seed, "id": study_id}.items():
             study.set_user_attr(key, value)
-    _check_whole(study, out, f"{which} is damaged; put a copy back, or give another --out")
-    known = study.user_attrs
-    check(known["id"] == study_id, f"--out {out}: {which} has its runs in {known['out']}, give that")
-    same = known["seed"] == args.seed
-    check(same, f"--seed {args.seed}: {which} has {known['seed']}, give that, or another --out")
-    check(known["sweep"] == sweep, f"SWEEP {args.sweep}: {which} is of another file or --set, give another --out")
+    _check_whole(study, out, f"--out {out}: {which} is damaged; put a copy back, or give another folder")
+    attrs = study.user_attrs
+    check(attrs["id"] == study_id, f"--out {out}: {which} has its runs in {attrs['out']}, give that")
+    same = attrs["seed"] == args.seed
+    check(same, f"--seed {args.seed}: {which} has {attrs['seed']}, give that, or another --out")
+    check(attrs["sweep"] == sweep, f"SWEEP {args.sweep}: {which} has another sweep file or --set, give another --out")
     if sweep["method"] == "grid":  # all of its trials are queued here, in order
         for cell in grid_cells(sweep)[len(study.get_trials(deepcopy=False)) :]:
             study.enqueue_trial(cell)
@@ -234,8 +234,8 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
 
 
 def _check_whole(study: optuna.Study, out: Path, sentence: str) -> None:
-    """Raises UsageError(sentence) if the study cannot be read, a trial that has a folder is not in it, or a finished
-    one lacks what each has: Optuna makes a table that is missing anew, empty."""
+    """Raises UsageError(sentence) if the study cannot be read or lacks a trial that has a folder, or a part of a
+    finished trial: Optuna recreates a missing table empty."""
     try:
         drawn = {name for name, spec in study.user_attrs["sweep"]["parameters"].items() if "value" not in spec}
         whole = all(
@@ -270,7 +270,8 @@ def begin_trial(study: optuna.Study, args: Args, sweep: dict, count: int, out: P
                     break
                 lock.close()  # it has just ended
         begun = sum(trial.state != TrialState.WAITING for trial in known)
-        if chosen is None and begun < count and (begun < len(known) or sweep["method"] != "grid"):
+        left = begun < len(known) or sweep["method"] != "grid"  # all cells of a grid are queued in open_study
+        if chosen is None and begun < count and left:
             study.sampler = make_sampler(args, sweep, begun)
             chosen = study.ask()
             lock = files.lock_run(out / f"{chosen.number:04d}", wait=True)
@@ -298,7 +299,7 @@ def objective(trial: optuna.Trial, sweep: dict, flags: dict, folder: Path, lock:
             trial.report(values[step], step + 1)
             reported = step + 1
             if alive and trial.should_prune():
-                trial.set_user_attr("ended", "pruned")  # asked again, the pruner would compare it at its next rung
+                trial.set_user_attr("ended", "pruned")  # kept: a pruner that is asked again only looks at the next rung
                 raise optuna.TrialPruned
 
     trials.run(sweep["program"], flags, folder, lock, stopping, report)
@@ -394,14 +395,15 @@ def run_trials(study: optuna.Study, args: Args, sweep: dict, count: int, out: Pa
 
 
 def write_results(study: optuna.Study, out: Path) -> None:
-    """Writes results.csv, a row for each finished trial, from two trials on parallel.png, from four importance.png."""
+    """Writes results.csv, a row for each finished trial; parallel.png (two trials or more), importance.png (four)."""
     finished = finished_trials(study)
     names = list(dict.fromkeys(name for trial in finished for name in trial.params))
     metric, goal = (study.user_attrs["sweep"]["metric"][key] for key in ("name", "goal"))
     rows, valued = [], []
     for trial in finished:
         value = None if final_state(trial) == "fail" else trial.value
-        valued += [trial] if value is not None and math.isfinite(value) else []
+        if value is not None and math.isfinite(value):
+            valued.append(trial)
         row = {"trial": trial.number, "state": final_state(trial), metric: value, "goal": goal}
         row |= {name: trial.params.get(name) for name in names} | {"logged": len(trial.intermediate_values)}
         row |= {"seconds": round(trial.user_attrs["seconds"]), "why": trial.user_attrs.get("why")}
@@ -418,15 +420,15 @@ def write_results(study: optuna.Study, out: Path) -> None:
     if len(valued) < 2 or not varied:
         return
     options, pictures = {"params": varied, "target_name": metric}, optuna.visualization.matplotlib
-    draw(out / "parallel.png", pictures.plot_parallel_coordinate, drawn, target=lambda trial: trial.value, **options)
+    draw(out / "parallel.png", pictures.plot_parallel_coordinate, drawn, **options)
     if len({trial.value for trial in valued}) > 1 and len(varied) > 1 and len(valued) >= 4:
-        # No target: with one, PED-ANOVA takes the lowest values for the best, whatever the goal.
+        # No target is given: with one, PED-ANOVA takes the lowest values for the best, whatever the goal.
         options["evaluator"] = optuna.importance.PedAnovaImportanceEvaluator()
         draw(out / "importance.png", pictures.plot_param_importances, drawn, **options)
 
 
 def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
-    """Writes one of Optuna's pictures, in colours that go from light to dark for everybody."""
+    """Writes one of Optuna's plots, in a colour map that colour-blind readers can read too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         plot(study, **options)
@@ -435,7 +437,7 @@ def draw(path: Path, plot: Callable, study: optuna.Study, **options) -> None:
         axis.set_facecolor("white")
         for lines in axis.collections:
             lines.set(cmap="cividis_r", linewidth=2)
-        if axis.get_yscale() == "log":  # whose numbers would be formulas
+        if axis.get_yscale() == "log":  # its default formatter writes TeX
             axis.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter(minor_thresholds=(1, 0.4)))
     figure.axes[0].set_title("", loc="left")
     figure.axes[0].set_title(f"{study.study_name}, {len(study.trials)} trials")

@@ -1,6 +1,6 @@
 """Writes the tables of docs and README from the committed CSV files.
 
-Each goes between its two marks, wherever these are:
+Each replaces what is between its two marks on a page. Try:
 
     python -m experiments.tables           # after a new result
     python -m experiments.tables --check   # fails if a table is not that of its files
@@ -43,7 +43,7 @@ def table(rows: list[dict], columns: dict[str, Callable[[dict], str]]) -> list[s
 
 
 def number(name: str, form: str = ",.0f", after: str = "") -> Callable[[dict], str]:
-    """A column as a number of a form, empty where the file has none."""
+    """A column's number in the format `form`, followed by `after`; empty where the file has none."""
     return lambda row: f"{float(row[name]):{form}}{after}" if row[name] else ""
 
 
@@ -227,7 +227,7 @@ def millions(steps: str | float) -> str:
 
 
 def in_millions(steps: str | float) -> str:
-    """The same with one decimal at most, as published lengths are given: 8M for 8,004,073."""
+    """As `millions`, with one decimal at most, as published lengths are given: 0.9M for 853,440."""
     return "" if steps == "" or np.isnan(float(steps)) else f"{float(steps) / 1e6:.1f}M".replace(".0M", "M")
 
 
@@ -242,8 +242,8 @@ def openai(split: str, game: str) -> np.ndarray:
 
 def openai_at(split: str, steps: int) -> dict[str, float]:
     """The return of OpenAI's PPO in each game after a number of steps that the curves have."""
-    curves = {game: openai(split, game) for game in envs.GAMES}
-    return {game: values[list(at).index(steps)] for game, (at, values) in curves.items() if steps in at}
+    curves = plot.read_reference(split, list(envs.GAMES))
+    return {game: values[list(at).index(steps)] for (_, game), (at, values) in curves.items() if steps in at}
 
 
 def ours_at_8m() -> dict[str, str]:
@@ -304,9 +304,9 @@ def easy_all() -> list[str]:
 
 def time_to_published() -> list[str]:
     """When the training returns of our runs of 8M steps pass OpenAI's PPO after 25M."""
-    rows = []
+    rows, scores = [], openai_at("easy-all", 25_000_000)
     for path in sorted((EXPERIMENTS / "results" / "ppo_8M").glob("*.csv")):
-        score = openai_at("easy-all", 25_000_000)[path.stem]
+        score = scores[path.stem]
         later = [row for row in records.read_rows(path) if float(row["global_step"]) >= 64_000]  # see plot.times_to
         above = [row for row in later if float(row["episodic_return"] or "-inf") >= score]
         row = {"game": path.stem, "score": f"{score:.1f}", "at": "not by 8M", "minutes": ""}
@@ -422,7 +422,7 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def fill(text: str, where: str) -> str:
-    """A page with what is between each pair of marks made anew; raises UsageError if one of two marks is missing."""
+    """A page's text with a new table between each pair of marks; raises UsageError if one of two marks is missing."""
     for name, make in PARTS.items():
         begin, end = marks(name)
         runs.check((begin in text) == (end in text), f"{where}: has one of the two marks {begin.strip()} and {end}")

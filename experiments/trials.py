@@ -96,7 +96,7 @@ def check_flags(source: str, program: str, flags: dict[str, Any], own: Iterable[
             hint = did_you_mean(name, known)
             raise UsageError(f"{source} {name}={value}: {program} has no flag {name}{hint}")
         free = name not in (*PLACES, *own) and not name.startswith("wandb_")
-        check(free, f"{source} {name}={value}: {flag_of(name)} is not free here, each run is given its own")
+        check(free, f"{source} {name}={value}: {flag_of(name)} cannot be set here, each run is given its own")
 
 
 def check_values(program: str, flags: dict) -> None:
@@ -292,7 +292,8 @@ def run(
             began = time.monotonic()
             if began >= due:
                 on_poll(True)
-                due = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))  # longer, the more was logged
+                # At most a twentieth of the time goes into reading a long log.
+                due = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 # Short: a service's stop signals the script too, and a second SIGTERM after 2 s would end it at once.
                 process.wait(min(1, max(0, due - time.monotonic())))

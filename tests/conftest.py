@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
-from benchmarks.golden_runs import CLOCKS
+from benchmarks.golden_runs import without_clocks
 from common import atari, bonus, checkpoints, devices, envs, networks, runs
 from common.actors import Fleet
 from experiments import trials
@@ -101,7 +101,7 @@ def init_params(module, *inputs):
 def read_metrics(run_dir, clocks=False):
     """The lines of metrics.jsonl; without `clocks`, without what depends on the machine's speed."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if clocks or not (k in CLOCKS or k.startswith("time/"))} for line in lines]
+    return lines if clocks else [without_clocks(line) for line in lines]
 
 
 def tensorboard_events(folder):

@@ -131,7 +131,6 @@ def test_torture_names_the_first_difference(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("wrong", "code"), [("differs", 1), ("", 0)])
 def test_torture_exit_code_is_1_if_a_run_differs(wrong, code, tmp_path, monkeypatch):
-    monkeypatch.setattr(torture.signal, "signal", lambda *_: None)
     monkeypatch.setattr(torture, "left_alone", lambda *_: (1, 1))
     monkeypatch.setattr(torture, "trial", lambda *_: (["killed"], wrong))
     with pytest.raises(SystemExit, match=f"^{code}$"):

@@ -255,11 +255,12 @@ def test_summary_is_the_mean_of_finished_runs(tmp_path):
         lines = [{"global_step": 1, METRIC: value} for value in (99, seed**2)]
         write_run(tmp_path / str(seed), lines, done=True)
     cell, args = cell_in(tmp_path), reproduce.Args("small")
-    made = reproduce.summarize(cell, args)
+    made = reproduce.summarize(cell, reproduce.read_runs(cell), args)
     assert (made["ours"], made["seeds"], made["of its runs"]) == (pytest.approx(14 / 3), 3, "")
     assert (made["low"], made["high"]) == reproduce.interval([1, 4, 9])
     runs.write_json(tmp_path / "3/progress.json", {"done": False, "seconds": 1, "why": "bad"})
-    made = reproduce.summarize(cell_in(tmp_path, steps=9), args)
+    cell = cell_in(tmp_path, steps=9)
+    made = reproduce.summarize(cell, reproduce.read_runs(cell), args)
     assert (made["ours"], made["seeds"]) == (2.5, 2)
     assert made["of its runs"] == "1 failed: bad; seed 1 ended after 1e-06M; seed 2 ended after 1e-06M"
 
@@ -275,10 +276,11 @@ def test_evaluations_and_curves_of_runs_are_written_down(tmp_path):
     for seed, done in (("3", True), ("4", False)):
         write_run(tmp_path / seed, lines, done=done)
     cell = cell_in(tmp_path, steps=4000, metric=metric)
-    (found,) = reproduce.evaluation_rows(cell)
+    everything = reproduce.read_runs(cell)
+    (found,) = reproduce.evaluation_rows(cell, everything)
     assert [found[name] for name in ("seed", "of steps", "step", "mean", "error")] == [1, 4000, 2950, "2.5", "0.375"]
     assert (found["steps/s"], found["commit"]) == ("100", "a")
-    kept = reproduce.curve_rows(cell)
+    kept = reproduce.curve_rows(cell, everything)
     assert (len(kept), kept[1]["global_step"], kept[1]["hours"]) == (60, 40, "0.0400")
 
 
