@@ -22,8 +22,8 @@ from experiments import trials
 from ppo_procgen import Args, main
 
 ROOT = Path(__file__).parent.parent
-# Some programs by a third, all by a fifth; parts that are compiled at the same time gain nothing where another worker
-# has the other core. LLVM's optimiser is off besides, but for what is marked as `optimised`: its programs run for long.
+# Compiles some programs a third faster, all together a fifth; parts of a program that are compiled at the same time
+# gain nothing where another worker has the other core. LLVM's optimiser is off, except in tests marked as `optimised`.
 COMPILE_SOONER = (
     "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
 )

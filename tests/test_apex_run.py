@@ -167,8 +167,11 @@ def test_buffer_in_host_memory_without_jaxs_cpu_is_refused(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "place"), [(apex, "device"), (apex, "host"), (sac, "device"), (sac, "host")])
-def test_run_in_the_form_for_accelerators_trains(script, place, train, monkeypatch):
-    """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device; or two, where the last stands for it."""
+def test_code_path_of_a_gpu_runs_on_a_cpu(script, place, train, monkeypatch):
+    """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device.
+
+    With the replay in host memory the last CPU device stands for the GPU.
+    """
     if place == "host":
         last = jax.devices()[-1:]
         monkeypatch.setattr(devices, "learner_devices", lambda *given: last)
@@ -187,12 +190,6 @@ def test_run_with_all_parts_of_beyond_the_rainbow_stays_finite(train):
     lines = read_metrics(run.path)
     assert lines[-1]["losses/grad_norm"] > 0
     assert all(np.isfinite(list(line.values())).all() for line in lines)
-
-
-@pytest.mark.slow
-def test_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(train):
-    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
-        train(apex, checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
 
 
 def test_command_with_free_threads_logs_and_evaluates(tmp_path, capfd):

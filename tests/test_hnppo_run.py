@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import assert_refused, assert_same_run, flags_of, read_metrics
+from conftest import assert_refused, flags_of, read_metrics
 from PIL import Image
 
 import doorgym
@@ -47,10 +47,6 @@ def make(args):
 
 def load_state(args, agent, run_dir):
     return runs.load(partial(hn.init_checkpoint, args, agent), str(run_dir))["state"]
-
-
-def test_run_with_more_threads_has_the_same_metrics(train, two_tasks):
-    assert_same_run(two_tasks, train(num_threads=3).path)
 
 
 def test_finished_run_given_another_task_continues_as_if_asked_for_both(train, two_tasks, capfd):

@@ -400,6 +400,7 @@ def test_initial_weights_and_biases_as_pytorchs_are_uniform():
     encoder = networks.make_encoder(replace(SMALL, channels="64", blocks=0, separable=8, hidden=256, init="pytorch"))
     layers = init_params(encoder, jnp.zeros((1, 16, 16, 3), jnp.uint8))["params"]
     assert layers["Conv_0"]["kernel"].shape == (3, 3, 1, 24)
+    assert "bias" not in layers["Conv_0"]
     for name, fan_in in {"Conv_0": 9, "Conv_1": 24, "Dense_0": 64}.items():
         for values in layers[name].values():
             bound = 1 / np.sqrt(fan_in)

@@ -13,7 +13,6 @@ import pytest
 from conftest import init_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 
 import ppg_procgen as ppg
 import ppo_procgen as ppo
@@ -82,7 +81,7 @@ def made_up(script, args):
 
 
 def play(script, args, updates, change=lambda state: state, again=False):
-    """States, metrics and Timesteps of updates of PPO or TRPO on the real game; of the same rollout with `again`."""
+    """States, metrics and Timesteps of updates of PPO, TRPO or PPG on real games; of the same rollout with `again`."""
     agent, mesh = script.make_agent(args), devices.make_mesh(args)
     collect, update = script.make_collect(args, agent, mesh), script.make_update(args, agent, mesh)
     state = multihost.distribute(mesh, change(init_state(script, args, agent)), script.STATE_SPECS)
@@ -93,7 +92,7 @@ def play(script, args, updates, change=lambda state: state, again=False):
             if i == 0 or not again:
                 rollout, steps = collect(vec_env, acting_params(script, state), env_state, i, runs.Stopwatch())
                 env_state = rollout.env_state
-            state, metrics = update(state, rollout, steps)
+            state, *_, metrics = update(state, rollout, steps)
             for kept, new in zip((states, lines, played), jax.device_get((state, metrics, steps)), strict=True):
                 kept.append(new)
     return states, lines, played
@@ -147,21 +146,6 @@ def test_gae_of_random_episodes_equals_double_sum(gae, seed, length, gamma, gae_
     got = gae(rewards, values, *ends, gamma=gamma, gae_lambda=gae_lambda)
     want = oracle.gae(rewards, values, *ends, gamma, gae_lambda)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_scans_over_time_unrolled_as_on_gpu_are_bit_identical(monkeypatch):
-    """GAE and the return filter, over a number of steps that 32 does not divide."""
-    rng = np.random.default_rng(0)
-    steps, values = random_steps(rng, 75, 4), rng.normal(size=(76, 4)).astype(np.float32)
-
-    def advantages():
-        estimate = jax.vmap(partial(ppo.gae, gamma=0.97, gae_lambda=0.9), 1, 1)
-        _, rewards = normalize_rewards(init_return_filter(4), steps.rewards, steps.sequence_end, ~steps.is_reset, 0.97)
-        return jax.jit(lambda: estimate(rewards, values, steps.terminated, steps.truncated))()
-
-    want = advantages()
-    monkeypatch.setattr(devices, "scan_unroll", lambda: 32)
-    np.testing.assert_array_equal(advantages(), want)
 
 
 @relaxed
@@ -241,17 +225,6 @@ def test_ppo_loss_of_random_batch_equals_sums_by_hand(seed, vf_clip, kl_coef, sh
     want, want_terms = oracle.ppo_loss(args, kl_coef, 0.02, logits, values, batch, weight.reshape(-1))
     for name, x in (want_terms | {"loss": want}).items():
         np.testing.assert_allclose(terms[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
-
-
-def test_ppo_loss_gradient_equals_differences():
-    logits, values, batch, _ = random_batch(np.random.default_rng(1), 8, 1)
-
-    def total(logits, values):
-        terms = ppo.ppo_loss_terms(ppo.Args(), jax.nn.log_softmax(logits), values, batch)
-        return sum(x.mean() for name, x in terms.items() if name != "clipfrac")
-
-    with jax.enable_x64(True):
-        check_grads(total, (np.float64(logits), np.float64(values)), 1, ["rev"], rtol=1e-4)
 
 
 def test_kl_coefficient_off_target_doubles_or_halves():
@@ -470,6 +443,7 @@ def test_bonus_of_transitions_is_novelty_of_next_frames(tiny, with_bonus):
     (ppo, {"core": "lstm", "clip_coef": 1e-3, "update_epochs": 1, "learning_rate": "0"}),
     pytest.param(ppo, {"clip_coef": 1e-3, "update_epochs": 1, "learning_rate": "0"}, marks=pytest.mark.slow),
     pytest.param(trpo, {"max_kl": 1e-6, "line_search_steps": 1}, marks=pytest.mark.slow),
+    (ppg, {"clip_coef": 1e-3, "learning_rate": "0", "aux_minibatches": 2}),
 ])  # fmt: skip
 def test_learner_before_its_first_step_rebuilds_policy_that_acted(script, flags):
     """On real games (stacks, episode steps, hidden states), up to TRPO's smallest step."""
@@ -478,8 +452,10 @@ def test_learner_before_its_first_step_rebuilds_policy_that_acted(script, flags)
         sticky_actions=0.25, seed=3,
     )  # fmt: skip
 
+    scale = 300 if script is ppg else 3000  # PPG's first head has ten times PPO's gain
+
     def sharpen(state):  # the policy's head: it is nearly uniform at first, and no fault would show
-        return state._replace(params=jax.tree.map(lambda x: 3000 * x if x.shape == (8, 15) else x, state.params))
+        return state._replace(params=jax.tree.map(lambda x: scale * x if x.shape == (8, 15) else x, state.params))
 
     _, lines, played = play(script, args, 2, sharpen)
     for line in lines:
@@ -489,17 +465,24 @@ def test_learner_before_its_first_step_rebuilds_policy_that_acted(script, flags)
     assert sum(steps.episode_end.sum() for steps in played) > 3
 
 
+@pytest.mark.parametrize(("mode", "adapts"), [("rad", False), ("drac", True)])
+def test_kl_coefficient_stays_where_augmentation_changes_the_policy(tiny, mode, adapts):
+    args = replace(ARGS, learning_rate="0", augment="flip", augment_mode=mode)
+    state, _ = jax.jit(partial(ppo.update, args, tiny.agent))(tiny.state, tiny.rollout, tiny.steps)
+    assert (state.kl_coef != tiny.state.kl_coef) == adapts
+
+
 def test_dropout_in_learner_alone_is_new_each_epoch(tiny):
     args, params = replace(ARGS, dropout=0.5, learning_rate="0", l2=100.0), tiny.state.params["agent"]
     agent, stacked = ppo.make_agent(args), tiny.rollout.frames.stack(5)
     acting = [ppo.policy_and_value(x, params, stacked, np.zeros(3, bool), ()) for x in (agent, tiny.agent)]
     jax.tree.map(np.testing.assert_array_equal, *acting)
     losses = set()
-    for epochs in (1, 2):  # metrics are of the last epoch
-        update = jax.jit(partial(ppo.update, replace(args, update_epochs=epochs), agent))
+    for epochs in (1, 2):  # metrics are of the last epoch; one minibatch, so that samples differ in dropout alone
+        update = jax.jit(partial(ppo.update, replace(args, update_epochs=epochs, num_minibatches=1), agent))
         state, metrics = update(tiny.state, tiny.rollout, tiny.steps)
         losses.add(float(metrics["losses/loss"]))
-    assert len(losses) == 2
+    assert np.ptp([*losses]) > 1e-3
     assert metrics["losses/approx_kl"] > 0  # without an update: so it cannot say how large one was
     assert state.kl_coef == tiny.state.kl_coef
     norm = devices.global_norm([x for x in jax.tree.leaves(params) if x.ndim == 4])

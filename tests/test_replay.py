@@ -28,8 +28,9 @@ def restart(steps, t, n):
 def play(rng, inserts, *, rows=T, offsets=(3, 0), n_step=3, restart_after=(), curious=False):
     """Made-up steps, inserted some rows at a time; half of the games restart after some of these inserts.
 
-    A frame's first number is its step, its second its game. `lost` are the steps whose transition is unknown. The games
-    of a `curious` family have discount factors of their own, and a bonus for each frame but an episode's first.
+    A frame's first number is its step, its second its game. `lost` are the steps whose transition is unknown. With
+    `curious` there are several policies, as with --num-policies: each game has its own discount factor, and a bonus for
+    each frame but an episode's first.
     """
     steps = random_steps(rng, rows * inserts, GAMES)
     lost = np.zeros(steps.is_reset.shape, bool)

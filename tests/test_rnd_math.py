@@ -309,7 +309,8 @@ def test_bonus_over_rollouts_is_of_the_next_frame_and_its_filter_continues(tiny)
 
 
 def test_update_of_a_rollout_learns_from_signs_and_both_advantages(tiny):
-    """Rewards by their sign; advantages 2 : 1, not normalised; returns of both heads; statistics for the next time."""
+    """Rewards by their sign; advantages 2 : 1, normalised with --norm-adv only; returns of both heads;
+    statistics for the next time."""
     steps, mask = tiny.steps._replace(rewards=400 * tiny.steps.rewards), ~tiny.steps.is_reset
     prepare = jax.jit(partial(rnd.compute_advantages, replace(tiny.args, norm_adv=True), tiny.agent))
     moved, batch, bonus, metrics = prepare(tiny.state, tiny.rollout, steps)

@@ -3,19 +3,17 @@
 import functools
 import json
 import re
-import threading
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from conftest import assert_same_run, cut_back, init_state, parameters, read_metrics, record_shardings
+from conftest import assert_same_run, cut_back, init_state, read_metrics, record_shardings
 
 import evaluate
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 from common import atari, checkpoints, devices, envs, runs
-from common.actors import ActorError
 
 # Small enough to compile in seconds; the game is real. It restarts after every second update, and the learning
 # rate explodes later than most runs here end.
@@ -75,8 +73,7 @@ def test_a_run_of_four_updates_has_the_lag_restarts_and_statistics_of_its_flags(
     assert played == [(seed, 16), (seed, 32), (after, 16), (after, 32)]
 
 
-@pytest.mark.parametrize("flags", [SYNC, pytest.param(ASYNC, marks=pytest.mark.slow)], ids=["sync", "async"])
-def test_a_run_stopped_during_its_random_steps_begins_with_them_when_resumed(flags, train, uninterrupted, monkeypatch):
+def test_a_run_stopped_during_its_random_steps_begins_with_them_when_resumed(train, uninterrupted, monkeypatch):
     observe, add, seen = rnd.observe_random_play, rnd.add_frames, []
 
     def observe_and_stop(args, run, stats):
@@ -90,44 +87,18 @@ def test_a_run_stopped_during_its_random_steps_begins_with_them_when_resumed(fla
         return observe(args, run, stats)
 
     monkeypatch.setattr(rnd, "observe_random_play", observe_and_stop)
-    stopped = train(**flags)
+    stopped = train(**SYNC)
     assert len(seen) == 2
     monkeypatch.undo()
     saved = checkpoints.load(stopped)[1]["state"]
     assert saved["frame_stats"]["count"] == saved["updates"] == 0
-    assert_same_run(uninterrupted(**flags), train(**flags, resume=str(stopped)))
-
-
-@pytest.mark.slow
-def test_an_actor_that_fails_stops_the_run_with_a_checkpoint(train, uninterrupted, tmp_path, monkeypatch):
-    step, played = envs.ReplayableVecEnv.step, []
-
-    def failing(self, actions):
-        played.append(1)
-        if len(played) > 40 and threading.current_thread().name == "actor 0":
-            raise ZeroDivisionError("the game broke")
-        return step(self, actions)
-
-    monkeypatch.setattr(envs.ReplayableVecEnv, "step", failing)
-    with pytest.raises(ActorError):
-        train(**ASYNC)
-    monkeypatch.undo()
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert_same_run(uninterrupted(**ASYNC), train(**ASYNC, resume=str(run_dir)))
-
-
-@pytest.mark.slow
-def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
-    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
-        train(checkpoint_every=1000, total_timesteps=10_000)
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
+    assert_same_run(uninterrupted(**SYNC), train(**SYNC, resume=str(stopped)))
 
 
 @pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [{"separate_value": True}, ASYNC], ids=["sync", "async"])
-def test_the_form_for_accelerators_trains_too(train, monkeypatch, flags):
+def test_code_path_of_a_gpu_runs_on_a_cpu(train, monkeypatch, flags):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     path = train(**flags | {"total_timesteps": 100, "num_devices": 1})
@@ -402,8 +373,8 @@ def test_evaluation_with_levels_is_refused_and_with_random_plays_at_random(unint
     assert (answer.rows, answer.name) == (atari.random_policy, "random_episodes")
 
 
-def test_networks_with_default_flags_are_the_papers():
-    """Parameters counted by hand: three convolutions on 84 x 84, the target's dense layer, the predictor's three."""
+def test_networks_with_default_flags_have_the_parameters_counted_by_hand():
+    """Target and predictor are the paper's; the policy is lightning_rnd's (docs/rnd.md)."""
 
     def init_params(args):
         return jax.eval_shape(lambda: rnd.init_state(args, rnd.make_agent(args)))

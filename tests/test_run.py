@@ -113,7 +113,7 @@ def test_an_error_in_a_run_closes_its_environments(train, monkeypatch):
     assert len(closed) == 1
 
 
-def test_the_form_for_accelerators_trains_too(train, monkeypatch):
+def test_code_path_of_a_gpu_runs_on_a_cpu(train, monkeypatch):
     """What runs on a GPU, run on a CPU: plain Flax in bfloat16, one device."""
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     lines = read_metrics(train(eval_episodes=1, total_timesteps=100, num_devices=1).path)

@@ -1,7 +1,6 @@
-"""What the scripts share, where one wrong line would change every run and no other test would see it."""
+"""What the scripts share, augmentations, networks, flags, optimisers, trackers."""
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Annotated
 from unittest import mock
@@ -14,6 +13,7 @@ import pytest
 import tyro
 import wandb
 from annotated_types import Interval
+from test_ppo_math import FULL_PRECISION, matmuls
 from test_scripts import FLAGS, train
 
 import impala_procgen as impala
@@ -31,13 +31,6 @@ def test_transforms_and_whether_they_are_used_are_drawn_independently():
     got = np.asarray(augment.augment(augment.AugmentArgs("flip", 0.5), keys, x))
     across, down = ((got == want).all(axis=(1, 2, 3)).mean() for want in (x[:, :, ::-1], x[:, ::-1]))
     assert [across, down] == pytest.approx([0.25, 0.25], abs=0.04)
-
-
-@pytest.mark.parametrize("move", [partial(augment.translate, most=1), partial(augment.pad_crop, pad=1)])
-def test_both_ends_of_a_move_are_drawn(move):
-    dot, keys = jnp.zeros((64, 64, 3), jnp.uint8).at[32, 32].set(1), jax.random.split(jax.random.PRNGKey(3), 48)
-    moved = np.asarray(jax.vmap(move, (0, None))(keys, dot))
-    assert {tuple(np.argwhere(x[..., 0])[0] - 32) for x in moved} == {(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)}
 
 
 def test_a_cutouts_sides_are_of_10_to_30_pixels():
@@ -85,26 +78,12 @@ def test_attention_changes_nothing_at_first():
     assert params["attention_0"] == 0
 
 
-def test_the_depthwise_half_has_no_bias():
-    spec = EncoderArgs(width=1, channels="64", blocks=0, separable=8, hidden=8, init="pytorch")
-    assert "bias" not in shapes_of(spec)["Conv_0"]
-
-
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_a_cores_products_are_in_full_float32_on_a_gpu_too(kind):
-    core, highest = networks.init_hidden_state(kind, 8, 2), (jax.lax.Precision.HIGHEST,) * 2
+    core = networks.init_hidden_state(kind, 8, 2)
     module, x, first = networks.Recurrent(kind, 8), np.zeros((2, 6, 8), np.float32), np.zeros((2, 6), bool)
     params = jax.eval_shape(module.init, jax.random.PRNGKey(0), x, first, core)
-
-    def products(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                yield equation.params["precision"]
-            for inner in jax.tree.leaves(list(equation.params.values())):
-                inner = getattr(inner, "jaxpr", inner)
-                yield from products(inner) if hasattr(inner, "eqns") else ()
-
-    assert {*products(jax.make_jaxpr(module.apply)(params, x, first, core).jaxpr)} == {highest}
+    assert matmuls(module.apply, params, x, first, core) == FULL_PRECISION
 
 
 # FLAGS, OPTIMISERS, RANDOM NUMBERS
