@@ -70,7 +70,7 @@ class Args(
     replay_size: PositiveInt = 128
     """unrolls that the buffer holds, each of one environment, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
-    """learning rate: a number, or "step:value,..." in environment steps, linear between (never stretched)"""
+    """learning rate: a number, or "step:value,..." in environment steps, linear between, never rescaled"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     rho_bar: PositiveFloat = 1.0

@@ -377,7 +377,7 @@ def optimize(
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # of other shapes JAX would read wrong samples without an error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # else JAX would index wrong samples, without an error
     env_ids, tx = rollout.env_state.env_ids, make_optimizer(args)
     minibatch_loss = partial(policy_phase_loss, args, agent, ent_coef=ent_coef)
 

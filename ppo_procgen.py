@@ -51,7 +51,7 @@ class Args(
     envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentArgs, augment.DracArgs, bonus.BonusArgs,
     runs.RunArgs,
 ):  # fmt: skip
-    FIXED: ClassVar = ("kl_coef",)  # flags that --resume refuses to change: of kl_coef only the first value counts
+    FIXED: ClassVar = ("kl_coef",)  # --resume refuses to change it: a checkpoint has the adapted value
 
     total_timesteps: StepCount = 8_000_000
     """total number of environment steps"""
@@ -68,7 +68,7 @@ class Args(
     learning_rate: NonNegativeSchedule = (
         "0:1e-4,500000:8e-4,1000000:1e-4,2000000:5e-4,3000000:5e-5,4000000:2e-4,8000000:3e-5"
     )
-    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between (never stretched)"""
+    """Adam's learning rate: a number, or "step:value,..." in environment steps, linear between, never rescaled"""
     gamma: UnitSchedule = "0.99"
     """discount: a number, or a schedule like the learning rate's"""
     gae_lambda: UnitInterval = 0.9
@@ -144,6 +144,7 @@ def make_agent(args: Args) -> Agent:
 
 def policy_and_value(agent: Agent, params: dict, frames: jax.Array, is_first: jax.Array, hidden_state):
     """Logits [N, 15], values [N] and the next hidden state for stacked frames [N, 64, 64, C] of one step."""
+    # On a CPU eight frames at a time, whose activations stay in its cache; on a GPU all at once.
     features = devices.map_in_chunks(partial(agent.apply, params, method="encode"), frames)
     logits, values, hidden_state = agent.apply(
         params, features[:, None], is_first[:, None], hidden_state, method="decode"
@@ -167,7 +168,7 @@ class TrainState(NamedTuple):
     bonus: bonus.Bonus
 
 
-# Fields that are not named are replicated.
+# For jax.shard_map: devices share the environments of a named field; each has all others in full.
 STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SPECS, bonus=bonus.BONUS_SPECS)
 
 
@@ -196,7 +197,8 @@ def init_state(args: Args, agent: Agent) -> TrainState:
 
 
 def init_env_state(args: Args, env_ids: jax.Array) -> envs.EnvState:
-    """The state before the first step of the environments env_ids int32 [N]."""
+    """What acting hands from one rollout to the next (past frames, last action, hidden state), before the first step of
+    the environments env_ids int32 [N]. The games' own state is EnvPool's."""
     hidden_state = networks.init_hidden_state(args.core, args.hidden, len(env_ids))
     return envs.init_env_state(env_ids, args.stack_offsets, hidden_state)
 
@@ -292,7 +294,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
         params = networks.acting_params(agent, params)  # cast to the encoder's dtype, once for all steps
         rollouts = [begin(part, i) for part in split(env_state)]
 
-        def choose_actions(thread, obs, episode_step):
+        def choose_actions(thread, obs, episode_step):  # `step` consumes the rollout that it is given (donation)
             rollouts[thread], actions = step(params, rollouts[thread], *devices.to_device(mesh, (obs, episode_step)))
             return actions
 
@@ -313,7 +315,8 @@ def gae(rewards, values, terminated, truncated, *, gamma, gae_lambda) -> jax.Arr
 
     Args:
       rewards: float32 [T], terminated, truncated: bool [T], of the transition from step t to t + 1.
-      values: float32 [T + 1]. At a truncation the last frame's value stands for the rest of the episode.
+      values: float32 [T + 1]. After a truncated step the next one is the value of the episode's last frame, as EnvPool
+        resets a step later (the junk step), and stands for the rest of the episode.
       gamma, gae_lambda: float32 [].
 
     Returns advantages float32 [T]. Those of junk steps, where EnvPool resets, are meaningless and reach no other step.
@@ -395,9 +398,9 @@ def loss(
 
     Returns its terms per sample, float32 [B, S]; `devices.gradient` weights them (0 for junk steps), averages them over
     samples and devices and differentiates "loss"; all means are logged. A sample's terms may depend on that sample
-    only: on a CPU `loss` is called on 8 frames or one sequence at a time, and a mean within an expression is over
-    those, without an error. A rollout's statistics belong in `compute_advantages`, a minibatch's in `train_minibatch`,
-    both by `masked_moments`; for a loss across samples see docs/forking_reference.md.
+    only: a CPU calls `loss` on 8 frames or one sequence at a time, so `x - x.mean()` would be over those, and on a GPU
+    over a device's part of a minibatch, without an error. A rollout's statistics belong in `compute_advantages`, a
+    minibatch's in `train_minibatch`, both by `masked_moments`; for a loss across samples see docs/forking_reference.md.
     """
     inputs, batch = minibatch
     frames = inputs.frames
@@ -410,7 +413,7 @@ def loss(
     log_probs, values = forward(agent, params["agent"], inputs, frames)
     terms = ppo_loss_terms(args, log_probs, values, batch)
     total = terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]
-    if args.kl_coef:  # the first value; kl_coef is the adapted one
+    if args.kl_coef:  # the flag: whether there is a penalty; the argument kl_coef is its adapted weight
         total += kl_coef * terms["approx_kl"]
     if args.augment and args.augment_mode == "drac":
         new_log_probs, new_values = forward(agent, params["agent"], inputs, augmented)
@@ -434,8 +437,8 @@ def compute_advantages(
 ):
     """Shaped rewards, RND's bonus, GAE: returns the state with its running statistics updated, a Batch [T, N] and
     metrics float32 []."""
-    mask = ~timesteps.is_reset  # False for junk steps
-    # The game's are timesteps.rewards; these are what GAE sees: processed, then plus RND's bonus.
+    mask = ~timesteps.is_reset  # False for junk steps: the frame is an episode's last, EnvPool ignores the action
+    # What GAE sees: rewards shaped and normalised, below plus RND's bonus. The game's own are timesteps.rewards.
     reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
     state = state._replace(reward_filter=reward_filter)
     metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}
@@ -445,6 +448,7 @@ def compute_advantages(
         )
         state, rewards = state._replace(bonus=bonus_state), rewards + args.rnd_coef * intrinsic
         metrics["charts/intrinsic_reward"] = masked_moments(intrinsic, mask)[0]
+    # The frame after the last step, which has a value but no action.
     stacked, is_first = rollout.frames.stack(args.num_steps), rollout.frames.is_first[-1]
     hidden_state = rollout.env_state.hidden_state
     last_value = policy_and_value(agent, state.params["agent"], stacked, is_first, hidden_state)[1]
@@ -474,7 +478,7 @@ def optimize(
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate, ent_coef: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # of other shapes JAX would read wrong samples without an error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # else JAX would index wrong samples, without an error
     env_ids, recurrent = rollout.env_state.env_ids, args.core != "none"
     local_num_envs = len(env_ids)  # on this device
     tx = make_optimizer(args)

@@ -697,7 +697,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
       batch, mask: [T, N]; the mask is False for junk steps.
       learning_rate: float32 [].
     """
-    chex.assert_tree_shape_prefix(batch, mask.shape)  # of other shapes JAX would read wrong samples without an error
+    chex.assert_tree_shape_prefix(batch, mask.shape)  # else JAX would index wrong samples, without an error
     tx, recurrent = make_optimizer(args), args.core != "none"
     local_num_envs = len(rollout.env_state.env_ids)  # on this device
     agent_loss = partial(loss, args, agent)

@@ -64,7 +64,7 @@ def doors() -> list[str]:
 def encoders() -> list[str]:
     columns = {"encoder": lambda row: row["encoder"], "parameters": number("parameters"), "MFLOP": number("MFLOP", "g")}
     columns |= {"KiB kept": number("KiB kept", "g"), "forward ms": number("forward ms", "g")}
-    columns |= {"gradient ms": number("gradient ms", "g"), "in plain Flax ms": number("plain Flax ms", "g")}
+    columns |= {"gradient ms": number("gradient ms", "g")}
     return table(records.read_rows(SPEED / "encoders.csv"), columns)
 
 
