@@ -56,8 +56,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
     critic: Literal["hyper", "fresh"] = "hyper"
     """critic of --method hnppo; hyper: generated and remembered like the policy; fresh: a new network for each task"""
     keep_std: bool = False
-    """as Schoepf et al. 2022: hnppo generates the actions' standard deviation, finetune carries it over; otherwise it
-    starts at 1 in each task"""
+    """as the paper: hnppo generates the actions' standard deviation, finetune keeps it; else each task starts at 1"""
     beta: NonNegativeFloat = 1.0
     """coefficient of the penalty on changes to the weights generated for earlier tasks"""
     task_embedding_dim: Annotated[int, Interval(ge=1, le=4096)] = 8

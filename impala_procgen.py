@@ -82,8 +82,7 @@ class Args(
     vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: NonNegativeFloat = 0.0
-    """PPO's clipped surrogate, in addition to pg_rho_bar: clip the ratio to the policy before the update to 1 +- this,
-    with V-trace once per update and normalised advantages; 0 for the paper's loss, with V-trace in each minibatch"""
+    """PPO's surrogate, its ratio clipped to 1 +- this, V-trace once an update; 0: the paper's loss and V-trace"""
     vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
     ent_coef: NonNegativeSchedule = "0.01"

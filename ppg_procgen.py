@@ -68,13 +68,11 @@ class Args(envs.GameArgs, NormalizeArgs, networks.EncoderArgs, augment.AugmentAr
     aux_epochs: Iterations = 6
     """epochs of an auxiliary phase over the policy phase's rollouts (E_aux)"""
     aux_minibatches: PositiveInt = 16
-    """minibatches per stored rollout in an auxiliary epoch; each has num_envs / aux_minibatches sequences (the steps
-    of one environment in one rollout), drawn from all stored rollouts"""
+    """auxiliary minibatches per stored rollout, each of num_envs / aux_minibatches sequences of num_steps steps"""
     beta_clone: NonNegativeFloat = 1.0
     """coefficient of the KL divergence from the policy before an auxiliary phase"""
     separate_value: bool = False
-    """separate networks for policy and value, as the paper's; if off, the value head reads the policy's features behind
-    a stop-gradient, in auxiliary phases too (unlike the paper's single network)"""
+    """separate networks for policy and value, as in the paper; else the value reads the policy's, without gradient"""
     learning_rate: NonNegativeSchedule = "5e-4"
     """Adam's learning rate in both phases: a number, or "step:value,..." in environment steps, linear between"""
     gamma: UnitSchedule = "0.999"

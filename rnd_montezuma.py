@@ -66,8 +66,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 1
     """with --async: number of actor threads, each with an equal part of the environments"""
     vtrace: bool = False
-    """with --async: correct for the policy lag by V-trace (rho-bar and c-bar 1) for both values; PPO's ratio is then to
-    the policy before the update"""
+    """with --async: V-trace (both bars 1) in both advantages; PPO's ratio is then to the policy before the update"""
     obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
     """random steps per environment before training (not in total_timesteps), to initialise observation normalisation"""
     num_minibatches: PositiveInt = 4
@@ -111,8 +110,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core of the policy; a minibatch then holds all steps of some environments"""
     separate_value: bool = False
-    """separate networks for policy and values: with sparse rewards a shared trunk can lose rank, and clipping then no
-    longer bounds the policy (Moalla et al. 2024, arXiv 2405.00662)"""
+    """separate networks for policy and values: with sparse rewards a shared one can lose rank (Moalla et al. 2024)"""
     predictor_depth: Annotated[int, Interval(ge=0, le=16)] = 2
     """hidden dense layers of the predictor before its output layer; the target has none"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

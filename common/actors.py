@@ -53,8 +53,7 @@ class FleetArgs(ActorArgs):
     max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
     """most iterations (one unroll of every actor each) that an acting policy may lag; 0 to play and learn in turns"""
     deterministic: bool = False
-    """play each unroll with a policy exactly max_lag iterations old, so that the same seed gives the same metrics (bit
-    for bit on a CPU) except charts/queue_size and timings; if off, timing decides how old it is, up to max_lag"""
+    """play with policies exactly max_lag iterations old, not up to max_lag: same seed, same metrics on a CPU"""
 
 
 class ActorError(RuntimeError):

@@ -31,8 +31,7 @@ class DoorArgs:
     env_id: ClassVar[str] = "DoorGym"
 
     tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"
-    """tasks in order, by number or by name such as Round-Right-Pull; 0, 1: pull handles, hinged on the right and on the
-    left; 2, 3: levers to pull; 4, 5: levers to push"""
+    """tasks in order, by number or name (Round-Right-Pull); 0, 1: pull handles, 2, 3: levers to pull, 4, 5: to push"""
     robot: Literal["hook", "gripper"] = "hook"
     """a floating wrist with a hook or a gripper"""
     hardness: Literal["hard", "easy"] = "hard"

@@ -102,8 +102,7 @@ class GameArgs:
     eval_every: NonNegativeInt = 1_000_000
     """environment steps between evaluations; 0 for a single one at the end"""
     eval_episodes: Annotated[int, Interval(ge=0, le=10**6)] = 128
-    """evaluation episodes on test levels (and as many on limited training levels), rounded up to a multiple of the
-    parallel environments, at most 64; 0 for no evaluation"""
+    """evaluation episodes on test levels, and as many on limited training levels; 0 for no evaluation"""
     capture_video: bool = False
     """record one episode of each evaluation as a video"""
 

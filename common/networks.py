@@ -34,8 +34,7 @@ class EncoderArgs:
     )  # fmt: skip
 
     encoder: str = "impala"
-    """impala, nature, mobilenet, or an XResNet of [channels,stride] blocks: "xresnet:stem,[32,2],[64,1]x4,se,sa2"
-    (docs/networks.md)"""
+    """impala, nature, mobilenet, or an XResNet such as "xresnet:stem,[32,2],[64,1]x4,se,sa2" (docs/networks.md)"""
     channels: str = ""
     """channels of each stage, such as 32,64,64; empty for the encoder's own times width"""
     width: Annotated[int, Interval(ge=1, le=64)] = 2

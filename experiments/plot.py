@@ -67,13 +67,11 @@ class Args:
     out: str = "curve"
     """writes OUT.csv and OUT.png"""
     group_by: tuple[str, ...] = ()
-    """flags, or script and env_id, that define groups of runs; by default the script and all flags in which runs
-    differ, except env_id, seed, total_timesteps, capture_video and flags that do not affect learning, such as track"""
+    """flags, script or env_id that define groups of runs; by default all that can affect learning but the seed"""
     reference: tuple[str, ...] = ()
     """curves to add: OpenAI's PPO, such as easy-all or hard-500-test, or CSV files of env_steps, mean_return"""
     time_to: str = ""
-    """print when each run reaches the return that OpenAI's PPO has at 25M steps (hard: 200M); give easy-all,
-    easy-200-train, hard-all or hard-500-train"""
+    """print when runs reach OpenAI's last score (easy 25M, hard 200M): easy-all, easy-200-train, hard-all, ..."""
     hours: bool = False
     """draw the curves over hours of training too"""
     metrics: tuple[str, ...] = ("charts/episodic_return",)
@@ -81,8 +79,7 @@ class Args:
     each_run: bool = False
     """draw the single runs of a group too, thin"""
     points: PositiveInt = 400
-    """approximate number of rows per run in the CSV, besides evaluations, and of points per line (a mean over runs has
-    at most 120, and 20 marks for evaluations)"""
+    """approximate number of points per line, and of rows per run in the CSV; a mean over runs has at most 120"""
     aggregate: bool = False
     """score the groups over all games with rliable: OUT_aggregate.csv and OUT_aggregate.png"""
     score_metric: str = "eval/test_levels/mean_return"

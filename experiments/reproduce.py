@@ -58,8 +58,7 @@ class Args:
     runs: str = "runs/tables"
     """folder of the runs"""
     out: str = "runs/tables"
-    """folder of the results: TABLE.csv, .md and .png, TABLE_evaluations.csv with every evaluation, and
-    TABLE_training.csv with the training curves (this repository's are in experiments/results)"""
+    """folder of TABLE.csv, .md, .png, of evaluations and training curves; ours are in experiments/results"""
 
 
 # CELLS
