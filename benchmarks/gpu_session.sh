@@ -53,7 +53,7 @@ mps() {  # starts the daemon (docs/gpu.md)
 }
 
 finish() {  # waits for the runs, ends the daemon, archives what is named
-  sleep 60; echo "processes of MPS: $(echo get_server_list | nvidia-cuda-mps-control)"
+  if ((started)); then sleep 60; echo "processes of MPS: $(echo get_server_list | nvidia-cuda-mps-control)"; fi
   wait
   echo quit | nvidia-cuda-mps-control
   for name in "$@"; do [ ! -d "$work/$name" ] || tar czf "$out/$name.tar.gz" -C "$work" "$name"; done

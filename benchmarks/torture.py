@@ -1,8 +1,9 @@
 """Kills runs with SIGKILL at random moments, resumes them, and compares what they end with, bit for bit, with a run of
 the same flags that was left alone.
 
-The games are real, the networks tiny, and a checkpoint is written every update or two. A third of the kills aims at the
-0.1 s after a checkpoint was begun; some hit a start with an empty compilation cache; some runs are killed repeatedly:
+The games are real, the networks tiny, and a checkpoint is written every update or two (PPG: every third). A third of
+the kills aims at the 0.1 s after a checkpoint was begun; some hit a start with an empty compilation cache; some runs
+are killed repeatedly:
 
     python -m benchmarks.torture --kills 20 --seed 1
 
@@ -30,7 +31,7 @@ from benchmarks.golden_runs import without_clocks
 from common import checkpoints, files, runs
 from experiments import records, trials
 
-# Everything that has a state of its own is on. Long enough for a dozen checkpoints.
+# Everything that has a state of its own is on. Long enough for several checkpoints.
 PROCGEN = {
     "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "hidden": 16, "pool": "flatten", "learning_rate": 0.003,
     "sticky_actions": 0.25, "restart_every": 40, "eval_episodes": 1, "total_timesteps": 1000, "eval_every": 600,

@@ -53,7 +53,7 @@ class FleetArgs(ActorArgs):
     max_lag: Annotated[int, Interval(ge=0, le=64)] = 1
     """most iterations (one unroll of every actor each) that an acting policy may lag; 0 to play and learn in turns"""
     deterministic: bool = False
-    """play with policies exactly max_lag iterations old, not up to max_lag: same seed, same metrics on a CPU"""
+    """play with policies exactly max_lag iterations old: same seed, same metrics but charts/queue_size and timings"""
 
 
 class ActorError(RuntimeError):

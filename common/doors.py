@@ -27,7 +27,8 @@ MAX_DOORS = 20_000  # of a task; each is compiled
 class DoorArgs:
     """A sequence of DoorGym tasks, and evaluation."""
 
-    FIXED: ClassVar = ("robot", "hardness", "num_worlds", "eval_episodes")  # --resume refuses to change them
+    # --resume refuses to change them; best.success depends on eval_episodes.
+    FIXED: ClassVar = ("robot", "hardness", "num_worlds", "eval_episodes")
     env_id: ClassVar[str] = "DoorGym"
 
     tasks: Annotated[str, tyro.conf.arg(aliases=["--task"])] = "0,1,2,3,4,5"

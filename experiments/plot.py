@@ -67,7 +67,7 @@ class Args:
     out: str = "curve"
     """writes OUT.csv and OUT.png"""
     group_by: tuple[str, ...] = ()
-    """flags, script or env_id that define groups of runs; by default all that can affect learning but the seed"""
+    """flags, script or env_id that define groups; by default all that affects learning but game, seed and length"""
     reference: tuple[str, ...] = ()
     """curves to add: OpenAI's PPO, such as easy-all or hard-500-test, or CSV files of env_steps, mean_return"""
     time_to: str = ""

@@ -291,8 +291,9 @@ def summarize(cell: Cell, found: list[tuple], args: Args) -> dict:
 
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
-    """Merges a row of earlier results with `row`, which is computed from the runs here. If their steps differ, or if
-    only one of the two has seeds that the other lacks, returns the row of more steps or, if equal, of more seeds."""
+    """Merges a row of earlier results with `row`, computed from the runs here, whose value counts for a seed of both.
+    If steps differ, no run here is done, or none of the earlier seeds is missing here, returns the row of more steps
+    or, if equal, of more seeds."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}

@@ -143,8 +143,8 @@ def grid_cells(sweep: dict) -> list[dict]:
 
 
 def check_values(sweep: dict) -> None:
-    """Exits as the script would if it refuses a value of a parameter, or an end of its range, both with the last values
-    of all other parameters and with their first. (It may refuse some cells of a grid.)"""
+    """Exits as the script would if it refuses all first values together, or another value (or end of a range) both with
+    the last values of all other parameters and with their first. (It may refuse some cells of a grid.)"""
 
     def extremes(spec):
         if "min" not in spec:

@@ -12,9 +12,11 @@ from conftest import (
     COMPILE_SOONER,
     TINY,
     assert_one_sentence,
+    assert_same_run,
     flags_of,
     init_state,
     read_metrics,
+    record_shardings,
     run_of,
     start,
     wait_for,
@@ -28,7 +30,7 @@ import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import sac_procgen as sac
 import trpo_procgen as trpo
-from benchmarks.scaling import variables_of_hosts
+from benchmarks.golden_runs import variables_of_hosts
 from common import checkpoints, devices, envs, multihost, offpolicy, replay, runs, tracking
 
 # One minibatch, of all samples, so that no device decides which are in it.
@@ -172,6 +174,15 @@ def test_no_array_of_a_first_state_is_weakly_typed(script):
     args = script.Args(**SCRIPTS[script] | {"num_devices": 1})
     state = jax.eval_shape(lambda: script.init_state(args, script.make_agent(args)))
     assert not [jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(state) if x.weak_type]
+
+
+@pytest.mark.slow
+def test_actors_with_devices_of_their_own_play_the_same(tmp_path, monkeypatch):
+    shardings = record_shardings(monkeypatch)
+    flags = SCRIPTS[impala] | {"total_timesteps": 300, "num_devices": 2}
+    own, _, _ = train(impala, tmp_path, **flags | {"actor_devices": 2})
+    assert shardings == [[jax.devices()[3], jax.devices()[2]]]
+    assert_same_run(own, train(impala, tmp_path, **flags)[0])
 
 
 def test_a_run_has_as_many_devices_as_divide_its_games():

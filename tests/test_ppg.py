@@ -94,8 +94,15 @@ def train(folder, **flags):
 
 
 @pytest.mark.slow
-def test_auxiliary_phase_trains_what_the_policy_phase_stored(tmp_path):
-    """Without a step the learner's policy is that which acted, whatever its place in rollouts and minibatches."""
+def test_auxiliary_phase_before_its_first_step_rebuilds_the_old_policy(tmp_path, monkeypatch):
+    """Without a step a sample's policy is that before the phase, whatever its place in rollouts and minibatches."""
+    make = ppg.init_state
+
+    def sharpened(*given):  # the policy's head: it is nearly uniform at first, and no fault would show
+        state = make(*given)
+        return state._replace(params=jax.tree.map(lambda x: 300 * x if x.shape == (16, 15) else x, state.params))
+
+    monkeypatch.setattr(ppg, "init_state", sharpened)
     lines = read_metrics(train(tmp_path, learning_rate="0", total_timesteps=100))
     (kl,) = [line["losses/aux_phase_kl"] for line in lines if "losses/aux_phase_kl" in line]
     assert abs(kl) < 1e-6

@@ -13,6 +13,7 @@ import pytest
 from conftest import init_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 import ppg_procgen as ppg
 import ppo_procgen as ppo
@@ -225,6 +226,17 @@ def test_ppo_loss_of_random_batch_equals_sums_by_hand(seed, vf_clip, kl_coef, sh
     want, want_terms = oracle.ppo_loss(args, kl_coef, 0.02, logits, values, batch, weight.reshape(-1))
     for name, x in (want_terms | {"loss": want}).items():
         np.testing.assert_allclose(terms[name], x, rtol=2e-4, atol=1e-5, err_msg=name)
+
+
+def test_ppo_loss_gradient_equals_differences():
+    logits, values, batch, _ = random_batch(np.random.default_rng(1), 8, 1)
+
+    def total(logits, values):
+        terms = ppo.ppo_loss_terms(ppo.Args(), jax.nn.log_softmax(logits), values, batch)
+        return sum(x.mean() for name, x in terms.items() if name != "clipfrac")
+
+    with jax.enable_x64(True):
+        check_grads(total, (np.float64(logits), np.float64(values)), 1, ["rev"], rtol=1e-4)
 
 
 def test_kl_coefficient_off_target_doubles_or_halves():

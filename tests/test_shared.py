@@ -1,4 +1,4 @@
-"""What the scripts share, augmentations, networks, flags, optimisers, trackers."""
+"""What the scripts share: augmentations, networks, flags, optimisers, trackers."""
 
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
