@@ -120,7 +120,7 @@ def test_notes_of_published_rows_are_numbered_once():
     empty = lines.index("")
     numbers = {line.split(" | ")[-1].removesuffix(" |") for line in lines[2:empty]}
     assert numbers == {line.split(".")[0] for line in lines[empty + 1 :]}
-    assert len(tables.headlines()) == 2 + 6
+    assert len(tables.headlines()) == 2 + 5
 
 
 def test_normalized_mean_needs_all_games():
