@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from benchmarks.golden_runs import CASES, run_processes
+from benchmarks.golden_runs import CASES, differing, run_processes
 from common import runs
 
 SCRIPTS = tuple(dict.fromkeys(case.script for case in CASES.values()))
@@ -34,9 +34,7 @@ def differences(old: list[dict[str, float]], new: list[dict[str, float]]) -> lis
     """A sentence for each line of metrics that differs."""
     found = [f"{len(old)} lines of metrics, now {len(new)}"] if len(old) != len(new) else []
     for i, (a, b) in enumerate(zip(old, new, strict=False)):
-        # As text, in which NaN equals itself.
-        names = [name for name in a | b if str(a.get(name)) != str(b.get(name))]
-        if names:
+        if names := differing(a, b):
             values = ", ".join(f"{name} {a.get(name)} -> {b.get(name)}" for name in names)
             found.append(f"line {i + 1}, step {b['global_step']}: {values}")
     return found

@@ -174,6 +174,11 @@ def without_clocks(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name not in CLOCKS and not name.startswith("time/")}
 
 
+def differing(a: dict[str, float], b: dict[str, float]) -> list[str]:
+    """Sorted names of the metrics in which two lines differ; NaN equals itself."""
+    return [name for name in sorted(a | b) if str(a.get(name)) != str(b.get(name))]
+
+
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of the one run in a folder, without what depends on the machine's speed."""
     lines = [json.loads(line) for line in (run_in(folder) / "metrics.jsonl").read_text().splitlines()]

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from annotated_types import Interval
 
-from benchmarks.golden_runs import without_clocks
+from benchmarks.golden_runs import differing, without_clocks
 from common import checkpoints, files, runs
 from experiments import records, trials
 
@@ -119,9 +119,7 @@ def difference(whole: Path, run: Path) -> str:
     if len(want) != len(got):
         return f"{len(got)} lines of metrics, {len(want)} if left alone"
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        # As text, in which NaN equals itself.
-        names = [name for name in sorted(a.keys() | b.keys()) if str(a.get(name)) != str(b.get(name))]
-        if names:
+        if names := differing(a, b):
             one = f"{names[0]} is {b.get(names[0])}, {a.get(names[0])} if left alone"
             return f"line {i + 1} of metrics, step {b['global_step']}: {one} ({len(names)} differ)"
     (step, a), (its_step, b) = checkpoints.load(whole), checkpoints.load(run)

@@ -29,7 +29,7 @@ import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NotRequired, get_type_hints
+from typing import Annotated, Literal, NamedTuple, NotRequired, get_args, get_type_hints
 
 import tyro
 from annotated_types import Ge, Interval
@@ -39,7 +39,7 @@ from typing_extensions import TypedDict
 
 from common import files, runs
 from common.files import check
-from common.flags import Iterations, NonNegativeFloat, UnitInterval
+from common.flags import Iterations, NonNegativeFloat, StepCount, UnitInterval
 from experiments import plot, records, trials
 
 for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AIR_NEW_OUTPUT"):
@@ -166,7 +166,7 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}
     if "eval_episodes" in kinds and not args.metric.startswith("eval/"):
         flags["eval_episodes"] = 0
-    steps, most = args.interval * args.generations, 2**31 - 2**24  # as StepCount
+    steps, most = args.interval * args.generations, get_args(StepCount)[1].le
     product = f"--interval {args.interval} --generations {args.generations}"
     check(steps <= most, f"{product}: their product, the steps of a member, must be at most {most}")
     flags |= given | {"total_timesteps": steps}

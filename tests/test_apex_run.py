@@ -192,6 +192,12 @@ def test_run_with_all_parts_of_beyond_the_rainbow_stays_finite(train):
     assert all(np.isfinite(list(line.values())).all() for line in lines)
 
 
+@pytest.mark.slow
+def test_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(train):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
+        train(apex, checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
+
+
 def test_command_with_free_threads_logs_and_evaluates(tmp_path, capfd):
     command = TINY | {
         "env_id": "starpilot", "num_levels": 8, "total_timesteps": 2_000, "replay_ratio": 1.0, "deterministic": False,

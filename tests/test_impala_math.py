@@ -54,6 +54,23 @@ def test_vtrace_over_ends_equals_the_papers_formula(seed, length, gamma, vtrace_
         np.testing.assert_allclose(np.asarray(g)[~steps.is_reset], w[~steps.is_reset], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.optimised
+def test_vtrace_unrolled_as_on_a_gpu_is_the_same_bit_for_bit(monkeypatch):
+    """As it runs on a GPU, here with a rest that does not fill a turn."""
+    rng, args = np.random.default_rng(0), impala.Args()
+    log_ratio, rewards, values = normal(rng, 75), normal(rng, 75), normal(rng, 76)
+    terminated, is_reset = rng.random((2, 75)) < 0.1
+
+    def correct():
+        of = partial(impala.vtrace, gamma=0.97, **bars_of(args))
+        return jax.jit(lambda: of(log_ratio, rewards, values, terminated, is_reset))()
+
+    want = correct()
+    monkeypatch.setattr(devices, "scan_unroll", lambda: 32)
+    for got, one in zip(correct(), want, strict=True):
+        np.testing.assert_array_equal(got, one)
+
+
 def make_args(**flags):
     return impala.Args(**{
         "num_envs": NUM_ENVS, "num_steps": STEPS, "num_minibatches": 2, "update_epochs": 2, "encoder": "nature",

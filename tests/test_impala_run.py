@@ -164,6 +164,13 @@ def test_an_actor_that_fails_after_its_last_batch_is_reported(train, monkeypatch
         train(**STATEFUL)
 
 
+@pytest.mark.slow
+def test_divergence_stops_a_run_and_its_actors(train):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
+        train(checkpoint_every=1000, learning_rate="0:0.003,2200:0.003,2201:1e35", total_timesteps=10_000)
+    assert not actor_threads()
+
+
 def test_sigterm_while_a_games_step_takes_a_second_stops_a_run_that_resumes_exactly(train, uninterrupted, monkeypatch):
     before_step(monkeypatch, 70, lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(1))
     run = train(**STATEFUL)

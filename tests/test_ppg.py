@@ -121,6 +121,7 @@ def test_auxiliary_phase_continues_where_a_signal_stops_it(tmp_path, monkeypatch
     whole = train(tmp_path / "whole", **flags)
     lines = [line for line in read_metrics(whole) if "losses/aux_phase_kl" in line]
     assert len(lines) == 2
+    assert all(0 < line["losses/aux_phase_kl"] < 0.05 for line in lines)
 
     gather, calls = ppg.gather, []
 

@@ -149,6 +149,21 @@ def test_gae_of_random_episodes_equals_double_sum(gae, seed, length, gamma, gae_
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_scans_over_time_unrolled_as_on_gpu_are_bit_identical(monkeypatch):
+    """GAE and the return filter, over a number of steps that 32 does not divide."""
+    rng = np.random.default_rng(0)
+    steps, values = random_steps(rng, 75, 4), rng.normal(size=(76, 4)).astype(np.float32)
+
+    def advantages():
+        estimate = jax.vmap(partial(ppo.gae, gamma=0.97, gae_lambda=0.9), 1, 1)
+        _, rewards = normalize_rewards(init_return_filter(4), steps.rewards, steps.sequence_end, ~steps.is_reset, 0.97)
+        return jax.jit(lambda: estimate(rewards, values, steps.terminated, steps.truncated))()
+
+    want = advantages()
+    monkeypatch.setattr(devices, "scan_unroll", lambda: 32)
+    np.testing.assert_array_equal(advantages(), want)
+
+
 @relaxed
 @given(seeds, st.sampled_from([(0.0, 0.9), (0.5, 0.5)]))
 def test_return_filter_over_rollouts_with_restarts_equals_oracle(seed, discounts):

@@ -3,17 +3,19 @@
 import functools
 import json
 import re
+import threading
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from conftest import assert_same_run, cut_back, init_state, read_metrics, record_shardings
+from conftest import assert_same_run, cut_back, init_state, parameters, read_metrics, record_shardings
 
 import evaluate
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 from common import atari, checkpoints, devices, envs, runs
+from common.actors import ActorError
 
 # Small enough to compile in seconds; the game is real. It restarts after every second update.
 TINY = {
@@ -92,6 +94,32 @@ def test_a_run_stopped_during_its_random_steps_begins_with_them_when_resumed(tra
     saved = checkpoints.load(stopped)[1]["state"]
     assert saved["frame_stats"]["count"] == saved["updates"] == 0
     assert_same_run(uninterrupted(**SYNC), train(**SYNC, resume=str(stopped)))
+
+
+@pytest.mark.slow
+def test_an_actor_that_fails_stops_the_run_with_a_checkpoint(train, uninterrupted, tmp_path, monkeypatch):
+    step, played = envs.ReplayableVecEnv.step, []
+
+    def failing(self, actions):
+        played.append(1)
+        if len(played) > 40 and threading.current_thread().name == "actor 0":
+            raise ZeroDivisionError("the game broke")
+        return step(self, actions)
+
+    monkeypatch.setattr(envs.ReplayableVecEnv, "step", failing)
+    with pytest.raises(ActorError):
+        train(**ASYNC)
+    monkeypatch.undo()
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert_same_run(uninterrupted(**ASYNC), train(**ASYNC, resume=str(run_dir)))
+
+
+@pytest.mark.slow
+def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
+    with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
+        train(checkpoint_every=1000, learning_rate="0:0.003,2200:0.003,2201:1e35", total_timesteps=10_000)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
 
 
 @pytest.mark.optimised
