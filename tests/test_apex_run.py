@@ -198,7 +198,7 @@ def test_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(train):
         train(apex, checkpoint_every=100, learning_rate="0:0.001,200:0.001,201:1e38", total_timesteps=10_000)
 
 
-def test_command_with_free_threads_logs_and_evaluates(tmp_path, capfd):
+def test_command_with_free_threads_logs_evaluates_and_resumes(tmp_path, capfd):
     command = TINY | {
         "env_id": "starpilot", "num_levels": 8, "total_timesteps": 2_000, "replay_ratio": 1.0, "deterministic": False,
         "eval_every": 1_200, "eval_episodes": 2, "checkpoint_every": 800, "run_dir": tmp_path,
@@ -213,4 +213,11 @@ def test_command_with_free_threads_logs_and_evaluates(tmp_path, capfd):
     names |= {"time/waiting", "time/insert", "time/actor_inference", "time/actor_blocked", "time"}
     names |= {f"eval/{x}_levels/{y}" for x in ("train", "test") for y in ("mean_return", "normalized", "min", "max")}
     assert names <= set(lines[-2]) | set(lines[-1])
+    more = {"total_timesteps": 2_600, "eval_every": 0, "eval_episodes": 0, "wandb_mode": "disabled"}
+    runs.cli(apex.Args, apex.main, ["--resume", str(run_dir), *flags_of(more)])
+    lines = read_metrics(run_dir, clocks=True)
+    steps = [line["global_step"] for line in lines]
+    assert steps == sorted(steps)
+    assert steps[-1] >= 2_600
+    assert all(0 <= line.get("charts/policy_lag", 0) <= command["max_lag"] for line in lines)
     assert all(np.isfinite(list(line.values())).all() for line in lines)
