@@ -340,7 +340,7 @@ def train_predictor(curiosity: Curiosity, frames: jax.Array, learning_rate: jax.
 
     grads, means, _ = devices.gradient(loss, curiosity.predictor, frames, jnp.ones(len(frames)))
     direction, opt_state = optax.scale_by_adam().update(grads, curiosity.opt_state)
-    predictor = optax.apply_updates(curiosity.predictor, jax.tree.map(lambda d: -learning_rate * d, direction))
+    predictor = optax.tree.add_scale(curiosity.predictor, -learning_rate, direction)
     return curiosity._replace(predictor=predictor, opt_state=opt_state), means["loss"]
 
 
@@ -528,7 +528,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
     grads, means, terms = devices.gradient(batch_loss, state.params, batch, jnp.ones_like(batch.returns))
     grads = networks.add_l2(grads, state.params, args.l2)
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction))
+    params = optax.tree.add_scale(state.params, -learning_rate, direction)
     updates = state.updates + 1
     sync = updates % args.target_network_frequency == 0
     target_params = jax.tree.map(lambda new, old: jnp.where(sync, new, old), params, state.target_params)

@@ -169,28 +169,23 @@ def script_of(run_dir: str) -> tuple[ModuleType, Any]:
     return script, saved
 
 
-def load_policy(script: ModuleType, saved: envs.GameArgs, mesh: Mesh, run_dir: str) -> tuple[int, Callable]:
-    """The step of a run of Procgen or an exported agent, and its policy for `envs.play_episodes`."""
-    agent = script.make_agent(saved)
-    state = jax.device_put(script.load_params(saved, agent, run_dir), NamedSharding(mesh, REPLICATED))
-    return int(state["global_step"]), partial(script.make_policy(saved, agent, mesh), state["params"])
-
-
 def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, Mesh, int, Callable]:
     """The script of a run or an exported agent, its arguments, its mesh, its step, and its policy for
     `envs.play_episodes`. Raises UsageError, also if it is not of Procgen."""
     script, saved = script_of(run_dir)
     runs.check(isinstance(saved, envs.GameArgs), f"RUN_DIR {run_dir}: is of {script.SCRIPT}.py, give a run of Procgen")
-    mesh = devices.make_mesh(saved)
-    return script, saved, mesh, *load_policy(script, saved, mesh, run_dir)
+    agent, mesh = script.make_agent(saved), devices.make_mesh(saved)
+    state = jax.device_put(script.load_params(saved, agent, run_dir), NamedSharding(mesh, REPLICATED))
+    policy = partial(script.make_policy(saved, agent, mesh), state["params"])
+    return script, saved, mesh, int(state["global_step"]), policy
 
 
 def make_evaluate(script: ModuleType, saved: Any, run_dir: str) -> Callable[..., runs.Evaluation]:
     """The function that evaluates a run: `envs.evaluate_checkpoint` for Procgen, else the script's. Procgen's policy is
     read once, since a run that trains writes a newer checkpoint meanwhile."""
     if isinstance(saved, envs.GameArgs):
-        mesh = devices.make_mesh(saved)
-        return partial(envs.evaluate_checkpoint, saved, mesh, *load_policy(script, saved, mesh, run_dir))
+        _, _, mesh, step, policy = procgen_policy(run_dir)
+        return partial(envs.evaluate_checkpoint, saved, mesh, step, policy)
     return partial(script.evaluate, saved, run_dir)
 
 

@@ -640,7 +640,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch, 
         grads, means, _ = devices.gradient(minibatch_loss, params, (inputs, batch), ~batch.is_reset)
         grads = networks.add_l2(grads, params, args.l2)
         direction, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        params = optax.tree.add_scale(params, -learning_rate, direction)
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(carry, key):

@@ -270,11 +270,11 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
         def choose_actions(obs, episode_step):
             nonlocal rollout
-            rollout, actions = step(params, rollout, *devices.to_device(mesh, (obs, episode_step)))
+            rollout, actions = step(params, rollout, obs, episode_step)
             return actions
 
         timesteps = vec_env.play(choose_actions, args.num_steps, watch)
-        return end(rollout, *devices.to_device(mesh, (vec_env.obs, vec_env.episode_step))), timesteps
+        return end(rollout, vec_env.obs, vec_env.episode_step), timesteps
 
     return collect
 
@@ -387,7 +387,7 @@ def optimize(
         minibatch = rollout.frames.stack(time, env), keys, jax.tree.map(lambda x: x[time, env], batch)
         grads, means, _ = devices.gradient(minibatch_loss, params, minibatch, mask[time, env])
         direction, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        params = optax.tree.add_scale(params, -learning_rate, direction)
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(carry, key):
@@ -493,7 +493,7 @@ def aux_update(args: Args, agent: Agent, state: TrainState, batch: AuxBatch, ids
     direction, aux_opt_state = make_optimizer(args).update(grads, state.aux_opt_state, state.params)
     is_first = state.aux_updates % per_epoch == 0
     return state._replace(
-        params=optax.apply_updates(state.params, jax.tree.map(lambda d: -learning_rate * d, direction)),
+        params=optax.tree.add_scale(state.params, -learning_rate, direction),
         aux_opt_state=aux_opt_state,
         aux_updates=state.aux_updates + 1,
         aux_terms={k: jnp.where(is_first, 0, state.aux_terms[k]) + means[k] / per_epoch for k in AUX_TERMS},

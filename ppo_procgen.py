@@ -158,7 +158,7 @@ def policy_and_value(agent: Agent, params: dict, frames: jax.Array, is_first: ja
 class TrainState(NamedTuple):
     """State of the learner."""
 
-    params: dict  # {"agent", "predictor"}, both trained; actions are the agent's; the predictor is {} without RND
+    params: dict  # {"agent", "predictor"}, both trained; the predictor, RND's, is {} without --rnd-coef
     opt_state: optax.OptState
     key: jax.Array
     global_step: jax.Array  # int32 []: transitions learnt from
@@ -168,7 +168,7 @@ class TrainState(NamedTuple):
     bonus: bonus.Bonus
 
 
-# For jax.shard_map: devices share the environments of a named field; each has all others in full.
+# For jax.shard_map: a field named here is split by environment, all others are replicated.
 STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SPECS, bonus=bonus.BONUS_SPECS)
 
 
@@ -295,13 +295,12 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
         rollouts = [begin(part, i) for part in split(env_state)]
 
         def choose_actions(thread, obs, episode_step):  # `step` consumes the rollout that it is given (donation)
-            rollouts[thread], actions = step(params, rollouts[thread], *devices.to_device(mesh, (obs, episode_step)))
+            rollouts[thread], actions = step(params, rollouts[thread], obs, episode_step)
             return actions
 
         timesteps = vec_env.play(choose_actions, args.num_steps, watch)
         for thread, part in enumerate(vec_env.parts):
-            last = devices.to_device(mesh, (part.obs, part.episode_step))
-            rollouts[thread] = end(rollouts[thread], *last)
+            rollouts[thread] = end(rollouts[thread], part.obs, part.episode_step)
         return join(rollouts), timesteps
 
     return collect
@@ -382,9 +381,9 @@ def ppo_loss_terms(args: Args, log_probs: jax.Array, values: jax.Array, batch: B
     }
 
 
-def forward(agent: Agent, params: dict, inputs: Inputs, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities float32 [B, S, 15] and values [B, S] for `frames` in place of inputs.frames."""
-    frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (frames, inputs.keys))
+def forward(agent: Agent, params: dict, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities float32 [B, S, 15] and values float32 [B, S]."""
+    frames, keys = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (inputs.frames, inputs.keys))
     features = devices.map_in_chunks(lambda x: agent.apply(params, *x, method="encode"), (frames, keys))
     features = features.reshape(*inputs.is_first.shape, -1)
     logits, values, _ = agent.apply(params, features, inputs.is_first, inputs.hidden_state, method="decode")
@@ -403,20 +402,19 @@ def loss(
     minibatch's in `train_minibatch`, both by `masked_moments`; for a loss across samples see docs/forking_reference.md.
     """
     inputs, batch = minibatch
-    frames = inputs.frames
     if inputs.keys is not None:
         augment_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.vmap(jax.random.split))(inputs.keys), 2, 0)
         inputs = inputs._replace(keys=dropout_keys)
+    augmented = inputs
     if args.augment:
-        augmented = jax.vmap(partial(augment.augment, args))(augment_keys, frames)
-        frames = augmented if args.augment_mode == "rad" else frames
-    log_probs, values = forward(agent, params["agent"], inputs, frames)
+        augmented = inputs._replace(frames=jax.vmap(partial(augment.augment, args))(augment_keys, inputs.frames))
+    log_probs, values = forward(agent, params["agent"], augmented if args.augment_mode == "rad" else inputs)
     terms = ppo_loss_terms(args, log_probs, values, batch)
     total = terms["policy_loss"] + args.vf_coef * terms["value_loss"] - ent_coef * terms["entropy"]
     if args.kl_coef:  # the flag: whether there is a penalty; the argument kl_coef is its adapted weight
         total += kl_coef * terms["approx_kl"]
     if args.augment and args.augment_mode == "drac":
-        new_log_probs, new_values = forward(agent, params["agent"], inputs, augmented)
+        new_log_probs, new_values = forward(agent, params["agent"], augmented)
         terms["drac_loss"] = augment.drac_loss(log_probs, values, new_log_probs, new_values)
         total += args.drac_coef * terms["drac_loss"]
     if args.rnd_coef:
@@ -438,7 +436,7 @@ def compute_advantages(
     """Shaped rewards, RND's bonus, GAE: returns the state with its running statistics updated, a Batch [T, N] and
     metrics float32 []."""
     mask = ~timesteps.is_reset  # False for junk steps: the frame is an episode's last, EnvPool ignores the action
-    # What GAE sees: rewards shaped and normalised, below plus RND's bonus. The game's own are timesteps.rewards.
+    # Shaped and normalised, below with RND's bonus; the game's own rewards are timesteps.rewards.
     reward_filter, rewards = prepare_rewards(args, state.reward_filter, timesteps, gamma)
     state = state._replace(reward_filter=reward_filter)
     metrics = {"charts/return_std": jnp.sqrt(reward_filter.var)}
@@ -504,7 +502,7 @@ def optimize(
         grads, means, _ = devices.gradient(minibatch_loss, params, minibatch, mask[time, env])
         grads = grads | {"agent": networks.add_l2(grads["agent"], params["agent"], args.l2)}
         direction, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        params = optax.tree.add_scale(params, -learning_rate, direction)
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(carry, key):

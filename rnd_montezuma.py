@@ -448,8 +448,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
         def choose_actions(obs, episode_step):
             nonlocal rollout
-            inputs = (obs, episode_step) if args.async_ else devices.to_device(mesh, (obs, episode_step))
-            rollout, actions = step(params, rollout, *inputs)
+            rollout, actions = step(params, rollout, obs, episode_step)
             rooms.append(atari.rooms_of(vec_env.info))
             for room, env in zip(*np.unique(rooms[-1], return_index=True), strict=True):
                 pictures[int(room)] = obs[env, 0].copy()
@@ -726,7 +725,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, rollout: Rollout, batc
         grads = {"agent": grads, "predictor": rnd_grads}
         direction, opt_state = tx.update(grads, opt_state, params)
         direction["predictor"] = jax.tree.map(lambda d: args.predictor_lr_ratio * d, direction["predictor"])
-        params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+        params = optax.tree.add_scale(params, -learning_rate, direction)
         return (params, opt_state), means | {"grad_norm": devices.global_norm(grads)}
 
     def train_epoch(carry, key):

@@ -306,7 +306,7 @@ def train_step(args: Args, agent: Agent, state: TrainState, batch: replay.Batch)
     # Weights of 1, since `loss` has the importance weights already; `gradient` would divide by their sum.
     grads, means, terms = devices.gradient(batch_loss, params, batch, jnp.ones_like(batch.returns))
     direction, opt_state = make_optimizer(args).update(grads, state.opt_state, params)
-    params = optax.apply_updates(params, jax.tree.map(lambda d: -learning_rate * d, direction))
+    params = optax.tree.add_scale(params, -learning_rate, direction)
     if args.autotune:
         log_alpha = update_temperature(args, log_alpha, means["entropy"])
     updates = state.updates + 1

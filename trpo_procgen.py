@@ -257,11 +257,11 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
 
         def choose_actions(obs, episode_step):
             nonlocal rollout
-            rollout, actions = step(params, rollout, *devices.to_device(mesh, (obs, episode_step)))
+            rollout, actions = step(params, rollout, obs, episode_step)
             return actions
 
         timesteps = vec_env.play(choose_actions, args.num_steps, watch)
-        return end(rollout, *devices.to_device(mesh, (vec_env.obs, vec_env.episode_step))), timesteps
+        return end(rollout, vec_env.obs, vec_env.episode_step), timesteps
 
     return collect
 
@@ -337,31 +337,21 @@ def fisher_loss(network: Network, params: dict, minibatch: tuple, *, vector: dic
     return {"loss": (logits * jax.lax.stop_gradient(fisher_dot)).sum(axis=-1)}
 
 
-def tree_vdot(x: dict, y: dict) -> jax.Array:
-    """The inner product of two pytrees, in full float32, []."""
-    return sum(jnp.vdot(a, b, precision="highest") for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True))
-
-
-def tree_add_scale(x: dict, scale: jax.Array, y: dict) -> dict:
-    """x + scale * y, of pytrees."""
-    return jax.tree.map(lambda a, b: a + scale * b, x, y)
-
-
 def conjugate_gradients(product: Callable, b: dict, iterations: int) -> dict:
     """Solves product(x) = b for a symmetric positive definite linear function of a pytree, from x = 0 (Hestenes and
-    Stiefel 1952). `jax.scipy.sparse.linalg.cg` stops at a tolerance, which devices could reach at different steps."""
+    Stiefel 1952). `jax.scipy.sparse.linalg.cg` would compute one more product."""
 
     def step(carry, _):
         x, residual, direction, square = carry
         image = product(direction)
         # Once solved, the direction is 0: the bounds make 0 / 0 a 0. Negative curvature ends in NaN and stops the run.
-        length = square / jnp.maximum(tree_vdot(direction, image), 1e-30)
-        x, residual = tree_add_scale(x, length, direction), tree_add_scale(residual, -length, image)
-        new_square = tree_vdot(residual, residual)
-        direction = tree_add_scale(residual, new_square / jnp.maximum(square, 1e-30), direction)
+        length = square / jnp.maximum(optax.tree.vdot(direction, image), 1e-30)
+        x, residual = optax.tree.add_scale(x, length, direction), optax.tree.add_scale(residual, -length, image)
+        new_square = optax.tree.vdot(residual, residual)
+        direction = optax.tree.add_scale(residual, new_square / jnp.maximum(square, 1e-30), direction)
         return (x, residual, direction, new_square), None
 
-    start = jax.tree.map(jnp.zeros_like, b), b, b, tree_vdot(b, b)
+    start = jax.tree.map(jnp.zeros_like, b), b, b, optax.tree.vdot(b, b)
     return jax.lax.scan(step, start, length=iterations)[0][0]
 
 
@@ -378,7 +368,7 @@ def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, m
 
     def halve(carry):
         i, fraction, _ = carry
-        return i + 1, fraction / 2, evaluate(tree_add_scale(params, fraction / 2, step))
+        return i + 1, fraction / 2, evaluate(optax.tree.add_scale(params, fraction / 2, step))
 
     # The loop begins with fraction 2 / 2, since `before` is not `accepted`; if it were, no step would be tried.
     start = jnp.int32(0), jnp.float32(2), before
@@ -386,7 +376,7 @@ def line_search(evaluate: Callable, params: dict, step: dict, before: dict, *, m
     fraction = jnp.where(accepted(means), fraction, 0.0)
     means = jax.tree.map(partial(jnp.where, fraction > 0), means, before)
     # Not params + 0 * step: where the step is not finite, that would be NaN.
-    new_params = jax.tree.map(partial(jnp.where, fraction > 0), tree_add_scale(params, fraction, step), params)
+    new_params = jax.tree.map(partial(jnp.where, fraction > 0), optax.tree.add_scale(params, fraction, step), params)
     return new_params, means, fraction
 
 
@@ -468,21 +458,21 @@ def trust_region_step(args: Args, agent: Agent, params: dict, data: Data, order:
     def fisher(vector):
         vector_loss = partial(fisher_loss, agent.policy, vector=vector)
         product = mean_over(lambda *part: devices.gradient(vector_loss, params, *part)[0], data, fisher_samples)
-        return tree_add_scale(product, args.damping, vector)
+        return optax.tree.add_scale(product, args.damping, vector)
 
     grads, before = mean_over(lambda *part: devices.gradient(minibatch_loss, params, *part)[:2], data, order)
     descent = jax.tree.map(jnp.negative, grads)
     direction = conjugate_gradients(fisher, descent, args.cg_iterations)
     image = fisher(direction)
     # At this length the quadratic model of the KL divergence, damping included, is max_kl (appendix C).
-    curvature = tree_vdot(direction, image)
+    curvature = optax.tree.vdot(direction, image)
     # Not finite if this curvature is not positive; the line search then rejects the step.
     length = jnp.sqrt(2 * args.max_kl / curvature)
-    step = jax.tree.map(lambda d: length * d, direction)
+    step = optax.tree.scale(length, direction)
     params, means, taken = line_search(evaluate, params, step, before, max_kl=args.max_kl, tries=args.line_search_steps)
     del means["loss"]  # equals policy_loss; the logged loss is Adam's
     grad_norm = devices.global_norm(grads)
-    residual = devices.global_norm(tree_add_scale(descent, -1.0, image)) / jnp.maximum(grad_norm, 1e-30)
+    residual = devices.global_norm(optax.tree.sub(descent, image)) / jnp.maximum(grad_norm, 1e-30)
     return params, means | {"grad_norm": grad_norm, "cg_residual": residual, "step_taken": taken}
 
 
@@ -511,7 +501,7 @@ def optimize(args: Args, agent: Agent, state: TrainState, data: Data, *, learnin
         params, opt_state = carry
         grads, means, _ = devices.gradient(partial(loss, args, agent), params, *data.take(index))
         direction, opt_state = adam.update(grads, opt_state, params)
-        params = tree_add_scale(params, -learning_rate, direction)
+        params = optax.tree.add_scale(params, -learning_rate, direction)
         norm_name = "grad_norm" if args.penalty else "value_grad_norm"
         return (params, opt_state), means | {norm_name: devices.global_norm(grads)}
 

@@ -142,12 +142,6 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(partial(NamedSharding, mesh), specs)
 
 
-def to_device(mesh: Mesh, tree: Any) -> Any:
-    """Shards a pytree of arrays [N, ...] over the mesh. With one device they stay on the host: the jitted function that
-    takes them transfers them, which saves 0.4 ms of a step's 1.7 (H100, 64 environments)."""
-    return jax.device_put(tree, NamedSharding(mesh, ENV_SHARDED)) if mesh.size > 1 else tree
-
-
 # WITHIN shard_map, and outside of it on one device
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import inspect
 import json
+import operator
 import os
 import re
 import reprlib
@@ -31,6 +32,7 @@ MAX_FLOAT = float(np.finfo(np.float32).max)
 
 # RANGES, which `cli` and `check_flags` check. A schedule is text such as "0:1e-4,500000:8e-4".
 
+BOUNDS = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}  # those of annotated_types
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
@@ -387,8 +389,8 @@ def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
 
 def _check_bounds(flag: str, value: float | str | None, bounds: Any) -> None:
     """Raises UsageError for a number or a schedule's value outside bounds such as Ge(1) or Interval(ge=0, le=1)."""
-    ge, gt, le = (getattr(bounds, side, None) for side in ("ge", "gt", "le"))
-    if value is None or (ge, gt, le) == (None, None, None):
+    sides = {side: limit for side in BOUNDS if (limit := getattr(bounds, side, None)) is not None}
+    if value is None or not sides:
         return
     values = [value]
     if isinstance(value, str):
@@ -397,12 +399,10 @@ def _check_bounds(flag: str, value: float | str | None, bounds: Any) -> None:
         except ValueError:
             form = 'give a number, or points "step:value,step:value,..." with rising steps'
             raise UsageError(f"{flag} {value!r}: {form}") from None
-    inside = all((ge is None or ge <= x) and (gt is None or gt < x) and (le is None or x <= le) for x in values)
-    if ge is not None and le is not None:
-        valid = f"from {ge} to {le}"
-    else:
-        valid = f"above {gt}" if gt is not None else f"{ge} or more"
-        valid += f" and at most {le}" if le is not None else ""
+    valid = " and ".join(BOUNDS[side].format(limit) for side, limit in sides.items())
+    if sides.keys() == {"ge", "le"}:
+        valid = f"from {bounds.ge} to {bounds.le}"
+    inside = all(getattr(operator, side)(x, limit) for side, limit in sides.items() for x in values)
     check(inside, f"{flag} {value}: must be {valid}")
 
 

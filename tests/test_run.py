@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Annotated
 from unittest.mock import Mock
 
 import av
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 import wandb
+from annotated_types import Interval
 from conftest import (
     ROOT,
     TINY,
@@ -455,6 +457,17 @@ def test_a_forks_default_without_a_type_is_refused(name, value, said):
     setattr(Forked, name, value)
     with pytest.raises(runs.UsageError, match=said):
         runs.check_args(Forked(), "my_ppo")
+
+
+def test_a_forks_range_holds_at_both_ends():
+    @dataclasses.dataclass(frozen=True)
+    class Forked(ppo.Args):
+        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
+
+    runs.check_args(Forked(momentum=0.0), "my_ppo")
+    for value in (-0.1, 1.0):
+        with pytest.raises(runs.UsageError, match=f"--momentum {value}: must be 0 or more and below 1"):
+            runs.check_args(Forked(momentum=value), "my_ppo")
 
 
 def test_a_fork_whose_runs_would_not_be_found_is_refused():
