@@ -39,7 +39,7 @@ import ppo_procgen as ppo
 import rnd_montezuma as rnd
 import sac_procgen as sac
 import trpo_procgen as trpo
-from common import atari, devices, envs, networks, offpolicy, runs
+from common import atari, devices, envs, networks, offpolicy, replay, runs
 from common.flags import NonNegativeInt
 from common.gpu import layouts
 from experiments import records
@@ -131,7 +131,8 @@ def lowerings(script: ModuleType, args: Any, mesh: Mesh) -> dict[str, Callable[[
     elif script in (apex, sac):
         buffer = shapes(partial(offpolicy.init_replay, args))
         insert = jax.jit(partial(offpolicy.insert, args), donate_argnums=0)
-        programs["insert"] = partial(insert.lower, buffer, actor_rollouts, actor_timesteps)
+        policies_and_bonus = replay.SINGLE_POLICY, None
+        programs["insert"] = partial(insert.lower, buffer, actor_rollouts, actor_timesteps, *policies_and_bonus)
         programs["update"] = partial(update.lower, state, buffer, 1, 1.0)  # one update
     else:
         programs["update"] = partial(update.lower, state, rollout, timesteps)

@@ -56,6 +56,7 @@ except ImportError:
 
 # Flags that set the shapes in a checkpoint: with other values a clone could not load its donor's.
 SHAPES = ("hidden", "buffer_size", "num_envs", "frame_stack", "predictor_depth", "replay_size")
+PARTS = ("rnd_coef", "replay_fraction")  # at 0, parts of the checkpoint are absent
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # flags that pbt sets
 
 
@@ -161,6 +162,8 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     for name in ranges:
         fixed = name in (*runs.fixed(script.Args), *SHAPES)
         check(not fixed, f"--mutate {name}: a resumed run keeps its own {runs.flag_of(name)}, give another flag")
+        whole = name not in PARTS or ranges[name].low > 0
+        check(whole, f"--mutate {name}={ranges[name].low:g}:...: low must be above 0, where a checkpoint lacks arrays")
         check(name not in given, f"--set {name}={given.get(name)}: --mutate changes it, leave out one of the two")
     # One checkpoint a generation, at its end: nobody resumes from another.
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}

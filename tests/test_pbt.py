@@ -170,6 +170,7 @@ def test_work_folders_of_others_are_not_removed(tmp_path):
         (["--mutate"], "--mutate", "at least one"),
         (["--mutate", "gamma=nan:0.9"], "--mutate gamma=nan:0.9", "less than high"),
         (["--mutate", "gamma=0:0.9:log"], "--mutate gamma=0:0.9:log", "above 0"),
+        (["--mutate", "rnd_coef=0:1"], "--mutate rnd_coef=0:", "above 0"),
         (["--mutate", "gama=0.9:0.99"], "--mutate gama=0.9:0.99", "no flag gama"),
         (["--mutate", "gamma=0.9:1.1"], "--gamma '1.1'", "from 0 to 1"),
         (["--mutate", "kl_coef=0.1:1"], "--mutate kl_coef", "keeps its own"),

@@ -103,7 +103,7 @@ def test_table_is_reproduced_once(table, monkeypatch):
     args = args_in(table, seeds=(1, 3), scale=0.1, jobs=2)
     chosen = reproduce.main(replace(args, cells=("run",)))
     assert [row["seeds"] for row in chosen] == [2, 0, 0]
-    assert chosen[1]["note"] == ""  # that cell was not begun
+    assert chosen[1]["of its runs"] == ""  # that cell was not begun
     first, failed, absent = reproduce.main(args)
     values = [read_metrics(run.parent)[-1][METRIC] for run in table.glob("runs/*/*/*/metrics.jsonl")]
     assert (first["seeds"], first["steps"], first["published"]) == (2, 384, "2.5")
