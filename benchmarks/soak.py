@@ -1,10 +1,8 @@
 """Runs a script for hours and records its memory, threads, open files and steps per second every minute.
 
-Runs the script as a process of its own and adds a row every minute (`--every`) to OUT.csv: minutes of soaking, MiB of
-resident memory, numbers of threads and open files, steps per second over that minute, checkpoints written so far. A
-signal to this program makes the script write a checkpoint; with the same --out and flags it then continues that run,
-and with counting minutes. At the end and at each stop it draws OUT.png and says how fast memory grows. Linux only. The
-flags in quotes are the script's:
+Adds a row to OUT.csv every `--every` seconds; at the end and at each stop draws OUT.png and prints how fast memory
+grows. A signal makes the script write a checkpoint; the same --out and flags continue its run and minutes. Linux only.
+The flags in quotes are the script's:
 
     python -m benchmarks.soak ppo_procgen.py --minutes 120 --out benchmarks/results/soak_ppo --flags="--env-id bigfish"
 """

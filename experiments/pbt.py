@@ -81,7 +81,7 @@ class Args:
     quantile: Annotated[float, Interval(ge=0, le=0.5)] = 0.25
     """fraction of members replaced between generations: the worst, by clones of as many of the best"""
     resample: UnitInterval = 0.2
-    """probability that a clone's flag is redrawn from its range; else x 1.2 or 0.8 (:log), or moved by a tenth of it"""
+    """probability that a clone's flag is redrawn from its range; else it moves by a tenth of it (:log: x 1.2 or 0.8)"""
     jobs: Iterations = 1
     """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
     cpus: Annotated[float, Ge(0.001)] = 1.0

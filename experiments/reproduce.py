@@ -291,9 +291,8 @@ def summarize(cell: Cell, found: list[tuple], args: Args) -> dict:
 
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
-    """Merges a row of earlier results with `row`, computed from the runs here, whose value counts for a seed of both.
-    If steps differ, no run here is done, or none of the earlier seeds is missing here, returns the row of more steps
-    or, if equal, of more seeds."""
+    """Adds to `row`, computed from the runs here, the seeds that only earlier results have. If there are none, no run
+    here is done, or steps differ: returns the row of more steps or, if equal, of more seeds."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}

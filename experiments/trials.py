@@ -206,8 +206,8 @@ def seconds_of(folder: Path) -> float:
 def in_parallel(work: Callable[[threading.Event], None], jobs: int) -> bool:
     """Calls work(stopping) on `jobs` threads and waits for them; returns whether a stop signal came.
 
-    These signals set `stopping` in place of ending this process, and so does an exception in one of the threads, which
-    is raised here when the others have returned.
+    A stop signal, or an exception in one thread, sets `stopping`; the exception is raised here once all threads have
+    returned.
     """
     stopping = threading.Event()
 

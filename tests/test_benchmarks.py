@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from conftest import assert_refused
 
-import ppo_procgen
-from benchmarks import doors, encoders, gpu_profile, gpu_trials, scaling, soak, throughput, torture
-from common import runs
+from benchmarks import doors, encoders, gpu_plan, gpu_profile, gpu_trials, scaling, soak, throughput, torture
+from common import devices, runs
 from experiments import records
 
 
@@ -180,7 +179,6 @@ def test_rates_leave_out_iterations_that_compile():
 
 
 def test_flags_of_a_variant_are_parsed_as_by_the_script():
-    assert records.parse_flags(ppo_procgen, "--gap-stack=False").gap_stack is False
     _, args = throughput.read_variant("ppo_procgen --seed 5", "--gap-stack=False")
     assert (args.gap_stack, args.seed) == (False, 5)
 
@@ -194,6 +192,18 @@ def test_pallas_convolution_equals_xlas_between_relu_and_residual_sum():
     dimensions = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
     want = jax.lax.conv_general_dilated(x.clip(0), kernel, (1, 1), "SAME", **dimensions) + bias + residual
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", gpu_plan.SCRIPTS)
+def test_gpu_plan_lowers_every_program(name):
+    script, flags = gpu_plan.SCRIPTS[name], {"num_envs": 8, "num_steps": 8, "hidden": 16, "num_devices": 1}
+    if name != "rnd":
+        flags |= {"encoder": "nature", "width": 1, "pool": "flatten"}
+    if name in ("apex", "sac"):
+        flags |= {"batch_size": 16, "buffer_size": 512, "learning_starts": 300}
+    args = script.Args(**flags)
+    programs = gpu_plan.lowerings(script, args, devices.make_mesh(args))
+    assert all("main" in lower().as_text() for lower in programs.values())
 
 
 def test_gpu_trial_is_described_beside_the_shipped_form():

@@ -37,7 +37,7 @@ def write(name, lines):
 
 
 # Two processes take longest, as each starts twice and compiles its own.
-SLOW = "trpo, 2 processes", "impala, 2 processes"
+SLOW = "ppo, 2 processes", "trpo, 2 processes", "impala, 2 processes"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

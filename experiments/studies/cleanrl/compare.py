@@ -7,8 +7,7 @@
         --env-id jumper --minutes 26 --run-dir RUN_DIR
 
 A curve is the mean return of the last hundred training episodes over steps and over minutes since the process started,
-compilation included. CleanRL prints one of the episodes that end in the same step. Runs found in OUT.csv are not
-repeated.
+compilation included. Of episodes that end in the same step CleanRL prints one. Runs found in OUT.csv are not repeated.
 """
 
 import contextlib
