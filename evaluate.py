@@ -184,8 +184,7 @@ def make_evaluate(script: ModuleType, saved: Any, run_dir: str) -> Callable[...,
     """The function that evaluates a run: `envs.evaluate_checkpoint` for Procgen, else the script's. Procgen's policy is
     read once, since a run that trains writes a newer checkpoint meanwhile."""
     if isinstance(saved, envs.GameArgs):
-        _, _, mesh, step, policy = procgen_policy(run_dir)
-        return partial(envs.evaluate_checkpoint, saved, mesh, step, policy)
+        return partial(envs.evaluate_checkpoint, *procgen_policy(run_dir)[1:])
     return partial(script.evaluate, saved, run_dir)
 
 

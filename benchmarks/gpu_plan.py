@@ -131,8 +131,7 @@ def lowerings(script: ModuleType, args: Any, mesh: Mesh) -> dict[str, Callable[[
     elif script in (apex, sac):
         buffer = shapes(partial(offpolicy.init_replay, args))
         insert = jax.jit(partial(offpolicy.insert, args), donate_argnums=0)
-        policies_and_bonus = replay.SINGLE_POLICY, None
-        programs["insert"] = partial(insert.lower, buffer, actor_rollouts, actor_timesteps, *policies_and_bonus)
+        programs["insert"] = partial(insert.lower, buffer, actor_rollouts, actor_timesteps, replay.SINGLE_POLICY, None)
         programs["update"] = partial(update.lower, state, buffer, 1, 1.0)  # one update
     else:
         programs["update"] = partial(update.lower, state, rollout, timesteps)

@@ -1,8 +1,8 @@
-"""Runs a script for hours and records its memory, threads, open files and steps per second every minute.
+"""Runs a script for hours and records its memory, threads, open files and steps per second.
 
-Adds a row to OUT.csv every `--every` seconds; at the end and at each stop draws OUT.png and prints how fast memory
-grows. A signal makes the script write a checkpoint; the same --out and flags continue its run and minutes. Linux only.
-The flags in quotes are the script's:
+Adds a row to OUT.csv every `--every` seconds (60); at the end and at each stop draws OUT.png and prints how fast memory
+grows. A signal to this program makes the script write a checkpoint; with the same --out and flags it continues that run
+and its minutes. Linux only. The flags in quotes are the script's:
 
     python -m benchmarks.soak ppo_procgen.py --minutes 120 --out benchmarks/results/soak_ppo --flags="--env-id bigfish"
 """

@@ -32,7 +32,7 @@ MAX_FLOAT = float(np.finfo(np.float32).max)
 
 # RANGES, which `cli` and `check_flags` check. A schedule is text such as "0:1e-4,500000:8e-4".
 
-BOUNDS = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}  # those of annotated_types
+BOUNDS = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}  # by annotated_types' names
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]

@@ -56,7 +56,7 @@ except ImportError:
 
 # Flags that set the shapes in a checkpoint: with other values a clone could not load its donor's.
 SHAPES = ("hidden", "buffer_size", "num_envs", "frame_stack", "predictor_depth", "replay_size")
-PARTS = ("rnd_coef", "replay_fraction")  # at 0, parts of the checkpoint are absent
+PARTS = ("rnd_coef", "replay_fraction")  # at 0 a checkpoint lacks RND's networks, the replayed unrolls
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # flags that pbt sets
 
 
@@ -81,7 +81,7 @@ class Args:
     quantile: Annotated[float, Interval(ge=0, le=0.5)] = 0.25
     """fraction of members replaced between generations: the worst, by clones of as many of the best"""
     resample: UnitInterval = 0.2
-    """probability that a clone's flag is redrawn from its range; else it moves by a tenth of it (:log: x 1.2 or 0.8)"""
+    """probability that a clone's flag is redrawn; else it moves by a tenth of its range (:log: x 1.2 or 0.8)"""
     jobs: Iterations = 1
     """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
     cpus: Annotated[float, Ge(0.001)] = 1.0
@@ -163,7 +163,10 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
         fixed = name in (*runs.fixed(script.Args), *SHAPES)
         check(not fixed, f"--mutate {name}: a resumed run keeps its own {runs.flag_of(name)}, give another flag")
         whole = name not in PARTS or ranges[name].low > 0
-        check(whole, f"--mutate {name}={ranges[name].low:g}:...: low must be above 0, where a checkpoint lacks arrays")
+        check(
+            whole,
+            f"--mutate {name}={ranges[name].low:g}:...: low must be above 0, as at 0 checkpoints have other arrays",
+        )
         check(name not in given, f"--set {name}={given.get(name)}: --mutate changes it, leave out one of the two")
     # One checkpoint a generation, at its end: nobody resumes from another.
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}

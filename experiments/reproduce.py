@@ -292,7 +292,7 @@ def summarize(cell: Cell, found: list[tuple], args: Args) -> dict:
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
     """Adds to `row`, computed from the runs here, the seeds that only earlier results have. If there are none, no run
-    here is done, or steps differ: returns the row of more steps or, if equal, of more seeds."""
+    here is done, or steps differ: returns the row of more steps or, if equal, of more seeds (if equal, `before`)."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}

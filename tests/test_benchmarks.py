@@ -203,7 +203,9 @@ def test_gpu_plan_lowers_every_program(name):
         flags |= {"batch_size": 16, "buffer_size": 512, "learning_starts": 300}
     args = script.Args(**flags)
     programs = gpu_plan.lowerings(script, args, devices.make_mesh(args))
-    assert all("main" in lower().as_text() for lower in programs.values())
+    assert programs.keys() == {"act", "update"} | ({"insert"} if name in ("apex", "sac") else set())
+    for lower in programs.values():
+        lower()
 
 
 def test_gpu_trial_is_described_beside_the_shipped_form():

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import wandb
-from annotated_types import Interval
+from annotated_types import Interval, Le
 from conftest import (
     ROOT,
     TINY,
@@ -459,14 +459,24 @@ def test_a_forks_default_without_a_type_is_refused(name, value, said):
         runs.check_args(Forked(), "my_ppo")
 
 
-def test_a_forks_range_holds_at_both_ends():
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad", "valid"),
+    [
+        (Interval(ge=0, lt=1), [0.0, 0.9], [-0.1, 1.0], "0 or more and below 1"),
+        (Interval(gt=0, le=1), [0.1, 1.0], [0.0, 1.1], "above 0 and at most 1"),
+        (Interval(ge=0, le=1), [0.0, 1.0], [-0.1, 1.1], "from 0 to 1"),
+        (Le(1), [-5.0, 1.0], [1.1], "at most 1"),
+    ],
+)
+def test_a_forks_range_holds_at_both_ends(bounds, good, bad, valid):
     @dataclasses.dataclass(frozen=True)
     class Forked(ppo.Args):
-        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
+        momentum: Annotated[float, bounds] = 0.9
 
-    runs.check_args(Forked(momentum=0.0), "my_ppo")
-    for value in (-0.1, 1.0):
-        with pytest.raises(runs.UsageError, match=f"--momentum {value}: must be 0 or more and below 1"):
+    for value in good:
+        runs.check_args(Forked(momentum=value), "my_ppo")
+    for value in bad:
+        with pytest.raises(runs.UsageError, match=f"--momentum {value}: must be {valid}$"):
             runs.check_args(Forked(momentum=value), "my_ppo")
 
 

@@ -39,8 +39,8 @@ def summarize(group: list[plot.Logged]) -> list[dict]:
     """A row for each number of levels and split: the mean over runs of one group with its 95 % bootstrap interval, the
     extremes of all episodes, the mean variance, and the gap between training and test levels."""
     rows = []
-    for levels in sorted({run.args.get("num_levels") for run in group}, key=lambda n: n or np.inf):
-        same = [run for run in group if run.args.get("num_levels") == levels]
+    for levels in sorted({plot.value_of(run, "num_levels") for run in group}, key=lambda n: n or np.inf):
+        same = [run for run in group if plot.value_of(run, "num_levels") == levels]
         means = {}
         for split in SPLITS if levels else SPLITS[1:]:
             found = [last_evaluation(run, split) for run in same]
