@@ -20,7 +20,7 @@ from common.devices import REPLICATED
 
 relaxed = settings(deadline=None, max_examples=10)
 PLAIN = {"dropout": 0.0, "augment": "", "num_devices": 1}
-REMEDIES = {"average_q": True, "q_clip": 0.5, "entropy_penalty": 0.5}  # of Zhou et al. 2022 (docs/sac.md)
+ADDITIONS = {"average_q": True, "q_clip": 0.5, "entropy_penalty": 0.5}  # of Zhou et al. 2022 (docs/sac.md)
 
 
 # LOSSES
@@ -74,7 +74,7 @@ def by_hand(args, outputs, constant, alpha, batch):
 
 
 @relaxed
-@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, REMEDIES | {"cql_alpha": 0.7}, {"q_clip": 0.3}]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([{}, ADDITIONS | {"cql_alpha": 0.7}, {"q_clip": 0.3}]))
 def test_losses_and_gradients_of_random_outputs_equal_those_by_hand(seed, flags):
     rng, size = np.random.default_rng(seed), 3
     args = sac.Args(**flags)
@@ -151,7 +151,7 @@ def test_heads_of_random_features_equal_those_by_hand():
 
 def test_loss_with_all_terms_asks_the_right_network_about_the_right_frames():
     """Frames and next frames are transformed apart, and only the online network's features of frames are dropped."""
-    args, agent, state, batch = different_networks(augment="translate", augment_prob=1.0, dropout=0.5, **REMEDIES)
+    args, agent, state, batch = different_networks(augment="translate", augment_prob=1.0, dropout=0.5, **ADDITIONS)
     online, target = state.params["agent"], state.target_params
     keys, next_keys, dropout_keys = (jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, i) for i in range(3))
     frames, next_frames = augment.augment(args, keys, batch.frames), augment.augment(args, next_keys, batch.next_frames)
@@ -256,7 +256,7 @@ def test_encoder_without_the_critics_loss_has_no_gradient():
 @pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [
-    {}, REMEDIES, {"autotune": True, "alpha": 0.1, "alpha_learning_rate": 0.05, "learning_rate": "0:3e-3,300:1e-4"},
+    {}, ADDITIONS, {"autotune": True, "alpha": 0.1, "alpha_learning_rate": 0.05, "learning_rate": "0:3e-3,300:1e-4"},
 ], ids=["plain", "remedies", "autotune"])  # fmt: skip
 def test_values_of_a_known_game_are_learnt(flags):
     """Three rooms in a row, of which `chain` says what they pay; the temperature is low enough not to matter. Or it is
