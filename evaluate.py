@@ -169,22 +169,26 @@ def script_of(run_dir: str) -> tuple[ModuleType, Any]:
     return script, saved
 
 
+def load_policy(script: ModuleType, saved: envs.GameArgs, run_dir: str) -> tuple[Mesh, int, Callable]:
+    """The mesh of a run of Procgen or an exported agent, its step, and its policy for `envs.play_episodes`."""
+    agent, mesh = script.make_agent(saved), devices.make_mesh(saved)
+    state = jax.device_put(script.load_params(saved, agent, run_dir), NamedSharding(mesh, REPLICATED))
+    return mesh, int(state["global_step"]), partial(script.make_policy(saved, agent, mesh), state["params"])
+
+
 def procgen_policy(run_dir: str) -> tuple[ModuleType, Any, Mesh, int, Callable]:
     """The script of a run or an exported agent, its arguments, its mesh, its step, and its policy for
     `envs.play_episodes`. Raises UsageError, also if it is not of Procgen."""
     script, saved = script_of(run_dir)
     runs.check(isinstance(saved, envs.GameArgs), f"RUN_DIR {run_dir}: is of {script.SCRIPT}.py, give a run of Procgen")
-    agent, mesh = script.make_agent(saved), devices.make_mesh(saved)
-    state = jax.device_put(script.load_params(saved, agent, run_dir), NamedSharding(mesh, REPLICATED))
-    policy = partial(script.make_policy(saved, agent, mesh), state["params"])
-    return script, saved, mesh, int(state["global_step"]), policy
+    return script, saved, *load_policy(script, saved, run_dir)
 
 
 def make_evaluate(script: ModuleType, saved: Any, run_dir: str) -> Callable[..., runs.Evaluation]:
     """The function that evaluates a run: `envs.evaluate_checkpoint` for Procgen, else the script's. Procgen's policy is
     read once, since a run that trains writes a newer checkpoint meanwhile."""
     if isinstance(saved, envs.GameArgs):
-        return partial(envs.evaluate_checkpoint, *procgen_policy(run_dir)[1:])
+        return partial(envs.evaluate_checkpoint, saved, *load_policy(script, saved, run_dir))
     return partial(script.evaluate, saved, run_dir)
 
 

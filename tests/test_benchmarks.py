@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import assert_refused
 
+import ppo_procgen
 from benchmarks import doors, encoders, gpu_plan, gpu_profile, gpu_trials, scaling, soak, throughput, torture
 from common import devices, runs
 from experiments import records
@@ -179,6 +180,7 @@ def test_rates_leave_out_iterations_that_compile():
 
 
 def test_flags_of_a_variant_are_parsed_as_by_the_script():
+    assert records.parse_flags(ppo_procgen, "--gap-stack=False").gap_stack is False
     _, args = throughput.read_variant("ppo_procgen --seed 5", "--gap-stack=False")
     assert (args.gap_stack, args.seed) == (False, 5)
 

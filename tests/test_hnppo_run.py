@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import flags_of, read_metrics
+from conftest import assert_refused, flags_of, read_metrics
 from PIL import Image
 
 import doorgym
@@ -187,7 +187,7 @@ def test_command_line_trains_a_gripper_and_films_it(tmp_path, monkeypatch, capfd
     assert "doors opened by random actions" in capfd.readouterr().out
 
 
-def test_evaluation_of_a_seed_is_always_the_same_and_of_each_tasks_policy(two_tasks):
+def test_evaluation_of_a_seed_is_always_the_same_and_of_each_tasks_policy(two_tasks, capfd):
     args = hn.Args(**TINY)
     evaluate_run = partial(hn.evaluate, args, str(two_tasks), episodes=2, levels="test", video=False)
     first, again, other = (evaluate_run(seed=seed, random=False) for seed in (0, 0, 1))
@@ -203,6 +203,7 @@ def test_evaluation_of_a_seed_is_always_the_same_and_of_each_tasks_policy(two_ta
         policy = hn.make_policy(jitted, one)
         outcomes = doors.evaluate(args, policy, row["task"], episodes=2, seed=hn.EVAL_SEED)
         assert row["mean_return"] == pytest.approx(outcomes.returns.mean(), rel=1e-5)
+    assert_refused(evaluate, [two_tasks, "--levels", "train"], capfd, "--levels train", "hnppo_doorgym.py")
 
 
 def test_training_doors_are_as_many_as_asked_for_and_differ_by_seed(train, monkeypatch):

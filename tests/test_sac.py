@@ -257,7 +257,7 @@ def test_encoder_without_the_critics_loss_has_no_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     {}, ADDITIONS, {"autotune": True, "alpha": 0.1, "alpha_learning_rate": 0.05, "learning_rate": "0:3e-3,300:1e-4"},
-], ids=["plain", "remedies", "autotune"])  # fmt: skip
+], ids=["plain", "additions", "autotune"])  # fmt: skip
 def test_values_of_a_known_game_are_learnt(flags):
     """Three rooms in a row, of which `chain` says what they pay; the temperature is low enough not to matter. Or it is
     tuned, and the policy has the entropy asked for. At three times the step size a policy without these remedies soon

@@ -16,9 +16,10 @@ from scipy.special import softmax
 from test_ppo_math import MADE_UP, made_up, play, relaxed, seeds
 from test_ppo_math import random_batch as ppo_batch
 
+import evaluate
 import trpo_procgen as trpo
 from benchmarks import encoders
-from common import devices
+from common import devices, runs
 from common.derivatives import custom_vjp, forward_mode
 
 TINY = {k: v for k, v in TINY.items() if k not in ("update_epochs", "learning_rate")} | {"value_epochs": 2}
@@ -258,11 +259,13 @@ def test_loss_with_penalty_adds_surrogate_and_kl_and_trains_policy():
 
 @pytest.mark.optimised
 def test_run_on_real_game_takes_better_steps_within_trust_region(tmp_path):
+    """evaluate.py plays the trained policy."""
     flags = TINY | {
         "damping": 1e-3, "max_kl": 0.02, "total_timesteps": 500, "eval_episodes": 2, "eval_every": 300, "num_steps": 16,
         "normalize_rewards": True, "sticky_actions": 0.25, "restart_every": 30, "run_dir": str(tmp_path),
     }  # fmt: skip
     run_dir = trpo.main(trpo.Args(**flags)).path
+    runs.cli(evaluate.Args, evaluate.main, [str(run_dir), "--episodes", "2", "--levels", "test"])
     lines = [line for line in read_metrics(run_dir) if "losses/policy_loss" in line]
     assert {"losses/cg_residual", "losses/value_loss", "losses/entropy"} <= set(lines[-1])
     taken = [line for line in lines if line["losses/step_taken"]]

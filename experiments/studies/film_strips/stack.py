@@ -4,7 +4,6 @@ python evaluate.py agents/ppo_bigfish --episodes 8 --video
 python -m experiments.studies.film_strips.stack BIGFISH.png DOORS.png:4 --out docs/agents.png
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class Args:
 
 def rows(text: str, width: int) -> np.ndarray:
     """A strip, or its row N, as uint8 [H, width, 3]."""
-    path, _, number = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", "")
+    path, _, number = (text, "", "") if Path(text).is_file() or ":" not in text else text.rpartition(":")
     picture = Image.open(path).convert("RGB")
     if number:
         height = picture.width // films.MOMENTS
