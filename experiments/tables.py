@@ -68,23 +68,6 @@ def encoders() -> list[str]:
     return table(records.read_rows(SPEED / "encoders.csv"), columns)
 
 
-def tables() -> list[str]:
-    """The cells of published tables that have run, beside the published value."""
-    rows = []
-    for name in dict.fromkeys(row["table"] for row in reproduce.published()):
-        found = records.read_rows(RESULTS / f"{name}.csv")
-        rows += [{"table": name} | row for row in found if row["published"] and row["seeds"] != "0"]
-
-    def ours(row):
-        values = [f"{float(pair.split(':')[1]):.2f}" for pair in row["values"].split()]
-        return number("ours", ".2f")(row) + (f" ({', '.join(values)})" if len(values) > 1 else "")
-
-    columns = {"table": itemgetter("table"), "cell": itemgetter("cell"), "published": number("published", ".2f")}
-    columns |= {"ours (each seed)": ours, "seeds": number("seeds")}
-    columns["steps"] = lambda row: in_millions(row["steps"])
-    return table(rows, columns) if rows else []
-
-
 def side_by_side() -> list[str]:
     """The score of each algorithm on test levels of two games, over seeds, with its error (`reproduce.pooled`)."""
     evaluated = records.read_rows(RESULTS / "algorithms_nature_evaluations.csv")
@@ -120,13 +103,13 @@ def side_by_side() -> list[str]:
         columns |= {f"{game}, {millions(steps)}": after(game, steps) for steps in (500_000, 1_000_000)}
     columns["steps/s"] = speed
 
-    def at_half(row):
-        found = at(row, "starpilot", 500_000)
+    def at_end(row):
+        found = at(row, "starpilot", 1_000_000)
         return reproduce.pooled(found)[0] if found else 0.0
 
     names = {"penalty 0.5": "TRPO's script, `--penalty 0.5`"}
     shown = [{"name": names.get(name, name), "of": of} for name, of in rows.items()]
-    return table(sorted(shown, key=at_half, reverse=True), columns)
+    return table(sorted(shown, key=at_end, reverse=True), columns)
 
 
 def six_doors() -> list[str]:
@@ -246,15 +229,6 @@ def openai_at(split: str, steps: int) -> dict[str, float]:
     return {game: values[list(at).index(steps)] for (_, game), (at, values) in curves.items() if steps in at}
 
 
-def ours_at_8m() -> dict[str, str]:
-    """What our exported agents of 8M steps score on test levels."""
-    found = {}
-    for name in ("ppo_bigfish", "ppo_coinrun_8M", "ppo_starpilot"):
-        mean, error, *_ = at_the_end({"file": f"../agents/{name}/eval.json", "rows": "", "column": ""})
-        found[name.split("_")[1]] = plus_minus(mean, error)
-    return found
-
-
 def public(setting: str, who: str, both: bool = False) -> dict[str, str]:
     """A column of baselines.csv: the score in each game; of `both`, on training / test levels."""
     found = {}
@@ -295,7 +269,7 @@ def mean_normalized(scores: dict[str, str], mode: str) -> str:
 def easy_all() -> list[str]:
     """Easy, all levels."""
     columns = {"OpenAI 8M": shown(openai_at("easy-all", 8_000_000))}
-    columns |= {"entry 8M": public("easy-all", "competition entry"), "**ours 8M**": ours_at_8m()}
+    columns |= {"entry 8M": public("easy-all", "competition entry")}
     columns |= {"OpenAI 25M": shown(openai_at("easy-all", 25_000_000)), "CleanRL 25M": public("easy-all", "CleanRL")}
     columns |= {"OpenAI 50M": shown(openai_at("easy-all", 50_000_000))}
     columns |= {"EpicPinkPenguin 50M": public("easy-all", "EpicPinkPenguin")}
@@ -369,8 +343,8 @@ def above(game: str, score: float) -> str:
 
 
 def laptop_games() -> list[str]:
-    """`make train`'s setting on each game, beside what needs no learning and OpenAI's PPO in training."""
-    cells, scores = without_learning()
+    """`make train`'s setting on each game: whether it is above what needs no learning, and OpenAI's PPO in training."""
+    _, scores = without_learning()
     groups = {}  # by game and length, in 0.1M steps
     for row in records.read_rows(RESULTS / "laptop_games" / "games.csv"):
         groups.setdefault((row["game"], round(float(row["steps"]) / 1e5)), []).append(row)
@@ -381,9 +355,8 @@ def laptop_games() -> list[str]:
         learnt = all(mean - other > 2 * np.hypot(error, its_error) for other, its_error in scores[game])
         theirs = np.interp(steps, *openai("easy-all", game))
         row = {"steps": f"{steps / 1e6:.2f}M", "ours": f"{plus_minus(mean, error)} ({len(seeds)})"}
-        rows.append(cells[game] | row | {"learnt": "yes" if learnt else "", "theirs": f"{theirs:.1f}"})
+        rows.append({"game": game} | row | {"learnt": "yes" if learnt else "", "theirs": f"{theirs:.1f}"})
     columns = {"game": itemgetter("game"), "steps": itemgetter("steps"), "return (seeds)": itemgetter("ours")}
-    columns |= {"random play": itemgetter("random play"), "best constant action": itemgetter("its return")}
     columns |= {"above both": itemgetter("learnt"), "OpenAI's PPO": itemgetter("theirs")}
     return table(rows, columns)
 
@@ -409,7 +382,7 @@ def cleanrl_laptop() -> list[str]:
 
 
 PARTS = {
-    "doors_update": doors, "encoders": encoders, "tables": tables, "published": published, "headlines": headlines,
+    "doors_update": doors, "encoders": encoders, "published": published, "headlines": headlines,
     "six_doors": six_doors, "side_by_side": side_by_side, "constant_actions": constant_actions, "easy_all": easy_all,
     "time_to_published": time_to_published, "easy_200": easy_200, "hard": hard, "laptop_games": laptop_games,
     "cleanrl_laptop": cleanrl_laptop,

@@ -41,22 +41,6 @@ def test_new_number_changes_its_table_and_nothing_else(tmp_path, monkeypatch):
     assert "| 98,765 |" in page.read_text()
 
 
-def test_published_tables_show_the_cells_that_have_run_and_a_published_number(tmp_path, monkeypatch):
-    names = "cell", "published", "ours", "seeds", "values", "steps"
-    cells = [
-        ("both", "3.5", 2.5, 2, "1:2 2:3", 890_880),
-        ("one seed", "3", 2, 1, "1:2", 890_880),
-        ("ours", "", 2.5, 2, "1:2 2:3", 890_880),
-        ("theirs", "3.5", "", 0, "", 890_880),
-    ]
-    records.write_rows(tmp_path / "gamma.csv", [dict(zip(names, cell, strict=True)) for cell in cells])
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.tables()[2:] == [
-        "| gamma | both | 3.50 | 2.50 (2.00, 3.00) | 2 | 0.9M |",
-        "| gamma | one seed | 3.00 | 2.00 | 1 | 0.9M |",
-    ]
-
-
 def test_seeds_are_pooled_in_the_table_of_all_algorithms(tmp_path, monkeypatch):
     """(2 + 4) / 2 and their standard error; of a seed the longer run; speeds of one machine."""
     row = {"cell": "PPO, starpilot", "seed": 1, "step": 507_904, "mean": 2, "error": 0.3, "steps/s": ""}
