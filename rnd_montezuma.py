@@ -2,8 +2,9 @@
 
 Burda et al. 2018 (arXiv 1810.12894). The bonus (intrinsic reward) is a network's error in predicting the features that
 a fixed random network gives the next frame. Defaults are the paper's, but a run and the random play before it are a
-third as long; the policy's network, time limits (no terminations), minibatches and an episode's last bonus differ
-(docs/rnd.md). With --async the actors play while the learner learns, with parameters one update old. Try:
+third as long, and time limits bootstrap where the paper terminates; the policy's network, minibatches and an episode's
+last bonus differ too (docs/rnd.md). With --async the actors play while the learner learns, with parameters one update
+old. Try:
 
     python rnd_montezuma.py --async --room-map
     python rnd_montezuma.py --channels 16,32,32 --hidden 256 --num-envs 32 --num-minibatches 8 --total-timesteps 8000000
@@ -66,7 +67,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     num_actors: Annotated[int, Interval(ge=1, le=256)] = 1
     """with --async: number of actor threads, each with an equal part of the environments"""
     vtrace: bool = False
-    """with --async: V-trace (both bars 1) in both advantages; PPO's ratio is then to the policy before the update"""
+    """with --async: V-trace (rho_bar = c_bar = 1) corrects both advantages for the lag; PPO's ratio then starts at 1"""
     obs_norm_init_steps: Annotated[int, Interval(ge=1, le=10**6)] = 2048
     """random steps per environment before training (not in total_timesteps), to initialise observation normalisation"""
     num_minibatches: PositiveInt = 4
@@ -94,7 +95,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     clip_coef: PositiveFloat = 0.1
     """clip the probability ratio to 1 +- this"""
     vf_coef: NonNegativeFloat = 1.0
-    """coefficient of the value loss, half the mean squared error of each head"""
+    """coefficient of the value loss: half the mean squared error, summed over both heads"""
     ent_coef: NonNegativeFloat = 0.001
     """coefficient of the entropy bonus"""
     update_proportion: UnitInterval = 0.25
@@ -106,7 +107,7 @@ class Args(atari.GameArgs, ActorArgs, runs.RunArgs):
     channels: str = "32,64,64"
     """channels of the three convolutions, in policy, target and predictor"""
     hidden: Size = 512
-    """units of the dense layers (half as many in the policy's first) and of the core; number of RND's features"""
+    """units of the policy's dense layers (its first: half as many) and core, and of RND's; also RND's features"""
     core: Literal["none", "lstm", "gru"] = "none"
     """recurrent core of the policy; a minibatch then holds all steps of some environments"""
     separate_value: bool = False
@@ -166,22 +167,6 @@ def encoder_args(args: Args) -> networks.EncoderArgs:
 Encoded = tuple[jax.Array, jax.Array | None]  # the policy's features, and the values if they have their own network
 
 
-class ValueNetwork(nn.Module):
-    """With --separate-value: both values, from layers like the policy's, none of them shared."""
-
-    encoder: nn.Module
-    hidden: int
-
-    @nn.compact
-    def __call__(self, frames: jax.Array) -> jax.Array:
-        """Frames uint8 [B, 84, 84, C] -> values float32 [B, 2]."""
-        dense = partial(nn.Dense, precision="highest")
-        x = self.encoder(frames)
-        for name in ("trunk", "critic"):
-            x = nn.relu(dense(self.hidden, kernel_init=networks.INITS["orthogonal"], name=name)(x))
-        return dense(2, kernel_init=nn.initializers.orthogonal(0.01), name="values")(x)
-
-
 class Agent(nn.Module):
     """The Nature CNN, a recurrent core, and policy and value heads (values of the game's reward and of the bonus); with
     --separate-value the values come from `value_network`."""
@@ -189,7 +174,7 @@ class Agent(nn.Module):
     encoder: nn.Module
     core: networks.Recurrent
     hidden: int
-    value_network: ValueNetwork | None
+    value_network: nn.Module | None
 
     def setup(self):
         dense = partial(nn.Dense, precision="highest")  # no TF32 on a GPU
@@ -218,6 +203,22 @@ class Agent(nn.Module):
         """Frames [B, 84, 84, C] of one step, for `init` alone. Call each new head here, or it gets no parameters."""
         encoded = jax.tree.map(lambda x: x[:, None], self.encode(frames))
         return self.decode(encoded, is_first[:, None], hidden_state)
+
+
+class ValueNetwork(nn.Module):
+    """With --separate-value: both values, from layers like the policy's, none of them shared."""
+
+    encoder: nn.Module
+    hidden: int
+
+    @nn.compact
+    def __call__(self, frames: jax.Array) -> jax.Array:
+        """Frames uint8 [B, 84, 84, C] -> values float32 [B, 2]."""
+        dense = partial(nn.Dense, precision="highest")
+        x = self.encoder(frames)
+        for name in ("trunk", "critic"):
+            x = nn.relu(dense(self.hidden, kernel_init=networks.INITS["orthogonal"], name=name)(x))
+        return dense(2, kernel_init=nn.initializers.orthogonal(0.01), name="values")(x)
 
 
 def make_agent(args: Args) -> Agent:
@@ -288,11 +289,12 @@ class TrainState(NamedTuple):
     bonus_filter: ReturnFilter
 
 
+# For jax.shard_map: a field named here has parts by environment, which devices share; all others are replicated.
 STATE_SPECS = devices.partition_specs(TrainState, bonus_filter=RETURN_FILTER_SPECS)
 
 
 class EnvState(NamedTuple):
-    """What N environments' rollouts hand to the next."""
+    """What a rollout of N environments hands to the next one."""
 
     history: jax.Array  # uint8 [past, N, 84, 84, 1]: the frames before the newest
     env_ids: jax.Array  # int32 [N]
@@ -395,8 +397,8 @@ def begin_rollout(args: Args, env_state: EnvState, i: int) -> Rollout:
 
 
 def observe(agent: Agent, params: dict, rollout: Rollout, obs: jax.Array, episode_step: jax.Array):
-    """Adds obs uint8 [N, 1, 84, 84], episode_step int32 [N] and their values; returns the rollout, logits [N, 18] and
-    the next hidden state."""
+    """Writes obs uint8 [N, 1, 84, 84], episode_step int32 [N] and the network's values for them as step `rollout.t`;
+    returns the rollout, logits [N, 18] and the next hidden state."""
     t = rollout.t
     frames = rollout.frames.write(t, obs, episode_step)
     logits, values, hidden_state = policy_and_value(
@@ -551,9 +553,9 @@ def gae_per_head(args: Args, rewards, bonus, *, values, ratio, timesteps: envs.T
         decay=args.gamma * args.gae_lambda * (1.0 - timesteps.episode_end),
         ratio=ratio,
     )
-    # A junk step, where EnvPool resets, shows the ended episode's last frame: bonus 0, discount 1, and the next frame's
-    # value, so that the bonus's return continues in the next episode. If a rollout's last step ends an episode, the
-    # next one is not known yet: the last frame's own value is bootstrapped.
+    # EnvPool's reset, a junk step, is no transition of the bonus's stream either: with bonus 0, discount 1 and the next
+    # frame's value, the step before it bootstraps from the next episode's first frame. If a rollout's last step ends an
+    # episode, that frame is not known yet: the ended episode's last frame stands in for it.
     mask = ~timesteps.is_reset
     int_values = jnp.where(mask, values[:-1, :, 1], values[1:, :, 1])
     int_advantages = gae(
@@ -853,7 +855,8 @@ def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
     if args.async_:
         param_shardings = env_state_shardings = devices.actor_devices(args, args.num_actors)
     else:
-        param_shardings, env_state_shardings = ([x] for x in devices.shardings(mesh, (REPLICATED, ENV_STATE_SPECS)))
+        param_shardings = [devices.shardings(mesh, REPLICATED)]
+        env_state_shardings = [devices.shardings(mesh, ENV_STATE_SPECS)]
     return Fleet(
         make_collect(args, agent, mesh),
         [envs.ReplayableVecEnv(partial(atari.make_montezuma, args), part, seed, args.restart_every) for part in parts],
@@ -891,7 +894,7 @@ def main(args: Args) -> runs.Run:
         if run.resumed:
             statistics.restore(run.checkpoint["statistics"])
             fleet.restore(run.checkpoint["fleet"], state.params["agent"], run)
-        if state.frame_stats.count == 0:
+        if state.frame_stats.count == 0:  # a new run, or one that a signal stopped during its random play
             stats = observe_random_play(args, run, state.frame_stats)
             state = jax.device_put(state._replace(frame_stats=stats), state_sharding)  # else `update` compiles twice
 
