@@ -39,8 +39,8 @@ from common.flags import Iterations, NonNegativeFloat, NonNegativeInt, PositiveF
 from common.rewards import RETURN_FILTER_SPECS, ReturnFilter, init_return_filter, masked_moments, normalize_rewards
 
 SCRIPT = Path(__file__).stem
-# Seeds of the evaluation doors: for the matrix and evaluate.py (which adds its --seed) and, beyond any of those, for
-# choosing a task's best parameters (eval/success_rate).
+# Seeds of the evaluation doors. EVAL_SEED: of the matrix, and of evaluate.py, which adds its --seed. SELECT_SEED, above
+# any such sum: of eval/success_rate, by which a task's best parameters are chosen.
 EVAL_SEED, SELECT_SEED = 1000, 2**40
 # Flags of --method hnppo alone.
 HYPERNET_FLAGS = ("beta", "task_embedding_dim", "hyper_width", "chunked", "hyper_learning_rate", "critic")
@@ -109,6 +109,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
 
     @property
     def total_timesteps(self) -> int:
+        """The most decisions of all tasks together, for `runs.Run`."""
         return self.task_timesteps * len(doors.task_names(self))
 
     @property
@@ -141,36 +142,19 @@ class Args(doors.DoorArgs, runs.RunArgs):
 Dense = partial(nn.Dense, precision="highest")  # no TF32 on a GPU
 
 
-def tanh_layers(x: jax.Array, hidden: int, layers: int) -> jax.Array:
-    """Hidden layers of the module that calls it: float32 [..., D] -> float32 [..., hidden]."""
-    for _ in range(layers):
-        x = nn.tanh(Dense(hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
-    return x
+class MLP(nn.Module):
+    """Tanh layers, then a linear one: observations float32 [..., D] -> the mean of the policy's Gaussian or the value,
+    float32 [..., outputs]."""
 
-
-class Actor(nn.Module):
-    """The mean of a Gaussian over actions: float32 [..., D] -> float32 [..., A]."""
-
-    action_size: int
+    outputs: int
     hidden: int
     layers: int
 
     @nn.compact
-    def __call__(self, x: jax.Array):
-        x = tanh_layers(x, self.hidden, self.layers)
-        return Dense(self.action_size, kernel_init=nn.initializers.orthogonal(1.0))(x)
-
-
-class Critic(nn.Module):
-    """The value of an observation: float32 [..., D] -> float32 [...]."""
-
-    hidden: int
-    layers: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array):
-        x = tanh_layers(x, self.hidden, self.layers)
-        return Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(x)[..., 0]
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.layers):
+            x = nn.tanh(Dense(self.hidden, kernel_init=nn.initializers.orthogonal(2**0.5))(x))
+        return Dense(self.outputs, kernel_init=nn.initializers.orthogonal(1.0))(x)
 
 
 CHUNK, CHUNK_EMBEDDING_DIM = 1000, 5
@@ -223,12 +207,12 @@ class Agent:
     args: Args
 
     @cached_property
-    def actor(self) -> Actor:
-        return Actor(doorgym.vector.sizes(self.args.robot)[1], self.args.hidden, self.args.num_layers)
+    def actor(self) -> MLP:
+        return MLP(doorgym.vector.sizes(self.args.robot)[1], self.args.hidden, self.args.num_layers)
 
     @cached_property
-    def critic(self) -> Critic:
-        return Critic(self.args.hidden, self.args.num_layers)
+    def critic(self) -> MLP:
+        return MLP(1, self.args.hidden, self.args.num_layers)
 
     @cached_property
     def hyper(self) -> HyperNetwork:
@@ -239,7 +223,7 @@ class Agent:
         actor_key, critic_key = jax.random.split(key)
         obs = jnp.zeros(doorgym.vector.sizes(self.args.robot)[0])
         networks = {"actor": self.actor.init(actor_key, obs), "critic": self.critic.init(critic_key, obs)}
-        return networks | {"log_std": jnp.zeros(self.actor.action_size)}
+        return networks | {"log_std": jnp.zeros(self.actor.outputs)}
 
     def init(self, key: jax.Array) -> dict:
         """A new learner; its embedding is drawn when its task begins."""
@@ -260,8 +244,8 @@ class Agent:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Names of the parameters that `end_task` stores: those that hnppo generates; with ppo, the policy's, for
-        evaluate.py."""
+        """Names of the parameters that `end_task` stores: those that hnppo generates; else the policy's, which
+        evaluate.py plays with ppo."""
         critic = self.args.method == "hnppo" and self.args.critic == "hyper"
         stored = {"actor": True, "critic": critic, "log_std": self.args.keep_std}
         return tuple(name for name in stored if stored[name])
@@ -314,7 +298,7 @@ class TrainState(NamedTuple):
     matrix: jax.Array  # float32 [MAX_TASKS, MAX_TASKS]: success rate on task j after task i; NaN where not measured
     key: jax.Array
     task: jax.Array  # int32 []: position in the task sequence; -1 before the first
-    finished: jax.Array  # int32 []: finished tasks: task, or task + 1 between tasks
+    finished: jax.Array  # int32 []: number of finished tasks: `task` while one is learnt, task + 1 after it
     updates: jax.Array  # int32 []: in this task
     global_step: jax.Array  # int32 []: decisions learnt from
     skipped: jax.Array  # int32 []: optimiser steps skipped because their gradient was not finite
@@ -494,7 +478,7 @@ def loss(args: Args, agent: Agent, learner: dict, batch: Batch) -> dict[str, jax
     """
     params = agent.networks(learner)
     mean, log_std = agent.actor.apply(params["actor"], batch.obs), params["log_std"]
-    values = agent.critic.apply(params["critic"], batch.obs)
+    values = agent.critic.apply(params["critic"], batch.obs)[..., 0]
     terms = ppo_loss_terms(args, log_prob(mean, log_std, batch.actions), values, batch)
     terms["entropy"] = jnp.full_like(values, (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum())
     total = terms["policy_loss"] + args.vf_coef * terms["value_loss"] - args.ent_coef * terms["entropy"]
@@ -520,8 +504,8 @@ def minibatch_gradient(args: Args, agent: Agent, state: TrainState, batch: Batch
         scale = jnp.minimum(1.0, args.max_grad_norm / norm)
         grads = jax.tree.map(lambda g: scale * g, grads)
     if with_penalty:
-        # The penalty's gradient is taken where Adam's step with PPO's alone leads (von Oswald et al., equation 2, with
-        # that change held constant).
+        # The penalty's gradient is taken at the hypernetwork that an Adam step with PPO's gradient alone would give
+        # (von Oswald et al., equation 2, with that change held constant).
         step, _ = make_optimizer(args).update(grads, state.opt_state, state.learner)
         ahead = devices.optimization_barrier(optax.apply_updates(state.learner, step)["hyper"])
         means["penalty"], penalty_grads = jax.value_and_grad(partial(penalty, agent))(ahead, state)
@@ -534,7 +518,7 @@ def compute_advantages(args: Args, agent: Agent, state: TrainState, rollout: Rol
     """Normalised rewards and GAE: returns the state with its running statistics updated, a Batch and metrics."""
     params = agent.networks(state.learner)
     mean, log_std = agent.actor.apply(params["actor"], rollout.obs[:-1]), params["log_std"]
-    values = agent.critic.apply(params["critic"], rollout.obs)
+    values = agent.critic.apply(params["critic"], rollout.obs)[..., 0]
     last = jnp.zeros(rollout.rewards.shape, bool).at[-1].set(True)
     return_filter, rewards = normalize_rewards(
         state.return_filter, rollout.rewards, ended=last, mask=jnp.ones_like(last), gamma=args.gamma
@@ -651,7 +635,7 @@ def make_jitted(args: Args, agent: Agent, mesh: Mesh) -> Jitted:
         end_task=jax.jit(partial(end_task, args, agent)),
         policy_params=jax.jit(partial(policy_params, agent)),
         act=jax.jit(partial(act, agent)),
-        colored_noise=jax.jit(partial(colored_noise, args, agent.actor.action_size)),
+        colored_noise=jax.jit(partial(colored_noise, args, agent.actor.outputs)),
         update=make_update(args, agent, mesh, with_penalty=False),
         update_with_penalty=make_update(args, agent, mesh, with_penalty=True),
         keep_best=jax.jit(partial(keep_best, args)),
@@ -710,7 +694,7 @@ def evaluate(
     space = doorgym.vector.action_space(args.robot)
 
     def random_policy(obs, t):
-        return rng.uniform(space.low, space.high, (len(obs), agent.actor.action_size))
+        return rng.uniform(space.low, space.high, (len(obs), agent.actor.outputs))
 
     for i, task in enumerate(doors.task_names(args)):
         actor = jax.tree.map(itemgetter(i), loaded["actor"])
@@ -787,8 +771,8 @@ def learn_task(args: Args, jitted: Jitted, mesh: Mesh, run: runs.Run, state: Tra
 
 
 def finish_task(args: Args, jitted: Jitted, run: runs.Run, state: TrainState) -> TrainState:
-    """Ends the task, then evaluates all tasks, later ones too, with `policy_params` (ppo: the newest policy;
-    evaluate.py plays each task's own), and reports the matrix so far."""
+    """Ends the task, then evaluates all tasks, later ones too, with `policy_params` (without a hypernetwork: the newest
+    policy for all; with ppo, evaluate.py plays each task's own), and reports the matrix so far."""
     names, i = doors.task_names(args), int(state.task)
     state = jitted.end_task(state)
     row = np.full(MAX_TASKS, np.nan)

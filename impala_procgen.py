@@ -66,7 +66,7 @@ class Args(
     update_pieces: PositiveInt = 1
     """split each update into this many programs; actors that share the learner's GPU act between them"""
     replay_fraction: Annotated[float, Interval(ge=0, le=0.95)] = 0.0
-    """fraction of the whole batch that is older unrolls, drawn from a buffer beside the new ones; 0 for no buffer"""
+    """fraction of each batch that is older unrolls, drawn from a buffer and added to the new ones; 0 for no buffer"""
     replay_size: PositiveInt = 128
     """unrolls that the buffer holds, each of one environment, on the device (2.4 MiB each at 200 steps)"""
     learning_rate: NonNegativeSchedule = "0:1e-4,1000000:5e-4,8000000:1e-4"
@@ -82,7 +82,7 @@ class Args(
     vtrace_lambda: UnitInterval = 1.0
     """V-trace: decay of later temporal differences, as in TD(lambda)"""
     clip_coef: NonNegativeFloat = 0.0
-    """PPO's surrogate, its ratio clipped to 1 +- this, V-trace once an update; 0: the paper's loss and V-trace"""
+    """clip PPO's ratio to 1 +- this, with V-trace once per update; 0: the paper's loss, V-trace in each minibatch"""
     vf_coef: NonNegativeFloat = 0.5
     """coefficient of the value loss, half the mean squared error"""
     ent_coef: NonNegativeSchedule = "0.01"
@@ -239,7 +239,7 @@ class LearnerBuffers(NamedTuple):
     """The learner's reward filter and replay buffer, kept between updates."""
 
     reward_filter: ReturnFilter
-    replay: UnrollBatch | None  # N = replay_size; rewards (as processed then) and hidden states are not updated
+    replay: UnrollBatch | None  # N = replay_size; rewards (as processed when new) and hidden states stay as recorded
     written: jax.Array  # int32 []: unrolls written to each device's part of the replay, kept below 2 x its size
 
 
@@ -307,7 +307,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, n]
     logits: jax.Array  # float32 [T, n, 15]
     initial_hidden_state: networks.HiddenState
-    env_state: envs.EnvState  # after the last step; `end_rollout` sets its history
+    env_state: envs.EnvState  # after the last step; `envs.end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -354,19 +354,12 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     return rollout, played
 
 
-def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, episode_step: jax.Array) -> Rollout:
-    """Adds the frames uint8 [n, 3, 64, 64] after the last step, and their episode_step int32 [n]."""
-    frames = rollout.frames.write(args.num_steps, obs, episode_step)
-    env_state = rollout.env_state._replace(history=frames.history(args.num_steps))
-    return rollout._replace(frames=frames, env_state=env_state)
-
-
 def make_collect(args: Args, agent: Agent) -> Callable:
     """Returns collect(vec_env, params, env_state, *, i, watch, check_stop) -> Unroll, EnvState, which `actors.Fleet`
     calls in an actor's thread: it plays the i-th rollout on the device of the parameters."""
     begin = jax.jit(partial(begin_rollout, args))
     step = jax.jit(partial(act, args, networks.acting_agent(agent)), donate_argnums=1)
-    end = jax.jit(partial(end_rollout, args), donate_argnums=0)
+    end = jax.jit(partial(envs.end_rollout, args), donate_argnums=0)
 
     def collect(vec_env: envs.ReplayableVecEnv, params: dict, env_state: envs.EnvState, *, i, watch, check_stop):
         params = networks.acting_params(agent, params)  # cast to the encoder's dtype, once for all steps
@@ -685,8 +678,8 @@ def finish_update(args: Args, state: TrainState, is_reset: jax.Array, means: lis
 def update(args: Args, agent: Agent, state: TrainState, unrolls: UnrollBatch) -> tuple[TrainState, dict]:
     """One IMPALA update, on each device's part of the unrolls: returns the next TrainState and metrics, float32 [].
 
-    Losses are means over the last epoch, replayed unrolls included. So rho and approx_kl compare the behaviour policy
-    with one that this update has already changed.
+    Losses are means over the last epoch, replayed unrolls included. By then earlier minibatches have usually changed
+    the policy that rho and approx_kl compare with the behaviour policy.
     """
     state, _, means = optimize(args, agent, state, unrolls, 0)
     return finish_update(args, state, unrolls.batch.is_reset, [means])

@@ -193,7 +193,7 @@ class Rollout(NamedTuple):
     actions: jax.Array  # int32 [T, N]
     logits: jax.Array  # float32 [T, N, 15]
     values: jax.Array  # float32 [T, N]
-    env_state: envs.EnvState  # after the last step; `end_rollout` sets its history
+    env_state: envs.EnvState  # after the last step; `envs.end_rollout` sets its history
     key: jax.Array
     t: jax.Array  # int32 []
 
@@ -241,13 +241,6 @@ def act(args: Args, agent: Agent, params: dict, rollout: Rollout, obs: jax.Array
     return rollout, played
 
 
-def end_rollout(args: Args, rollout: Rollout, obs: jax.Array, episode_step: jax.Array) -> Rollout:
-    """Adds the frames uint8 [N, 3, 64, 64] after the last step, and their episode_step int32 [N]."""
-    frames = rollout.frames.write(args.num_steps, obs, episode_step)
-    env_state = rollout.env_state._replace(history=frames.history(args.num_steps))
-    return rollout._replace(frames=frames, env_state=env_state)
-
-
 def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     """Returns collect(vec_env, params, env_state, i, watch) -> Rollout, envs.Timesteps: it plays the i-th rollout,
     num_steps steps of each environment, each device with its own environments."""
@@ -260,7 +253,7 @@ def make_collect(args: Args, agent: Agent, mesh: Mesh) -> Callable:
     )
     step = jax.jit(step, donate_argnums=1)
     end = shard_map(
-        partial(end_rollout, args), in_specs=(ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED), out_specs=ROLLOUT_SPECS
+        partial(envs.end_rollout, args), in_specs=(ROLLOUT_SPECS, ENV_SHARDED, ENV_SHARDED), out_specs=ROLLOUT_SPECS
     )
     end = jax.jit(end, donate_argnums=0)
 

@@ -229,6 +229,13 @@ def init_env_state(env_ids: jax.Array, stack_offsets: Sequence[int], hidden_stat
     return EnvState(empty_history(len(env_ids), stack_offsets), env_ids, jnp.zeros_like(env_ids), hidden_state)
 
 
+def end_rollout(args, rollout, obs: jax.Array, episode_step: jax.Array):
+    """Adds the frames uint8 [N, 3, 64, 64] after a rollout's last step, and their episode_step int32 [N]."""
+    frames = rollout.frames.write(args.num_steps, obs, episode_step)
+    env_state = rollout.env_state._replace(history=frames.history(args.num_steps))
+    return rollout._replace(frames=frames, env_state=env_state)
+
+
 def join_envs(parts: Sequence, axis: int):
     """Joins pytrees of several actors along `axis`, the environments: every actor's first, then every actor's second...
 

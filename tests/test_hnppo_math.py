@@ -303,7 +303,7 @@ def test_advantages_and_densities_of_a_rollout_equal_numpy(num_devices):
     state, rollout = middle_of_task(args, agent, jitted), random_rollout(args)
     params = agent.networks(state.learner)
     mean, log_std = float64((agent.actor.apply(params["actor"], rollout.obs[:-1]), params["log_std"]))
-    values = float64(agent.critic.apply(params["critic"], rollout.obs))
+    values = float64(agent.critic.apply(params["critic"], rollout.obs))[..., 0]
     last = np.arange(DECISIONS)[:, None] + np.zeros(4) == DECISIONS - 1
     mask = np.ones_like(last)
     return_filter, rewards = normalize_rewards(state.return_filter, rollout.rewards, last, mask, args.gamma)

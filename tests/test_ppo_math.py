@@ -72,7 +72,7 @@ def made_up(script, args):
         obs = rng.integers(0, 256, obs_shape, np.uint8)
         if t < args.num_steps:
             rollout, _ = act(rollout, obs, steps.episode_step[t])
-    rollout = script.end_rollout(args, rollout, obs, steps.episode_step[-1])
+    rollout = envs.end_rollout(args, rollout, obs, steps.episode_step[-1])
     images, history = rollout.frames.images, rollout.env_state.history
     np.testing.assert_array_equal(images[-1], obs.transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(history, images[-1 - len(history) : -1])  # the next rollout continues this one
