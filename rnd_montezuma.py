@@ -853,7 +853,7 @@ def make_fleet(args: Args, agent: Agent, mesh: Mesh) -> Fleet:
     seed, env_ids = envs.derive_seed(args.seed, 1), devices.local_env_ids(args)
     parts = [env_ids[i :: args.num_actors] for i in range(args.num_actors)]
     if args.async_:
-        param_shardings = env_state_shardings = devices.actor_devices(args, args.num_actors)
+        param_shardings = env_state_shardings = devices.actor_devices(args)
     else:
         param_shardings = [devices.shardings(mesh, REPLICATED)]
         env_state_shardings = [devices.shardings(mesh, ENV_STATE_SPECS)]

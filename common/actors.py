@@ -276,7 +276,7 @@ def make_fleet(args: Any, collect: Callable, init_env_state: Callable) -> Fleet:
         collect,
         [envs.make_train_envs(args, ids) for ids in env_ids],
         [init_env_state(ids) for ids in env_ids],
-        param_shardings=devices.actor_devices(args, args.num_actors),
+        param_shardings=devices.actor_devices(args),
         max_lag=args.max_lag,
         deterministic=args.deterministic,
     )

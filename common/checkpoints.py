@@ -37,10 +37,8 @@ def _orbax():
     for name in ("absl", "asyncio"):  # they log what is raised here too
         logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.unraisablehook = _ignore_late_threads
-    options = ocp.options.MultiprocessingOptions()
-    if jax.process_count() > 1:  # each host on its own
-        host = jax.process_index()
-        options = ocp.options.MultiprocessingOptions(host, {host}, f"host{host}")
+    host = jax.process_index()  # each host reads and writes on its own
+    options = ocp.options.MultiprocessingOptions(host, {host}, f"host{host}")
     # OCDBT: some twenty files in all, not two or three per array.
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     return ocp.Checkpointer(handler, multiprocessing_options=options)

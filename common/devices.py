@@ -64,8 +64,7 @@ def describe(mesh: Mesh) -> str:
     text = f"CPU, {mesh.size} of its cores"
     for version in (12, 13):
         if importlib.util.find_spec(f"jax_cuda{version}_plugin"):
-            text += f"; jax-cuda{version}-plugin is installed, but JAX finds no GPU: see docs/troubleshooting.md"
-            break
+            return f"{text}; jax-cuda{version}-plugin is installed, but JAX finds no GPU: see docs/troubleshooting.md"
     return text
 
 
@@ -88,18 +87,17 @@ def use_every_core() -> None:
 
 def learner_devices(args: Any, host: int | None = None) -> list[jax.Device]:
     """The devices of a host (default: this one) that may learn: all but the last `args.actor_devices`."""
-    host = jax.process_index() if host is None else host
-    every = [device for device in jax.devices() if device.process_index == host]
+    every = jax.local_devices(process_index=host)
     return every[: max(0, len(every) - getattr(args, "actor_devices", 0))]
 
 
-def actor_devices(args: Any, num_actors: int) -> list[jax.Device]:
+def actor_devices(args: Any) -> list[jax.Device]:
     """A device of this host for each actor, round robin: the last `args.actor_devices`, or else those that learn."""
     if args.actor_devices:
         every = jax.local_devices()[-args.actor_devices :]
     else:
         every = learner_devices(args)[: num_learner_devices(args)]
-    return [every[-1 - actor % len(every)] for actor in range(num_actors)]
+    return [every[-1 - actor % len(every)] for actor in range(args.num_actors)]
 
 
 def num_learner_devices(args: Any) -> int:

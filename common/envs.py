@@ -68,8 +68,8 @@ Game = Literal[GAMES]
 class GameArgs:
     """The Procgen game, its observations and rewards, and evaluation."""
 
-    # With another restart_every a resume could skip a reset that `forced_reset` announced; with a gap, stacks of 3 and
-    # of 4 frames have networks of the same shapes.
+    # restart_every: with another, a resume could skip a reset that `forced_reset` announced. frame_stack: with a gap,
+    # stacks of 3 and of 4 frames fit the same network, so loading a checkpoint would not notice.
     FIXED: ClassVar = (
         "env_id", "distribution_mode", "num_levels", "start_level", "use_backgrounds", "restrict_themes",
         "frame_stack", "gap_stack", "restart_every",
@@ -250,34 +250,27 @@ def join_envs(parts: Sequence, axis: int):
     return jax.tree.map(join, *parts)
 
 
-def join_by_specs(specs, parts: Sequence):
-    """Joins arrays by `join_envs` along the axis that `specs`, a prefix of the pytrees, shards; of those replicated it
-    takes the first part's."""
-
-    def join(spec, *x):
-        return join_envs(x, spec.index("device")) if "device" in spec else x[0]
-
-    return jax.tree.map(join, specs, *parts)
-
-
-def split_by_specs(specs, tree, count: int) -> list:
-    """The inverse of `join_by_specs`: `count` pytrees, part i with environments i, i + count, i + 2 count, ..."""
-
-    def part(i, spec, x):
-        places = (*[slice(None)] * spec.index("device"), slice(i, None, count)) if "device" in spec else ...
-        return jax.tree.map(lambda array: array[places], x)
-
-    return [jax.tree.map(partial(part, i), specs, tree) for i in range(count)]
-
-
 def make_split_and_join(mesh: Mesh, rollout_specs, count: int) -> tuple[Callable, Callable]:
-    """For `count` rollout threads: split(EnvState) -> one EnvState each, and join(list of rollouts) -> one rollout."""
+    """For `count` rollout threads: split(EnvState) -> one EnvState each, the i-th with environments i, i + count,
+    i + 2 count, ..., and join(list of rollouts) -> one rollout, in the environments' order again (`join_envs`)."""
     if count == 1:
         return lambda env_state: [env_state], lambda rollouts: rollouts[0]
+
+    def split(env_state):
+        def part(i, spec, x):
+            places = (*[slice(None)] * spec.index("device"), slice(i, None, count))
+            return jax.tree.map(lambda array: array[places], x)
+
+        return [jax.tree.map(partial(part, i), ENV_STATE_SPECS, env_state) for i in range(count)]
+
+    def join(rollouts):
+        def join_parts(spec, *parts):  # of what is replicated, the first
+            return join_envs(parts, spec.index("device")) if "device" in spec else parts[0]
+
+        return jax.tree.map(join_parts, rollout_specs, *rollouts)
+
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    split = partial(split_by_specs, ENV_STATE_SPECS, count=count)
     split = shard_map(split, in_specs=(ENV_STATE_SPECS,), out_specs=[ENV_STATE_SPECS] * count)
-    join = partial(join_by_specs, rollout_specs)
     join = shard_map(join, in_specs=([rollout_specs] * count,), out_specs=rollout_specs)
     return jax.jit(split), jax.jit(join)
 

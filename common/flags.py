@@ -16,8 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -372,9 +371,6 @@ def _check_range(flag: str, kind: Any, value: Any) -> None:
             _check_range(flag, part, each)
     elif origin is Literal:
         check(value in parts, f"{flag} {value}: give one of {', '.join(map(str, parts))}")
-    elif origin in (Union, UnionType) and value is not None:
-        for part in parts:
-            _check_range(flag, part, value)
     elif kind is float:
         check(abs(value) <= MAX_FLOAT, f"{flag} {value}: is not a number that float32 can hold")
 
@@ -387,10 +383,10 @@ def check_needs(args: Any, given: Any, need: str, flags: Sequence[str]) -> None:
         check(given or value == default, f"{as_given(name, value)}: has no effect without {need}")
 
 
-def _check_bounds(flag: str, value: float | str | None, bounds: Any) -> None:
+def _check_bounds(flag: str, value: float | str, bounds: Any) -> None:
     """Raises UsageError for a number or a schedule's value outside bounds such as Ge(1) or Interval(ge=0, le=1)."""
     sides = {side: limit for side in BOUNDS if (limit := getattr(bounds, side, None)) is not None}
-    if value is None or not sides:
+    if not sides:
         return
     values = [value]
     if isinstance(value, str):

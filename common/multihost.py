@@ -26,7 +26,7 @@ def initialize() -> None:
 
 
 def host_to_global(mesh: Mesh, tree: Any, specs: Any) -> Any:
-    """Global arrays from each host's arrays of its own environments, which stay on its devices."""
+    """Makes each host's arrays, of its own environments, parts of global arrays; the data stay on its devices."""
     tree = jax.device_put(tree, devices.shardings(mesh.local_mesh, specs))
     if jax.process_count() == 1:
         return tree

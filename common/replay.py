@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     one_step_frames: jax.Array | None = None  # uint8 [B, 64, 64, C]: one step later, for RND; with several policies
 
 
-def init(length: int, num_envs: int, offsets: Sequence[int], several_policies: bool = False) -> Replay:
+def init(length: int, num_envs: int, offsets: Sequence[int], several_policies: bool) -> Replay:
     """An empty ring of `length` rows; `offsets` are from `envs.frame_stack_offsets`."""
     shape = (length, num_envs)
     images = jnp.zeros((*shape, *envs.FRAME_SHAPE), jnp.uint8)

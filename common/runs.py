@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,7 @@ class RunArgs:
     run_dir: str = "runs"
     """parent folder of run directories"""
     resume: str = ""
-    """run directory to resume, with its own flags where none is given; most of game, network and seed cannot change"""
+    """run directory to resume: its flags become the defaults; seed and most flags of game and network cannot change"""
     checkpoint_every: PositiveInt = 1_000_000
     """environment steps between checkpoints"""
     keep_checkpoints: PositiveInt = 3
@@ -125,11 +125,6 @@ def load(init_checkpoint: Callable[[], dict], run_dir: str) -> dict[str, Any]:
         if same_hosts or name in saved:
             saved[name] = checkpoints.restore_tree(part, saved[name], run_dir)
     return saved
-
-
-def _identity(args: dict[str, Any], fixed: Iterable[str], run_id: str) -> np.ndarray:
-    """A run's id and the flags that a resume cannot change, as JSON in uint8, for its checkpoints."""
-    return np.frombuffer(json.dumps({"wandb_id": run_id} | {x: args[x] for x in fixed}).encode(), np.uint8)
 
 
 def _check_identity(saved: dict[str, Any], run_dir: str) -> None:
@@ -199,8 +194,8 @@ class Run:
     Attributes:
       path: the run directory. Of several hosts only the first writes there, logs and evaluates.
       resumed: whether the run continues an earlier one.
-      checkpoint: within the `with` block, the newest checkpoint or that of a new run. If the number of hosts has
-        changed, what each host saved for itself is as in a new run, or missing.
+      checkpoint: within the `with` block, the newest checkpoint or, in a new run, what `init_checkpoint` returns. If
+        the number of hosts has changed, what each host saved for itself is as in a new run, or missing.
       stop: the name of the signal that asked the run to end, else None. Hosts agree on it in `finished`.
       is_main: whether this host writes and evaluates: the only one, or the first of several.
     """
@@ -293,7 +288,10 @@ class Run:
             self._board = tracking.start_tensorboard(self.path / "tensorboard", after)
             undo.callback(self._board.close)
         write_json(self.path / "args.json", {"script": script, "wandb_id": run_id} | about | {"args": config})
-        self._identity, self._logged = _identity(config, fixed(type(args)), run_id), hashlib.sha256()
+        # For the checkpoints, as JSON: `_check_identity` compares it with args.json.
+        identity = {"wandb_id": run_id} | {name: config[name] for name in fixed(type(args))}
+        self._identity = np.frombuffer(json.dumps(identity).encode(), np.uint8)
+        self._logged = hashlib.sha256()
 
     def __enter__(self) -> "Run":
         with contextlib.suppress(ValueError):  # only the main thread handles signals
@@ -509,7 +507,8 @@ class Run:
             raise DivergedError(f"not finite at step {step}: {', '.join(broken)}; training stopped{kept}")
 
     def _rewind(self, saved: dict[str, Any]) -> None:
-        """Drops what was logged after the checkpoint, to be logged again, but not the checkpoint's own evaluation."""
+        """Takes up the checkpoint's counters, sets later (damaged) checkpoints aside and drops the metrics logged after
+        it, which will be logged again; an evaluation of the checkpoint itself stays."""
         self._evaluated, self._saved, self._seconds = int(saved["evaluated"]), saved["step"], float(saved["seconds"])
         here = self._topology()
         kinds = ("an accelerator, with ", "a CPU, with ") if saved["cpu"] != here["cpu"] else ("", "")

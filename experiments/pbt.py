@@ -42,8 +42,7 @@ from common.files import check
 from common.flags import Iterations, NonNegativeFloat, StepCount, UnitInterval
 from experiments import plot, records, trials
 
-for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AIR_NEW_OUTPUT"):
-    os.environ[name] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
 os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # results.csv is all that is wanted
 try:
     import ray

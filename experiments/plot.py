@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -328,10 +328,9 @@ def write_whole(out: str, ending: str, write: Callable[[Path], None]) -> None:
     print(path)
 
 
-def write_table(out: str, ending: str, columns: Iterable[str], rows: list[dict]) -> None:
+def write_table(out: str, ending: str, columns: Collection[str], rows: list[dict]) -> None:
     """Writes these columns of the rows to a CSV file."""
-    names = list(columns)
-    table = [{name: row.get(name, "") for name in names} for row in rows]
+    table = [{name: row.get(name, "") for name in columns} for row in rows]
     write_whole(out, ending, lambda temporary: records.write_rows(temporary, table))
 
 
@@ -408,12 +407,12 @@ def draw_curves(args: Args, groups: dict, games: list[str], references: dict) ->
     height = -(-len(panels) // width)
     size = (8, 12, 13, 15)[width - 1], 2 + 3 * height
     figure, axes = plt.subplots(height, width, figsize=size, squeeze=False, layout="constrained")
-    last = max(run.lines[-1]["global_step"] for group in groups.values() for run in group)
-    scripts = dict.fromkeys(run.script for group in groups.values() for run in group)
+    every_run = [run for group in groups.values() for run in group]
+    last = max(run.lines[-1]["global_step"] for run in every_run)
+    scripts = dict.fromkeys(run.script for run in every_run)
     steps = "decisions" if games == ["DoorGym"] else "environment steps"
     returns = first_return(args.metrics)
-    procgen = [run for group in groups.values() for run in group if run.game in RANDOM_RETURNS]
-    easy = {run.game for run in procgen if run.args.get("distribution_mode") == "easy"}
+    easy = {run.game for run in every_run if run.args.get("distribution_mode") == "easy"} & RANDOM_RETURNS.keys()
     for axis, (metric, clock, column) in zip(axes.flat, panels, strict=False):
         for i, (name, group) in enumerate(groups.items()):
             of_panel = [run for run in group if run.game in column]

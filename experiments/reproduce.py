@@ -78,14 +78,9 @@ class Cell(NamedTuple):
         return next((value for name, value in self.flags.items() if name.endswith("_timesteps")), None)
 
 
-def published() -> list[dict]:
-    """The rows of all published tables."""
-    return records.read_rows(REFERENCE)
-
-
 def read_table(name: str) -> list[dict]:
     """The rows of one table; raises UsageError."""
-    rows = published()
+    rows = records.read_rows(REFERENCE)
     names = dict.fromkeys(row["table"] for row in rows)
     check(name in names, f"TABLE {name}: give one of {', '.join(names)}")
     return [row for row in rows if row["table"] == name]
@@ -292,7 +287,8 @@ def summarize(cell: Cell, found: list[tuple], args: Args) -> dict:
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
     """Adds to `row`, computed from the runs here, the seeds that only earlier results have. If there are none, no run
-    here is done, or steps differ: returns the row of more steps or, if equal, of more seeds (if equal, `before`)."""
+    here is done, or steps differ: returns the row of more steps or, if equal, of more seeds (if equal, `row`). If
+    `before` has all that is here: returns `before`."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}

@@ -143,8 +143,8 @@ def grid_cells(sweep: dict) -> list[dict]:
 
 
 def check_values(sweep: dict) -> None:
-    """Exits as the script would if it refuses all first values together, or another value (or end of a range) with the
-    others' last values and also with their first. Single cells of a grid may be refused."""
+    """Exits as the script would if it refuses all first values together, or another value (or end of a range) both with
+    the others' last values and with their first. Single cells of a grid may be refused."""
 
     def extremes(spec):
         if "min" not in spec:

@@ -8,10 +8,9 @@ Each replaces what is between its two marks on a page. Try:
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 
 import numpy as np
 
@@ -36,80 +35,64 @@ class Args:
     """write nothing; exit code 2 if a page is not up to date"""
 
 
-def table(rows: list[dict], columns: dict[str, Callable[[dict], str]]) -> list[str]:
-    """A Markdown table with a line a row, and a function of the row for each column."""
-    lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+def table(rows: list[dict[str, str]], columns: Sequence[str] = ()) -> list[str]:
+    """A Markdown table with a line a row, and these columns of the rows, or all."""
+    columns = list(columns or rows[0])
+    lines = [columns, ["---"] * len(columns), *([row[name] for name in columns] for row in rows)]
     return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def number(name: str, form: str = ",.0f", after: str = "") -> Callable[[dict], str]:
-    """A column's number in the format `form`, followed by `after`; empty where the file has none."""
-    return lambda row: f"{float(row[name]):{form}}{after}" if row[name] else ""
 
 
 def frozen(name: str) -> list[str]:
     """A table of FROZEN."""
-    rows = records.read_rows(FROZEN[name])
-    return table(rows, {column: itemgetter(column) for column in rows[0]})
+    return table(records.read_rows(FROZEN[name]))
 
 
 def doors() -> list[str]:
-    columns = {"setting": itemgetter("setting")}
-    columns |= {"weights that learn": number("weights that learn"), "decisions": number("decisions")}
-    columns |= {"gradient steps": number("gradient steps"), "physics and inference": number("rollout s", ".1f", " s")}
-    columns |= {"update": number("update s", ".1f", " s"), "decisions/s": number("decisions/s")}
-    return table(records.read_rows(SPEED / "doors_update.csv"), columns)
+    rows, counts = [], ("weights that learn", "decisions", "gradient steps")
+    for row in records.read_rows(SPEED / "doors_update.csv"):
+        rollout, update = (f"{float(row[name]):.1f} s" for name in ("rollout s", "update s"))
+        shown = {"setting": row["setting"]} | {name: f"{int(row[name]):,}" for name in counts}
+        shown |= {"physics and inference": rollout, "update": update, "decisions/s": f"{int(row['decisions/s']):,}"}
+        rows.append(shown)
+    return table(rows)
 
 
 def encoders() -> list[str]:
-    columns = {"encoder": lambda row: row["encoder"], "parameters": number("parameters"), "MFLOP": number("MFLOP", "g")}
-    columns |= {"KiB kept": number("KiB kept", "g"), "forward ms": number("forward ms", "g")}
-    columns |= {"gradient ms": number("gradient ms", "g")}
-    return table(records.read_rows(SPEED / "encoders.csv"), columns)
+    rows = [row | {"parameters": f"{int(row['parameters']):,}"} for row in records.read_rows(SPEED / "encoders.csv")]
+    return table(rows, ("encoder", "parameters", "MFLOP", "KiB kept", "forward ms", "gradient ms"))
 
 
 def side_by_side() -> list[str]:
     """The score of each algorithm on test levels of two games, over seeds, with its error (`reproduce.pooled`)."""
-    evaluated = records.read_rows(RESULTS / "algorithms_nature_evaluations.csv")
-    rows = {}
-    for row in evaluated:
+    evaluated = {}
+    for row in records.read_rows(RESULTS / "algorithms_nature_evaluations.csv"):
         name, game = row["cell"].rsplit(", ", 1)
-        rows.setdefault(name, {}).setdefault(game, []).append(row)
+        evaluated.setdefault(name, {"starpilot": [], "coinrun": []})[game].append(row)
 
-    def at(row, game, steps):
+    def at(rows, steps):
         """Of each seed the evaluation there, of its longest run."""
-        near = (one for one in row["of"].get(game, []) if abs(int(one["step"]) - steps) <= 0.02 * steps)
-        return list({one["seed"]: one for one in sorted(near, key=lambda one: int(one["of steps"]))}.values())
+        near = (row for row in rows if abs(int(row["step"]) - steps) <= 0.02 * steps)
+        return list({row["seed"]: row for row in sorted(near, key=lambda row: int(row["of steps"]))}.values())
 
-    def after(game: str, steps: int) -> Callable[[dict], str]:
-        def cell(row):
-            found = at(row, game, steps)
-            if not found:
-                return ""
-            return plus_minus(*reproduce.pooled(found)) + (" (1 seed)" if len(found) == 1 else "")
+    def score(found):
+        if not found:
+            return ""
+        return plus_minus(*reproduce.pooled(found)) + (" (1 seed)" if len(found) == 1 else "")
 
-        return cell
-
-    def speed(row):
-        rates = [
-            float(one["steps/s"])
-            for one in row["of"].get("starpilot", [])
-            if one["steps/s"] and one["machine"] == "AMD EPYC, 1 cores"  # one machine, where all have run
-        ]
-        return f"{max(rates):.0f}" if rates else ""
-
-    columns = {"": lambda row: row["name"]}
-    for game in ("starpilot", "coinrun"):
-        columns |= {f"{game}, {millions(steps)}": after(game, steps) for steps in (500_000, 1_000_000)}
-    columns["steps/s"] = speed
-
-    def at_end(row):
-        found = at(row, "starpilot", 1_000_000)
+    def at_end(games):
+        found = at(games["starpilot"], 1_000_000)
         return reproduce.pooled(found)[0] if found else 0.0
 
     names = {"penalty 0.5": "TRPO's script, `--penalty 0.5`"}
-    shown = [{"name": names.get(name, name), "of": of} for name, of in rows.items()]
-    return table(sorted(shown, key=at_end, reverse=True), columns)
+    rows = []
+    for name, games in sorted(evaluated.items(), key=lambda item: at_end(item[1]), reverse=True):
+        row = {"": names.get(name, name)}
+        for game in games:
+            row |= {f"{game}, {millions(steps)}": score(at(games[game], steps)) for steps in (500_000, 1_000_000)}
+        on_one = [one for one in games["starpilot"] if one["machine"] == "AMD EPYC, 1 cores"]  # where all have run
+        rates = [float(one["steps/s"]) for one in on_one if one["steps/s"]]
+        rows.append(row | {"steps/s": f"{max(rates):.0f}" if rates else ""})
+    return table(rows)
 
 
 def six_doors() -> list[str]:
@@ -119,18 +102,15 @@ def six_doors() -> list[str]:
     rows = [row for name in names for row in records.read_rows(EXPERIMENTS / f"{name}.csv")]
     rows = [row for row in rows if row["tasks_learnt"] == "6"]
     theirs = {row["method"]: row for row in rows if row["whose"] == "published"}
-
-    def both(name):
-        def cell(row):
-            published = f"{float(theirs[row['method']][name]):.2f}" if row["method"] in theirs else "none"
-            return f"{published} / {float(row[name]):.2f}"
-
-        return cell
-
-    columns = {"published / ours": itemgetter("method")}
-    columns |= {name: both(name) for name in ("ACC", "FWT", "BWT", "BWT+", "REM")}
-    columns["our decisions"] = lambda row: millions(row["step"])
-    return table([row for row in rows if row["whose"] == "ours"], columns)
+    shown = []
+    for row in rows:
+        if row["whose"] == "ours":
+            both = {"published / ours": row["method"]}
+            for name in ("ACC", "FWT", "BWT", "BWT+", "REM"):
+                published = f"{float(theirs[row['method']][name]):.2f}" if row["method"] in theirs else "none"
+                both[name] = f"{published} / {float(row[name]):.2f}"
+            shown.append(both | {"our decisions": millions(row["step"])})
+    return table(shown)
 
 
 def at_the_end(row: dict) -> tuple[float, float, int, float]:
@@ -176,8 +156,8 @@ def beside() -> list[dict]:
         if theirs.startswith("openai "):
             curve = openai("easy-all", theirs.split()[1])
             late = np.linspace(0.9 * step, step, 101)  # as ours
-            theirs, steps = f"{np.interp(late, *curve).mean():.1f}", step
-        steps = steps if isinstance(steps, str) and not steps.isdecimal() else in_millions(steps)
+            theirs = f"{np.interp(late, *curve).mean():.1f}"
+        steps = in_millions(steps) if steps.isdecimal() else steps
         logs = (EXPERIMENTS / row["logs"]).resolve().relative_to(records.ROOT)
         rows.append(row | {
             "game and setting": f"[{row['setting']}](../{logs})", "published": theirs, "ours": plus_minus(mean, error),
@@ -190,28 +170,28 @@ def published() -> list[str]:
     """`beside` as a table, with a numbered list of its notes below."""
     rows = beside()
     notes = list(dict.fromkeys(row["note"] for row in rows if row["note"]))
-    columns = {name: itemgetter(name) for name in ("game and setting", "published", "ours", "seeds", "steps")}
-    columns["note"] = lambda row: str(notes.index(row["note"]) + 1) if row["note"] else ""
+    rows = [row | {"note": str(notes.index(row["note"]) + 1) if row["note"] else ""} for row in rows]
+    columns = "game and setting", "published", "ours", "seeds", "steps", "note"
     return [*table(rows, columns), "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))]
 
 
 def headlines() -> list[str]:
     """Of `beside` what the README shows."""
-    columns = {"game and setting": itemgetter("game and setting")}
-    columns["published"] = lambda row: f"{row['published']} ({row['who']})"
-    columns["ours (seeds)"] = lambda row: f"{row['ours']} ({row['seeds']})"
-    columns["steps"] = itemgetter("steps")
-    return table([row for row in beside() if row["readme"] == "yes"], columns)
+    rows = [row for row in beside() if row["readme"] == "yes"]
+    for row in rows:
+        row["published"] += f" ({row['who']})"
+        row["ours (seeds)"] = f"{row['ours']} ({row['seeds']})"
+    return table(rows, ("game and setting", "published", "ours (seeds)", "steps"))
 
 
 def millions(steps: str | float) -> str:
-    """12.3M; nothing where it is not known."""
-    return "" if steps == "" or np.isnan(float(steps)) else f"{float(steps) / 1e6:.3g}M"
+    """12.3M."""
+    return f"{float(steps) / 1e6:.3g}M"
 
 
 def in_millions(steps: str | float) -> str:
-    """As `millions`, with one decimal at most, as published lengths are given: 0.9M for 853,440."""
-    return "" if steps == "" or np.isnan(float(steps)) else f"{float(steps) / 1e6:.1f}M".replace(".0M", "M")
+    """With one decimal at most, as published lengths are given: 0.9M for 853,440; nothing for NaN."""
+    return "" if np.isnan(float(steps)) else f"{float(steps) / 1e6:.1f}M".replace(".0M", "M")
 
 
 # PUBLIC SCORES, GAME BY GAME
@@ -224,9 +204,9 @@ def openai(split: str, game: str) -> np.ndarray:
 
 
 def openai_at(split: str, steps: int) -> dict[str, float]:
-    """The return of OpenAI's PPO in each game after a number of steps that the curves have."""
+    """The return of OpenAI's PPO in each game after a number of steps."""
     curves = plot.read_reference(split, list(envs.GAMES))
-    return {game: values[list(at).index(steps)] for (_, game), (at, values) in curves.items() if steps in at}
+    return {game: np.interp(steps, *curve) for (_, game), curve in curves.items()}
 
 
 def public(setting: str, who: str, both: bool = False) -> dict[str, str]:
@@ -245,7 +225,7 @@ def shown(scores: dict[str, float]) -> dict[str, str]:
 
 def train_and_test(split: str, steps: int) -> dict[str, str]:
     train, test = (openai_at(f"{split}-{part}", steps) for part in ("train", "test"))
-    return {game: f"{train[game]:.1f} / {test[game]:.1f}" for game in train if game in test}
+    return {game: f"{train[game]:.1f} / {test[game]:.1f}" for game in train}
 
 
 def by_game(columns: dict[str, dict[str, str]], mode: str) -> list[str]:
@@ -253,7 +233,7 @@ def by_game(columns: dict[str, dict[str, str]], mode: str) -> list[str]:
     rows = [{"game": game} | {name: of.get(game, "") for name, of in columns.items()} for game in envs.GAMES]
     means = {name: mean_normalized(of, mode) for name, of in columns.items()}
     rows.append({"game": "normalised mean"} | means)
-    return table(rows, {name: itemgetter(name) for name in rows[0]})
+    return table(rows)
 
 
 def mean_normalized(scores: dict[str, str], mode: str) -> str:
@@ -279,16 +259,16 @@ def easy_all() -> list[str]:
 def time_to_published() -> list[str]:
     """When the training returns of our runs of 8M steps pass OpenAI's PPO after 25M."""
     rows, scores = [], openai_at("easy-all", 25_000_000)
-    for path in sorted((EXPERIMENTS / "results" / "ppo_8M").glob("*.csv")):
+    for path in sorted((RESULTS / "ppo_8M").glob("*.csv")):
         score = scores[path.stem]
         later = [row for row in records.read_rows(path) if float(row["global_step"]) >= 64_000]  # see plot.times_to
         above = [row for row in later if float(row["episodic_return"] or "-inf") >= score]
-        row = {"game": path.stem, "score": f"{score:.1f}", "at": "not by 8M", "minutes": ""}
+        at, minutes = "not by 8M", ""
         if above:
-            row |= {"at": millions(above[0]["global_step"]), "minutes": f"{60 * float(above[0]['hours']):.1f}"}
+            at, minutes = millions(above[0]["global_step"]), f"{60 * float(above[0]['hours']):.1f}"
+        row = {"game": path.stem, "OpenAI's PPO at 25M": f"{score:.1f}", "ours passes it at": at, "minutes": minutes}
         rows.append(row)
-    names = {"game": "game", "OpenAI's PPO at 25M": "score", "ours passes it at": "at", "minutes": "minutes"}
-    return table(rows, {name: itemgetter(key) for name, key in names.items()})
+    return table(rows)
 
 
 def easy_200() -> list[str]:
@@ -328,17 +308,16 @@ def constant_actions() -> list[str]:
     """Random play and the best constant action in each game, and when OpenAI's PPO leaves that behind."""
     cells, scores = without_learning()
     for game, pairs in scores.items():
-        highest = max((mean + 2 * error for mean, error in pairs), default=-np.inf)
+        highest = max(mean + 2 * error for mean, error in pairs)
         cells[game]["OpenAI's PPO above both from"] = above(game, highest)
-    names = "game", "random play", "best constant action", "its return", "OpenAI's PPO above both from"
-    return table([dict.fromkeys(names, "") | row for row in cells.values()], {name: itemgetter(name) for name in names})
+    columns = "game", "random play", "best constant action", "its return", "OpenAI's PPO above both from"
+    return table(list(cells.values()), columns)
 
 
 def above(game: str, score: float) -> str:
     """The steps from which OpenAI's PPO (easy, all levels) stays above a score."""
     steps, values = openai("easy-all", game)
-    below = np.flatnonzero(values <= score)
-    first = 0 if not len(below) else below[-1] + 1
+    first = max(np.flatnonzero(values <= score), default=-1) + 1
     return millions(steps[first]) if first < len(steps) else ""
 
 
@@ -354,11 +333,10 @@ def laptop_games() -> list[str]:
         steps = np.mean([float(row["steps"]) for row in seeds])
         learnt = all(mean - other > 2 * np.hypot(error, its_error) for other, its_error in scores[game])
         theirs = np.interp(steps, *openai("easy-all", game))
-        row = {"steps": f"{steps / 1e6:.2f}M", "ours": f"{plus_minus(mean, error)} ({len(seeds)})"}
-        rows.append({"game": game} | row | {"learnt": "yes" if learnt else "", "theirs": f"{theirs:.1f}"})
-    columns = {"game": itemgetter("game"), "steps": itemgetter("steps"), "return (seeds)": itemgetter("ours")}
-    columns |= {"above both": itemgetter("learnt"), "OpenAI's PPO": itemgetter("theirs")}
-    return table(rows, columns)
+        row = {"game": game, "steps": f"{steps / 1e6:.2f}M"}
+        row |= {"return (seeds)": f"{plus_minus(mean, error)} ({len(seeds)})", "above both": "yes" if learnt else ""}
+        rows.append(row | {"OpenAI's PPO": f"{theirs:.1f}"})
+    return table(rows)
 
 
 def cleanrl_laptop() -> list[str]:
@@ -377,8 +355,8 @@ def cleanrl_laptop() -> list[str]:
         row |= {"ours at its steps": f"{float(before['episodic_return']):.2f}"}
         row |= {"ours": f"{float(ours['episodic_return']):.2f}", "our steps": millions(ours["global_step"])}
         rows.append(cells[game] | row)
-    names = "game", "random play", "CleanRL's return", "its steps", "ours at its steps", "ours", "our steps"
-    return table(rows, {name: itemgetter(name) for name in names})
+    columns = "game", "random play", "CleanRL's return", "its steps", "ours at its steps", "ours", "our steps"
+    return table(rows, columns)
 
 
 PARTS = {

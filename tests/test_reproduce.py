@@ -68,7 +68,7 @@ def cell_in(folder, steps=None, **row):
 # CELLS
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(row["table"] for row in reproduce.published()))
+@pytest.mark.parametrize("name", dict.fromkeys(row["table"] for row in records.read_rows(reproduce.REFERENCE)))
 def test_cells_of_a_table_are_valid_and_different_runs(name):
     cells = [cell for cell in reproduce.read_cells(reproduce.Args(name)) if cell.row["script"]]
     for cell in cells:
