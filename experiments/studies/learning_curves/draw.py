@@ -25,7 +25,6 @@ README = {  # title: curve, game
     "starpilot, make train, two CPU cores": ("ppo_starpilot_cpu/starpilot.csv", "starpilot"),
 }
 LAPTOP = {game: (f"laptop_games/{game}.csv", game) for game in envs.GAMES}
-LAPTOP["starpilot"] = README["starpilot, make train, two CPU cores"]
 
 
 @dataclass(frozen=True)
