@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from benchmarks.golden_runs import CASES, differing, run_processes
+from benchmarks.golden_runs import CASES, differences, run_processes
 from common import runs
 
 SCRIPTS = tuple(dict.fromkeys(case.script for case in CASES.values()))
@@ -28,16 +28,6 @@ class Args:
     """folder of the changed checkout"""
     scripts: tuple[str, ...] = SCRIPTS
     """scripts whose runs are compared"""
-
-
-def differences(old: list[dict[str, float]], new: list[dict[str, float]]) -> list[str]:
-    """A sentence for each line of metrics that differs."""
-    found = [f"{len(old)} lines of metrics, now {len(new)}"] if len(old) != len(new) else []
-    for i, (a, b) in enumerate(zip(old, new, strict=False)):
-        if names := differing(a, b):
-            values = ", ".join(f"{name} {a.get(name)} -> {b.get(name)}" for name in names)
-            found.append(f"line {i + 1}, step {b['global_step']}: {values}")
-    return found
 
 
 def main(args: Args) -> None:

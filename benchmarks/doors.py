@@ -1,15 +1,13 @@
 """Speed of DoorGym's simulation and of hnppo_doorgym.py, in three tables.
 
 speed: decisions per second of `DoorVectorEnv`, and its speed as a percentage of bare `mj_step` calls on as many
-threads. physics: the time of `mj_step` with parts of MuJoCo changed. update: the time of a rollout and an update of
+threads. physics: the time of `mj_step` with other MuJoCo options. update: the time of a rollout and an update of
 hnppo_doorgym.py. With --out OUT their rows are appended to OUT.csv, OUT_physics.csv and OUT_update.csv:
 
     python -m benchmarks.doors
     python -m benchmarks.doors --parts physics
 """
 
-import os
-import shlex
 import threading
 import time
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from functools import partial
 from itertools import product
 from typing import Annotated, Literal
 
-import tyro
 from annotated_types import Interval
 
 import doorgym  # before MuJoCo, which it tells how to draw without a display
@@ -33,7 +30,7 @@ import optax
 import evaluate
 import hnppo_doorgym as hn
 from common import devices, runs
-from common.doors import ACTION_REPEAT, DECISIONS, make_doors
+from common.doors import ACTION_REPEAT, DECISIONS, MAX_DOORS, make_doors
 from common.flags import PositiveInt
 from doorgym.opener import Opener
 from doorgym.vector import FRAME_SKIP
@@ -53,7 +50,7 @@ SETTINGS = {
 }
 TASKS = ("Pull-Right-Pull", "Lever-Right-Pull", "Round-Left-Push")
 Disable = mujoco.mjtDisableBit
-# What a step of physics might do without: MuJoCo's options. The first is what it does.
+# Changes to MuJoCo's options; the first is none.
 PHYSICS = {
     "as it is": {},
     "no contacts": {"disableflags": Disable.mjDSBL_CONTACT},
@@ -70,17 +67,17 @@ PHYSICS = {
 class Args:
     parts: tuple[Literal["speed", "physics", "update"], ...] = ("speed", "physics", "update")
     """which of the tables"""
-    num_envs: Annotated[int, Interval(ge=1, le=20_000)] = 64
-    """doors side by side"""
+    num_envs: Annotated[int, Interval(ge=1, le=MAX_DOORS)] = 64
+    """environments (speed, physics)"""
     rounds: Annotated[int, Interval(ge=1, le=100)] = 5
-    """how often the environment and mj_step run, in turns; the table has the medians"""
+    """repetitions (speed, physics); tables have medians"""
     updates: PositiveInt = 2
-    """timed updates, after two that compile"""
+    """timed updates (update), after two that compile"""
     out: str = "benchmarks/results/doors"
     """where rows are appended; empty for nowhere"""
 
 
-def play(doors: doorgym.DoorVectorEnv, actions: np.ndarray) -> float:
+def time_env(doors: doorgym.DoorVectorEnv, actions: np.ndarray) -> float:
     """Seconds for actions [T, N, A] in the environment."""
     doors.reset(seed=1)
     start = time.perf_counter()
@@ -89,7 +86,7 @@ def play(doors: doorgym.DoorVectorEnv, actions: np.ndarray) -> float:
     return time.perf_counter() - start
 
 
-def bare(doors: doorgym.DoorVectorEnv, actions: np.ndarray, threads: int) -> float:
+def time_mj_step(doors: doorgym.DoorVectorEnv, actions: np.ndarray, threads: int) -> float:
     """Seconds for the same worlds, starts and actions with nothing but mj_step, doors dealt out to threads."""
     doors.reset(seed=1)
     models = [doors.models[world] for world in doors._world]
@@ -113,12 +110,12 @@ def bare(doors: doorgym.DoorVectorEnv, actions: np.ndarray, threads: int) -> flo
 
 
 def speed(task: str, args: Args) -> dict:
-    threads = len(os.sched_getaffinity(0))
+    threads = devices.available_cores()
     doors = doorgym.make_vec(task, args.num_envs, 1, threads, action_repeat=ACTION_REPEAT)
     # Towards the knob, so that there are contacts.
     actions = np.random.default_rng(0).normal(0, 1, (DECISIONS - 1, args.num_envs, 6))
     actions[..., 0] -= 0.5
-    times = [(play(doors, actions), bare(doors, actions, threads)) for _ in range(args.rounds)]
+    times = [(time_env(doors, actions), time_mj_step(doors, actions, threads)) for _ in range(args.rounds)]
     doors.close()
     ours, theirs = np.median(times, axis=0)
     steps = actions.shape[0] * args.num_envs * SUBSTEPS
@@ -134,7 +131,7 @@ def speed(task: str, args: Args) -> dict:
 
 
 @contextmanager
-def changed(option: mujoco.MjOption, changes: dict):
+def override_options(option: mujoco.MjOption, changes: dict):
     """A model's options changed for a while; flags are added to those that are set."""
     kept = {name: getattr(option, name) for name in changes}
     for name, value in changes.items():
@@ -161,7 +158,7 @@ def physics(task: str, args: Args) -> list[dict]:
         for model, state, action in zip(models, *starts[decision], strict=True):
             mujoco.mj_setState(model, data, state, mujoco.mjtState.mjSTATE_FULLPHYSICS)
             data.ctrl[:], data.qacc_warmstart[:] = action, 0
-            with changed(model.opt, PHYSICS[name]):
+            with override_options(model.opt, PHYSICS[name]):
                 start = time.perf_counter()
                 mujoco.mj_step(model, data, SUBSTEPS)
                 seconds += time.perf_counter() - start
@@ -176,7 +173,7 @@ def physics(task: str, args: Args) -> list[dict]:
 
 
 def adam_alone(args: hn.Args, learner: dict) -> float:
-    """Seconds of one Adam step on these parameters, ten in a scan."""
+    """Seconds per Adam step on these parameters, a mean of ten."""
     tx = hn.make_optimizer(args)
 
     @partial(jax.jit, donate_argnums=0)
@@ -196,7 +193,7 @@ def adam_alone(args: hn.Args, learner: dict) -> float:
 
 def update_seconds(name: str, flags: str, updates: int) -> dict:
     """An update in a second task, so that the penalty is in it."""
-    args = tyro.cli(hn.Args, args=shlex.split(f"{flags} --num-worlds 64"))
+    args = records.read_flags(hn, f"{flags} --num-worlds 64")
     agent, mesh = hn.make_agent(args), devices.make_mesh(args)
     jitted = hn.make_jitted(args, agent, mesh)
     doors = make_doors(args, "Pull-Right-Pull", args.num_envs, seed=1, num_worlds=args.num_worlds)
@@ -219,14 +216,14 @@ def update_seconds(name: str, flags: str, updates: int) -> dict:
     decisions = args.num_envs * DECISIONS
     return {
         "setting": name,
-        "weights that learn": sum(x.size for x in jax.tree.leaves(state.learner)),
+        "trainable parameters": sum(x.size for x in jax.tree.leaves(state.learner)),
         "decisions": decisions,
         "gradient steps": steps,
         "rollout s": f"{rollout:.3g}",
         "update s": f"{update:.3g}",
         "decisions/s": f"{decisions / (rollout + update):.0f}",
-        "ms a gradient step": f"{1e3 * update / steps:.3g}",
-        "of it one Adam step %": f"{100 * adam * steps / update:.0f}",
+        "ms/gradient step": f"{1e3 * update / steps:.3g}",
+        "Adam %": f"{100 * adam * steps / update:.0f}",
         "flags": flags,
     }
 

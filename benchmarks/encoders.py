@@ -1,4 +1,4 @@
-"""What an encoder costs, in parameters, arithmetic, memory and time on this machine.
+"""Measures an encoder's parameters, FLOPs, memory and time on this machine.
 
 Without flags it measures the encoders in NAMED; with flags the one that they describe:
 
@@ -12,7 +12,6 @@ import unittest.mock
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -30,6 +29,7 @@ from common.networks import EncoderArgs
 from experiments import records
 
 IMPALA = EncoderArgs(width=1)
+ROUNDS = 5  # timed
 BEST = "[32,2],[32,1],[64,2],[64,1]x4"
 NAMED = {
     "Nature": EncoderArgs("nature", width=1, pool="flatten", hidden=512),
@@ -52,7 +52,7 @@ NAMED = {
 
 @contextlib.contextmanager
 def plain_flax() -> Iterator[None]:
-    """Within it, networks have neither the CPU's nor the GPU's own forms."""
+    """Replaces our CPU and GPU layers by Flax's."""
     with (
         unittest.mock.patch.dict(networks.ACTIVATIONS, relu=nn.relu),
         unittest.mock.patch.object(
@@ -81,9 +81,9 @@ def cost(spec: EncoderArgs, channels: int = 6) -> dict[str, float]:
     return {"parameters": size, "MFLOP": flops / 1e6, "KiB kept": bytes_kept / 1024}
 
 
-def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int = 5) -> dict[str, float]:
-    """Median seconds per frame of "forward", a forward pass; "gradient", forward and backward pass as in `update`; and
-    on a CPU "plain Flax", the gradient without this repository's own forms of layers."""
+def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6) -> dict[str, float]:
+    """Median seconds per frame of "forward", a forward pass; "gradient", forward and backward pass as in `update`;
+    "plain Flax", on a CPU: the gradient with Flax's layers, on one device, the batch in one piece."""
     frames = np.random.default_rng(0).integers(0, 256, (batch, 64, 64, channels), np.uint8)
     encoder = networks.make_encoder(spec)
     params = jax.device_get(jax.jit(encoder.init)(jax.random.PRNGKey(0), frames[:1]))
@@ -111,7 +111,7 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
             plain(params, frames)  # compiled here
         programs["plain Flax"] = (plain, (params, frames))
     times = {name: [] for name in programs}
-    for i in range(rounds + 1):
+    for i in range(ROUNDS + 1):
         for name, (function, given) in programs.items():
             start = time.perf_counter()
             jax.block_until_ready(function(*given))
@@ -124,7 +124,7 @@ def seconds(spec: EncoderArgs, batch: int = 128, channels: int = 6, rounds: int 
 class Args:
     spec: tyro.conf.OmitArgPrefixes[EncoderArgs] = field(default_factory=EncoderArgs)
     csv: str = ""
-    """also write the table to this file"""
+    """also append the table to this file"""
 
 
 def main(args: Args) -> None:
@@ -148,8 +148,7 @@ def main(args: Args) -> None:
         }
         rows[-1] |= {"flags": " ".join(runs.as_given(*flag) for flag in changed.items())} | records.origin()
     Console().print(table)
-    if args.csv:
-        records.write_rows(Path(args.csv), rows)
+    records.append_rows(args.csv, rows)
 
 
 if __name__ == "__main__":

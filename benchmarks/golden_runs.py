@@ -5,7 +5,6 @@ not Python calls, so that they also run in checkouts whose code has other names.
 Each run is stopped after an early update and resumed, and its resumed part ends with an evaluation.
 """
 
-import json
 import os
 import socket
 import subprocess
@@ -13,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from experiments import trials
 
 # Metrics that depend on the machine's speed, besides time/*.
 CLOCKS = "time", "seconds", "charts/SPS", "charts/queue_size"
@@ -32,10 +33,10 @@ class Case:
     """2: with --distributed, on this machine"""
 
     def commands(self, folder: Path) -> Iterator[list[str]]:
-        """The words after the script's name, of the run and of its resume; the first has ended before the second."""
+        """Yields the arguments of the run and, once that has ended, of its resume."""
         distributed = ["--distributed"] if self.processes > 1 else []
         yield [*f"{self.flags} {self.first} --wandb-mode disabled --run-dir".split(), str(folder), *distributed]
-        yield ["--resume", str(run_in(folder)), *self.then.split(), *distributed]
+        yield ["--resume", str(trials.find_run(folder)), *self.then.split(), *distributed]
 
 
 TINY = "--encoder nature --width 1 --pool flatten --hidden 16 "
@@ -163,12 +164,6 @@ CASES = {
 }  # fmt: skip
 
 
-def run_in(folder: Path) -> Path:
-    """The directory of the one run in a folder."""
-    (path,) = folder.iterdir()
-    return path
-
-
 def without_clocks(line: dict[str, float]) -> dict[str, float]:
     """A line of metrics without what depends on the machine's speed."""
     return {name: value for name, value in line.items() if name not in CLOCKS and not name.startswith("time/")}
@@ -180,9 +175,18 @@ def differing(a: dict[str, float], b: dict[str, float]) -> list[str]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl of the one run in a folder, without what depends on the machine's speed."""
-    lines = [json.loads(line) for line in (run_in(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [without_clocks(line) for line in lines]
+    """The lines of metrics.jsonl of the run in a folder, without what depends on the machine's speed."""
+    return [without_clocks(line) for line in trials.read_metrics(trials.find_run(folder))]
+
+
+def differences(old: list[dict[str, float]], new: list[dict[str, float]]) -> list[str]:
+    """A sentence for each line of metrics that differs."""
+    found = [f"{len(old)} -> {len(new)} lines of metrics"] if len(old) != len(new) else []
+    for i, (a, b) in enumerate(zip(old, new, strict=False)):
+        if names := differing(a, b):
+            values = ", ".join(f"{name} {a.get(name)} -> {b.get(name)}" for name in names)
+            found.append(f"line {i + 1}, step {b['global_step']}: {values}")
+    return found
 
 
 def variables_of_hosts(number: int) -> list[dict[str, str]]:

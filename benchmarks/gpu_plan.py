@@ -64,7 +64,7 @@ H100 = """
 
 @dataclass(frozen=True)
 class Args:
-    script: tyro.conf.Positional[Literal["ppo", "trpo", "impala", "apex", "sac", "rnd"]]
+    script: tyro.conf.Positional[Literal[tuple(SCRIPTS)]]
     """the script whose programs are compiled"""
     flags: str = ""
     """flags of the script, in quotes: --flags='--num-envs 8'"""

@@ -90,7 +90,8 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
     env_state = jax.device_put(ppo.init_env_state(args, devices.local_env_ids(args)), env_state_sharding)
     vec_env = envs.make_threaded_envs(args)
     inputs = envs.join_envs([(part.obs, part.episode_step) for part in vec_env.parts], axis=0)
-    inputs_on_mesh = jax.device_put(inputs, devices.shardings(mesh, ENV_SHARDED))
+    put = partial(jax.device_put, inputs, devices.shardings(mesh, ENV_SHARDED))
+    inputs_on_mesh = put()
     rollout, timesteps = collect(vec_env, state.params["agent"], env_state, 0, runs.Stopwatch())
     vec_env.close()
     timesteps = jax.device_put(timesteps, timestep_sharding)
@@ -109,14 +110,13 @@ def measure(args: ppo.Args) -> tuple[dict[str, float], list[dict]]:
         state, metrics = update_learner(state, rollout, timesteps)
         jax.block_until_ready(metrics)
 
-    put = partial(jax.device_put, inputs, devices.shardings(mesh, ENV_SHARDED))
     parts = {
         "frames to the device": median_ms(lambda: jax.block_until_ready(put()), 50),
         "act, launched": median_ms(lambda: act(*inputs_on_mesh), 50),
         "act": median_ms(lambda: act(*inputs_on_mesh).block_until_ready(), 50),
-        # An H100 took up to 0.4 ms of 1.7 longer by device_put: hence the scripts give `jit` NumPy arrays.
-        "a step but for the game, device_put": median_ms(lambda: np.asarray(act(*put())), 50),
-        "a step but for the game": median_ms(lambda: np.asarray(act(*inputs)), 50),
+        # device_put made a step up to 0.4 of 1.7 ms slower on an H100, so the scripts pass NumPy arrays to `jit`.
+        "step without environments, device_put": median_ms(lambda: np.asarray(act(*put())), 50),
+        "step without environments": median_ms(lambda: np.asarray(act(*inputs)), 50),
     }
     rows = [{"program": "act"} | row for row in kernels(lambda: act(*inputs_on_mesh).block_until_ready(), 20)]
     parts["update"] = median_ms(update, 5)  # donates the state, and with it on a CPU the parameters above

@@ -8,7 +8,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit
 out=${OUT:-runs/gpu_session} flags=${FLAGS:-} end=$((SECONDS + ${LIMIT:-570})) started=0
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda} # else a run without a GPU would go on, on the CPU
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda} # fail without a GPU, rather than run on the CPU
 (($#)) || set -- help
 for part in "$@"; do
   case $part in trials | speed | curves | games) ;; *) echo "$part: give trials, speed, curves or games" >&2; exit 2 ;; esac
@@ -30,13 +30,14 @@ speed() {  # flags, then variants: once each, in this order; ratios are to the f
     --rounds 1 --updates "${UPDATES:-20}" --csv "$out/steps.csv"
 }
 
-learn() {  # name, number of runs side by side, script with flags: trains to 8M steps; SIGTERM 45 s before the end
+train() {  # name, number of runs side by side, script with flags: trains to 8M steps; SIGTERM 45 s before the end
   if (($(left) < 120)); then echo "no time left for: $1"; return; fi
   local share cores checkpoint
   share=$(((${#allowed[@]} + $2 - 1) / $2))
   cores=$(IFS=,; echo "${allowed[*]:started * share % ${#allowed[@]}:share}")
   # Any checkpoint: only the run directory that holds it is needed.
-  checkpoint=$(find "$work/$1" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' 2> /dev/null | head -n 1)
+  checkpoint=$(find "$work/$1" -mindepth 3 -maxdepth 3 -path '*/checkpoints/[0-9]*' ! -name '*.*' -print -quit \
+    2> /dev/null)
   # shellcheck disable=SC2086
   if [ -n "$checkpoint" ]; then set -- "$1" "$2" ${3%% *} --resume "${checkpoint%/checkpoints/*}"
   else set -- "$1" "$2" $3 --total-timesteps 8000000 --eval-episodes 0 --keep-checkpoints 1 --wandb-mode disabled $flags \
@@ -61,7 +62,10 @@ finish() {  # waits for the runs, ends the daemon, archives what is named
 
 for part in "$@"; do
   case $part in
-    trials) timeout "$(left)" python -m benchmarks.gpu_trials --flags="$flags" 2>&1 | tee "$out/trials.txt" ;;
+    trials)
+      if (($(left) < 60)); then echo "no time left for: trials"; continue; fi
+      timeout "$(left)" python -m benchmarks.gpu_trials --flags="$flags" 2>&1 | tee "$out/trials.txt"
+      ;;
     speed)
       threads="ppo_procgen --rollout-threads 2" pieces="impala_procgen --update-pieces"
       small="--width 1 --pool flatten --frame-stack 1 --num-envs 512 --num-steps 32 --update-epochs 1"
@@ -73,13 +77,13 @@ for part in "$@"; do
       ;;
     curves)
       mps
-      learn 64x128 2 "ppo_procgen.py --env-id bigfish"
-      learn 256x32 2 "ppo_procgen.py --env-id bigfish --num-envs 256 --num-steps 32"
+      train 64x128 2 "ppo_procgen.py --env-id bigfish"
+      train 256x32 2 "ppo_procgen.py --env-id bigfish --num-envs 256 --num-steps 32"
       finish 64x128 256x32
       ;;
     games)  # the competition entry's other four
       mps
-      for game in miner chaser plunder starpilot; do learn "$game" 4 "ppo_procgen.py --env-id $game"; done
+      for game in miner chaser plunder starpilot; do train "$game" 4 "ppo_procgen.py --env-id $game"; done
       finish miner chaser plunder starpilot
       ;;
   esac

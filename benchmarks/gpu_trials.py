@@ -1,9 +1,9 @@
-"""Other forms of PPO's `act`, transfers and `update`, timed beside the shipped ones: five minutes on one GPU, no games.
+"""Other forms of PPO's `act`, transfers and `update`, timed beside the baselines: five minutes on one GPU, no games.
 
 XLA launches `act` as 23 operations, since it records no convolution in a CUDA graph. A step's transfers between host
 and device take as long as that launch. Each trial runs in a process of its own and prints a line: milliseconds, their
-ratio to the shipped form's, and whether the outputs are equal. Accept a form of `act` that is launched in under
-0.15 ms, shortens a step without the game by at least 0.15 ms, and has 99 % of actions equal; one of transfers that
+ratio to the baseline's, and whether the outputs are equal. Accept a form of `act` that is launched in under
+0.15 ms, shortens a step without environments by at least 0.15 ms, and has 99 % of actions equal; one of transfers that
 shortens the step as much; `unpadded` if the update is faster.
 
     python -m benchmarks.gpu_trials
@@ -43,10 +43,10 @@ GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CU
 COMPILER = {"warm": GRAPH, "eager": GRAPH, "fusion": {"xla_gpu_experimental_enable_conv_fusion": True}}
 CLIENT = {"tfrt": {"use_tfrt_gpu_client": True}, "unstaged": {"should_stage_host_to_device_transfers": False}}
 ENVIRONMENT = {"eager": {"CUDA_MODULE_LOADING": "EAGER"}, "spin": {"TF_CUDA_PLATFORM_GPU_DEVICE_SCHEDULE": "spin"}}
-TRIALS = {  # the shipped form first; measure_act makes pallas, pinned and warm; measure_update, unpadded
-    "act": ("shipped", "fusion", "pallas", "warm", "eager"),
-    "update": ("shipped", "unpadded"),
-    "transfers": ("shipped", "pinned", "tfrt", "unstaged", "spin"),
+TRIALS = {  # the baseline first; measure_act makes pallas, pinned and warm; measure_update, unpadded
+    "act": ("baseline", "fusion", "pallas", "warm", "eager"),
+    "update": ("baseline", "unpadded"),
+    "transfers": ("baseline", "pinned", "tfrt", "unstaged", "spin"),
 }
 TIMEOUT = 90  # seconds of a trial
 
@@ -140,7 +140,7 @@ def make_rollout(args: ppo.Args, mesh) -> ppo.Rollout:
 
 
 def measure_act(args: ppo.Args, name: str) -> dict[str, Any]:
-    """Milliseconds of a launch and of a step without the game, and the outputs of the first steps."""
+    """Milliseconds of a launch and of a step without environments, and the outputs of the first steps."""
     agent, mesh, options = ppo.make_agent(args), devices.make_mesh(args), {}
     params = jax.jit(partial(ppo.init_state, args, agent))().params["agent"]
     acting_params = networks.acting_params(agent, params)
@@ -159,18 +159,18 @@ def measure_act(args: ppo.Args, name: str) -> dict[str, Any]:
 
     steps = min(8, args.num_steps)
     frames = np.random.default_rng(0).integers(0, 256, (steps, args.num_envs, 3, 64, 64), np.uint8)
-    age = np.ones(args.num_envs, np.int32)
+    episode_step = np.ones(args.num_envs, np.int32)
     rollout = make_rollout(args, mesh)
     if name == "warm":
         with tempfile.TemporaryDirectory() as folder, jax.profiler.trace(folder):
-            act(frames[0], age).block_until_ready()
+            act(frames[0], episode_step).block_until_ready()
         rollout = make_rollout(args, mesh)
-    actions = np.array([act(obs, age) for obs in frames])
+    actions = np.array([act(obs, episode_step) for obs in frames])
     outputs = np.array(rollout.logits[:steps])
-    on_device = jax.device_put((frames[0], age), devices.shardings(mesh, ENV_SHARDED))
+    on_device = jax.device_put((frames[0], episode_step), devices.shardings(mesh, ENV_SHARDED))
     return {
         "launched in": median_ms(lambda: act(*on_device), 50),
-        "a step without the game": median_ms(lambda: np.asarray(act(frames[0], age)), 50),
+        "step without environments": median_ms(lambda: np.asarray(act(frames[0], episode_step)), 50),
         "outputs": outputs,
         "actions": actions,
     }
@@ -212,16 +212,16 @@ def measure(group: str, name: str, flags: str, file: str) -> None:
     np.savez(file, **(measure_update if group == "update" else measure_act)(args, name))
 
 
-def describe(found: dict[str, np.ndarray], shipped: dict[str, np.ndarray] | None) -> str:
-    """Times with their ratios to the shipped form's, and how far the outputs are from its own; if that has failed,
+def describe(found: dict[str, np.ndarray], baseline: dict[str, np.ndarray] | None) -> str:
+    """Times with their ratios to the baseline's, and how far the outputs are from its own; if that has failed,
     times alone."""
-    if not shipped:
+    if not baseline:
         return ", ".join(f"{part} {x:.3f} ms" for part, x in found.items() if np.ndim(x) == 0)
-    words = [f"{part} {x:.3f} ms ({x / shipped[part]:.2f} x)" for part, x in found.items() if np.ndim(x) == 0]
-    difference = np.abs(found["outputs"] - shipped["outputs"]).max()
+    words = [f"{part} {x:.3f} ms ({x / baseline[part]:.2f} x)" for part, x in found.items() if np.ndim(x) == 0]
+    difference = np.abs(found["outputs"] - baseline["outputs"]).max()
     words.append(f"outputs differ by up to {difference:.2g}" if difference else "equal")
     if difference and "actions" in found:
-        words.append(f"{(found['actions'] == shipped['actions']).mean():.1%} of actions equal")
+        words.append(f"{(found['actions'] == baseline['actions']).mean():.1%} of actions equal")
     return ", ".join(words)
 
 
@@ -244,13 +244,13 @@ def main(args: Args) -> None:
     records.parse_flags(ppo, args.flags)  # without starting JAX, which would take the GPU's memory
     with tempfile.TemporaryDirectory() as folder:
         for group in args.groups:
-            shipped = None
+            baseline = None
             for name in TRIALS[group]:
                 file = Path(folder, f"{group}_{name}.npz")
                 why = run(group, name, args.flags, file)
                 found = dict(np.load(file)) if file.exists() else None
-                shipped = found if name == "shipped" else shipped
-                print(f"{group} {name}: {describe(found, shipped) if found else why}", flush=True)
+                baseline = found if name == "baseline" else baseline
+                print(f"{group} {name}: {describe(found, baseline) if found else why}", flush=True)
     print(", ".join(f"{name} {value}" for name, value in trials.origin().items()))
 
 

@@ -8,7 +8,6 @@ flags in quotes are the script's:
 """
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from rich.table import Table
 from benchmarks.golden_runs import variables_of_hosts
 from common import devices, runs
 from common.flags import PositiveInt
-from experiments import records
+from experiments import records, trials
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ def steps_per_second(args: Args, way: str) -> float:
                 process.kill()
         for process, output in zip(processes, outputs, strict=True):
             runs.check(process.returncode == 0, f"{way}: {(output.strip().splitlines() or ['no word'])[-1]}")
-        (metrics,) = Path(folder).glob("*/metrics.jsonl")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        lines = trials.read_metrics(trials.find_run(Path(folder)))
     seen = np.array([(line["global_step"], line["time"]) for line in lines if "charts/SPS" in line])[2:]
     runs.check(len(seen) > 3, f"--steps {args.steps}: too few updates to time, give more")
     steps, seconds = np.diff(seen, axis=0).T

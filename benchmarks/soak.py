@@ -26,7 +26,7 @@ import numpy as np
 import tyro
 from annotated_types import Interval
 
-from common import checkpoints, files, runs
+from common import files, runs
 from experiments import records, trials
 
 WARM = 10  # minutes after each start that do not count as growth: it compiles and fills its buffers
@@ -52,10 +52,10 @@ class Args:
 # SAMPLES
 
 
-def of_process(pid: int) -> dict[str, float]:
+def process_usage(pid: int) -> dict[str, float]:
     """Resident memory in MiB, threads and open files of a process; raises OSError if it is gone."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    if "VmRSS" not in status:  # it has ended, and only we have not waited for it yet
+    if "VmRSS" not in status:  # a zombie
         raise ProcessLookupError(pid)
     return {
         "memory_mib": round(int(status["VmRSS"].split()[0]) / 1024, 1),
@@ -95,7 +95,7 @@ class Sampler:
         return self._minutes + (time.monotonic() - self._begin) / 60
 
     def count_checkpoints(self) -> int:
-        """Checkpoints written since the first start; to be asked often, since old ones are deleted."""
+        """Checkpoints written since the first start; call often: old ones are deleted."""
         now = {path for path in self._folder.glob("*/checkpoints/*") if path.name.isdigit()}
         self._checkpoints += len(now - self._seen)
         self._seen |= now
@@ -109,7 +109,7 @@ class Sampler:
             rate = round((lines[-1][0] - lines[0][0]) / (lines[-1][1] - lines[0][1]), 1)
         if lines:
             self._logged = lines[-1][1]
-        row = {"minutes": round(self.minutes, 3), "start": self._start} | of_process(self._pid)
+        row = {"minutes": round(self.minutes, 3), "start": self._start} | process_usage(self._pid)
         step = lines[-1][0] if lines else None
         return row | {"steps_per_second": rate, "global_step": step, "checkpoints": self.count_checkpoints()}
 
@@ -118,7 +118,7 @@ class Sampler:
 
 
 def growth(rows: list[dict]) -> dict[int, tuple[float, float, float]]:
-    """By start: MiB an hour of the least-squares line through memory, and from which minute to which it was looked at.
+    """By start: least-squares memory growth in MiB per hour, and the first and last minute fitted.
 
     The first minutes of each start do not count; a start with fewer than three samples after them is left out.
     """
@@ -144,14 +144,14 @@ def draw(path: Path, rows: list[dict], title: str) -> None:
     figure, axes = plot.plt.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
     for axis, (column, label), color in zip(axes.flat, columns.items(), plot.COLORS, strict=False):
         values = np.array([float(row[column] or "nan") for row in rows])
-        for start in sorted(set(starts)):  # parted where it was started again
+        for start in sorted(set(starts)):  # a line per start
             own = starts == start
             axis.plot(minutes[own], values[own], ".-", color=color, markersize=3, linewidth=1)
         for minute in again:
             axis.axvline(minute, color="0.4", linestyle=(0, (5, 2)), linewidth=1)
         axis.set_title(label, loc="left")
         axis.set_xlim(0)
-        if column != "memory_mib":  # whose slow growth is to be seen
+        if column != "memory_mib":  # its axis starts above 0, to show slow growth
             axis.set_ylim(0, 1.15 * np.nanmax([1, *values]))
     for start, (slope, first, last) in growth(rows).items():
         own = (starts == start) & (minutes >= first)
@@ -186,18 +186,12 @@ def read_rows(path: Path) -> list[dict]:
     return [row for row in records.read_rows(path) if None not in row and None not in row.values()]
 
 
-def resumable(folder: Path) -> Path | None:
-    """The run in a folder, if it has a checkpoint."""
-    run = trials.find_run(folder)
-    return run if run is not None and checkpoints.steps_in(run) else None
-
-
 def start(args: Args, folder: Path, lock) -> subprocess.Popen:
     """Starts the script, or resumes the run in the folder if it has a checkpoint; output is appended to output.txt.
 
     If this process dies, the kernel sends the script SIGTERM. The script inherits `lock`, so the folder stays locked
     until it has ended."""
-    run = resumable(folder)
+    run = trials.find_resumable(folder)
     words = ["--wandb-mode", "disabled", *records.split_flags(args.flags)]
     if "total_timesteps" in [field.name for field in fields(import_module(Path(args.script).stem).Args)]:
         words = ["--total-timesteps", str(ENDLESS), *words]
@@ -243,13 +237,13 @@ def soak(args: Args, folder: Path, rows: list[dict], lock) -> str:
     if asked:
         if time.monotonic() > due - args.every + 1:
             with contextlib.suppress(OSError):
-                row = sampler.sample()  # of the part of a minute before the end
+                row = sampler.sample()  # the last, partial interval
         process.send_signal(signal.SIGTERM)
         print("waiting for the script's checkpoint", flush=True)
     code = process.wait()
     if row:
         add(row | {"checkpoints": sampler.count_checkpoints()})
-    if (code == 0 and asked) or code == -signal.SIGTERM:  # the latter if it had not even started to listen
+    if (code == 0 and asked) or code == -signal.SIGTERM:  # the latter before its handler was installed
         return ""
     lines = [line for line in (folder / "output.txt").read_text().splitlines() if any(map(str.isalpha, line))]
     said = " ".join(lines[-1:]).removeprefix("error: ").strip("│ ")
@@ -270,7 +264,7 @@ def main(args: Args) -> None:
     folder = Path(args.run_dir, Path(args.out).name).absolute()
     lock = files.lock_run(folder)
     runs.check(lock is not None, f"--out {args.out}: {files.holder(folder)} is writing in {folder}")
-    run = None if rows else resumable(folder)
+    run = None if rows else trials.find_resumable(folder)
     runs.check(run is None, f"--out {args.out}: has no rows of {run}; move that away, or give another")
     wrong = "" if rows and float(rows[-1]["minutes"]) >= args.minutes else soak(args, folder, rows, lock)
     if rows:

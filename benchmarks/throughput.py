@@ -26,9 +26,14 @@ from common.flags import PositiveInt
 from experiments import records, trials
 
 # Flags of a run, where a script has them: it trains until it is stopped, and does nothing else.
-FIXED = {"total_timesteps": 2_000_000_000, "save_replay": False, "obs_norm_init_steps": 1}
+OVERRIDES = {"total_timesteps": 2_000_000_000, "save_replay": False, "obs_norm_init_steps": 1}
 # Parts of an iteration, as the metrics time/<part> name them.
-SHARES = "update", "transfer", "waiting", "sample", "insert", "rollout", "game", "inference", "blocked"
+PARTS = "update", "transfer", "waiting", "sample", "insert", "rollout", "game", "inference", "blocked"
+NUMBERS = (
+    "steps/s", "updates/s", *(f"{part} %" for part in PARTS), "policy lag", "times the first", "games alone steps/s",
+)  # fmt: skip
+COLUMNS = "variant", *NUMBERS, "rounds", "updates", "flags", *trials.ORIGIN
+GAME_STEPS = 300  # of each environment, to time EnvPool alone
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def read_variant(variant: str, flags: str) -> tuple[str, Any]:
     return name, records.parse_flags(importlib.import_module(name), f"{flags} {variant.partition(words[0])[2]}")
 
 
-def games_rate(args: Any, steps: int = 300) -> float:
+def games_rate(args: Any) -> float:
     """EnvPool alone, random actions, all cores: steps/s; NaN for other games."""
     if not isinstance(args, envs.GameArgs | atari.GameArgs):
         return float("nan")
@@ -62,17 +67,17 @@ def games_rate(args: Any, steps: int = 300) -> float:
     env = (envs.make_procgen if procgen else atari.make_montezuma)(args, args.num_envs, 0)
     count = envs.NUM_ACTIONS if procgen else atari.NUM_ACTIONS
     env.reset()
-    actions = np.random.default_rng(0).integers(0, count, (steps, args.num_envs))
+    actions = np.random.default_rng(0).integers(0, count, (GAME_STEPS, args.num_envs))
     start = time.perf_counter()
     for row in actions:
         env.step(row)
     seconds = time.perf_counter() - start
     env.close()
-    return steps * args.num_envs / seconds
+    return GAME_STEPS * args.num_envs / seconds
 
 
-def phase_of(args: Any) -> int:
-    """Iterations until the script repeats itself: with an auxiliary phase a policy phase's, else 1."""
+def phase_length(args: Any) -> int:
+    """Iterations per phase: PPG's --policy-iterations, else 1."""
     return getattr(args, "policy_iterations", 1)
 
 
@@ -86,12 +91,12 @@ def measure(name: str, args: Any, updates: int) -> dict[str, float]:
     """One run of a script, stopped after so many updates."""
     stopping, defaults = threading.Event(), type(args)()
     flags = {k.rstrip("_"): v for k, v in vars(args).items() if v != getattr(defaults, k)}
-    flags |= {k: v for k, v in FIXED.items() if k in [field.name for field in fields(args)]}
+    flags |= {k: v for k, v in OVERRIDES.items() if k in [field.name for field in fields(args)]}
     flags |= {"eval_episodes": 0} if isinstance(args, envs.GameArgs) else {}
     with tempfile.TemporaryDirectory() as folder:
 
         def timed() -> list[dict]:
-            return timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_of(args))
+            return timed_lines(trials.read_metrics(trials.find_run(Path(folder))), phase_length(args))
 
         def stop_if_timed(alive: bool) -> None:
             if len(timed()) > updates:
@@ -115,7 +120,7 @@ def rates(lines: list[dict]) -> dict[str, float]:
     found = {"steps/s": (last["global_step"] - first["global_step"]) / seconds.sum()}
     if "charts/updates" in last:
         found["updates/s"] = (last["charts/updates"] - first["charts/updates"]) / seconds.sum()
-    for part in SHARES:  # of actors where these are threads of their own
+    for part in PARTS:  # of actors where these are threads of their own
         key = f"time/actor_{part}" if f"time/actor_{part}" in last else f"time/{part}"
         if key in last:
             found[f"{part} %"] = 100 * float(np.average([line.get(key, 0) for line in timed], weights=seconds))
@@ -126,28 +131,28 @@ def rates(lines: list[dict]) -> dict[str, float]:
 
 def tabulate(args: Args, found: dict[str, list[dict[str, float]]], alone: list[float]) -> list[dict]:
     """A row for each variant that was measured: medians over its rounds, and over the ratios of rounds."""
-    columns = ["steps/s", "updates/s", *(f"{part} %" for part in SHARES), "policy lag"]
     rows = []
     for variant, rounds in found.items():
         if not rounds:
             continue
         pairs = zip(rounds, found[args.variants[0]], strict=False)
-        ratios = [own["steps/s"] / first["steps/s"] for own, first in pairs] or [np.nan]
-        numbers = {name: statistics.median(one.get(name, np.nan) for one in rounds) for name in columns}
+        ratios = [own["steps/s"] / first["steps/s"] for own, first in pairs]
+        numbers = {name: statistics.median(one.get(name, np.nan) for one in rounds) for name in NUMBERS}
         numbers |= {"times the first": statistics.median(ratios), "games alone steps/s": statistics.median(alone)}
         row = {"variant": variant} | {name: "" if np.isnan(x) else f"{x:.4g}" for name, x in numbers.items()}
         rows.append(row | {"rounds": len(rounds), "updates": args.updates, "flags": args.flags} | trials.origin())
     return rows
 
 
-def main(args: Args) -> list[dict]:
-    """Returns the table's rows."""
+def main(args: Args) -> None:
     records.make_room(args.csv, "--csv")
+    if args.csv:
+        records.check_columns(args.csv, records.read_rows(Path(args.csv)), [dict.fromkeys(COLUMNS)])
     runs.check(len(set(args.variants)) == len(args.variants) > 0, "VARIANTS: give one or more, each once")
     parsed = {variant: read_variant(variant, args.flags) for variant in args.variants}
     for variant, (_, flags) in parsed.items():
-        whole = args.updates % phase_of(flags) == 0
-        runs.check(whole, f"--updates {args.updates}: for {variant} give a multiple of {phase_of(flags)}")
+        whole = args.updates % phase_length(flags) == 0
+        runs.check(whole, f"--updates {args.updates}: for {variant} give a multiple of {phase_length(flags)}")
     found, alone = {variant: [] for variant in parsed}, []
     try:
         for i in range(args.rounds):
@@ -159,7 +164,6 @@ def main(args: Args) -> list[dict]:
         if rows:
             records.show(rows, [row["variant"] for row in rows])
             records.append_rows(args.csv, rows)
-    return rows
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Kills runs with SIGKILL at random moments, resumes them, and compares what they end with, bit for bit, with a run of
-the same flags that was left alone.
+"""Kills runs with SIGKILL at random moments, resumes them, and compares metrics and last checkpoint bit for bit with an
+uninterrupted run.
 
 The games are real, the networks tiny, and a checkpoint is written every update or two (PPG: every third). A third of
 the kills aims at the 0.1 s after a checkpoint was begun; some hit a start with an empty compilation cache; some runs
@@ -7,8 +7,8 @@ are killed repeatedly:
 
     python -m benchmarks.torture --kills 20 --seed 1
 
-Prints a line a kill; the exit code is 1 if a run did not end the same. The seed draws the moments, but what they hit
-depends on the machine's speed.
+Prints a line a kill, with the first difference (uninterrupted -> resumed); the exit code is 1 if a run differs. The
+seed draws the moments, but what they hit depends on the machine's speed.
 """
 
 import os
@@ -27,11 +27,11 @@ import jax
 import numpy as np
 from annotated_types import Interval
 
-from benchmarks.golden_runs import differing, without_clocks
+from benchmarks.golden_runs import differences, without_clocks
 from common import checkpoints, files, runs
 from experiments import records, trials
 
-# Everything that has a state of its own is on. Long enough for several checkpoints.
+# All stateful options are on; runs last several checkpoints.
 PROCGEN = {
     "env_id": "bigfish", "num_envs": 4, "num_steps": 16, "hidden": 16, "pool": "flatten", "learning_rate": 0.003,
     "sticky_actions": 0.25, "restart_every": 40, "eval_episodes": 1, "total_timesteps": 1000, "eval_every": 600,
@@ -74,6 +74,7 @@ FLAGS = {
 }  # fmt: skip
 COLD, WRITING, AGAIN = 1 / 6, 1 / 3, 1 / 4  # chances: an empty cache; a kill during a write; another kill
 WRITE_SECONDS = 0.1  # how long after a checkpoint was begun it is killed, at most
+TIMEOUT = 600  # seconds of a run
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,19 @@ class Args:
     scripts: tuple[str, ...] = tuple(FLAGS)
     """which scripts"""
     folder: str = ""
-    """an empty folder for the runs, which are kept there; by default a temporary one, kept if one was not the same"""
+    """an empty folder for the runs, which are kept there; by default a temporary one, kept if a run differs"""
 
 
 # CHECKPOINTS AND METRICS
 
 
-def finished(folder: Path) -> list[int]:
+def checkpoint_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints of the run in a folder."""
     run = trials.find_run(folder)
     return checkpoints.steps_in(run) if run else []
 
 
-def being_written(folder: Path) -> set[Path]:
+def unfinished_checkpoints(folder: Path) -> set[Path]:
     """Checkpoints under their temporary names."""
     return set(folder.glob(f"*/checkpoints/*{checkpoints.TEMPORARY}*"))
 
@@ -108,7 +109,7 @@ def describe(folder: Path) -> str:
     if run is None:
         return "nothing" if not any(folder.glob("*__*")) else "a run directory without args.json"
     logged = trials.values_of(run, "global_step")
-    steps = finished(folder)
+    steps = checkpoint_steps(folder)
     words = f"step {int(logged[-1])} logged" if logged else "nothing logged"
     return f"{words}, {f'checkpoints up to {steps[-1]}' if steps else 'no checkpoint'}"
 
@@ -116,18 +117,14 @@ def describe(folder: Path) -> str:
 def difference(whole: Path, run: Path) -> str:
     """Where a run's metrics, but for clocks, or anything in its last checkpoint differ from another's; empty if not."""
     want, got = ([without_clocks(line) for line in trials.read_metrics(path)] for path in (whole, run))
-    if len(want) != len(got):
-        return f"{len(got)} lines of metrics, {len(want)} if left alone"
-    for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        if names := differing(a, b):
-            one = f"{names[0]} is {b.get(names[0])}, {a.get(names[0])} if left alone"
-            return f"line {i + 1} of metrics, step {b['global_step']}: {one} ({len(names)} differ)"
+    if found := differences(want, got):
+        return found[0]
     (step, a), (its_step, b) = checkpoints.load(whole), checkpoints.load(run)
     for tree in (a, b):
         for own in ("seconds", "identity", "logged"):  # of the run itself: clocks and W&B's id are in them
             tree["run"].pop(own, None)
     if step != its_step or jax.tree.structure(a) != jax.tree.structure(b):
-        return f"the last checkpoint is of step {its_step}, {step} if left alone, or has other parts"
+        return f"the last checkpoint is of step {its_step}, {step} if uninterrupted, or has other parts"
     for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
         if not np.array_equal(x, y, equal_nan=np.issubdtype(np.asarray(x).dtype, np.floating)):
             return f"{jax.tree_util.keystr(path)} in the last checkpoint"
@@ -139,8 +136,8 @@ def difference(whole: Path, run: Path) -> str:
 
 def start(script: str, folder: Path, cache: Path) -> subprocess.Popen:
     """Starts a script in a folder, or continues the run that is there if it has a complete checkpoint."""
-    if finished(folder):
-        words = ["--resume", str(trials.find_run(folder))]
+    if run := trials.find_resumable(folder):
+        words = ["--resume", str(run)]
     else:
         words = trials.words_of(FLAGS[script] | {"wandb_mode": "disabled", "run_dir": folder})
     variables = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -151,14 +148,14 @@ def start(script: str, folder: Path, cache: Path) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=records.ROOT, env=os.environ | variables, stdout=output, stderr=output)
 
 
-def finish(process: subprocess.Popen, folder: Path, seconds: float = 600) -> str:
+def finish(process: subprocess.Popen, folder: Path) -> str:
     """Waits for a process; what went wrong with it, empty if nothing."""
     try:
-        code = process.wait(seconds)
+        code = process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)  # it prints where its threads are
         process.wait()
-        return f"not done after {seconds:.0f} s"
+        return f"not done after {TIMEOUT} s"
     finally:
         process.kill()
     last = (folder / "output.txt").read_text().strip().splitlines()[-1:]
@@ -171,11 +168,11 @@ def kill(process: subprocess.Popen, folder: Path, seconds: float, number: int = 
     Returns how long it lived, in seconds; None if it was done before.
     """
     begin = since = time.monotonic()
-    seen = being_written(folder)
+    seen = unfinished_checkpoints(folder)
     wanted = len(seen) + number
     while process.poll() is None and (len(seen) < wanted or time.monotonic() - since < seconds):
         if len(seen) < wanted:
-            seen |= being_written(folder)
+            seen |= unfinished_checkpoints(folder)
             since = time.monotonic()
         time.sleep(0.001)
     lived = time.monotonic() - begin
@@ -183,25 +180,25 @@ def kill(process: subprocess.Popen, folder: Path, seconds: float, number: int = 
     return lived if process.wait() == -signal.SIGKILL else None
 
 
-def left_alone(script: str, folder: Path, cache: Path) -> tuple[float, float]:
-    """Two runs that nobody kills; returns the seconds that they took, with nothing compiled and with everything."""
+def run_uninterrupted(script: str, folder: Path, cache: Path) -> tuple[float, float]:
+    """Returns the seconds of two uninterrupted runs, with nothing compiled and with everything."""
     seconds = []
     for name in ("first", "whole"):
         begin = time.monotonic()
         wrong = finish(start(script, folder / name, cache), folder / name)
         seconds.append(time.monotonic() - begin)
-        runs.check(not wrong, f"--scripts {script}: does not run even if left alone ({wrong})")
+        runs.check(not wrong, f"--scripts {script}: does not run even if uninterrupted ({wrong})")
     wrong = difference(*(trials.find_run(folder / name) for name in ("whole", "first")))
-    runs.check(not wrong, f"--scripts {script}: two runs that were left alone differ ({wrong})")
+    runs.check(not wrong, f"--scripts {script}: two uninterrupted runs differ ({wrong})")
     return tuple(seconds)
 
 
-def trial(
+def kill_and_resume(
     script: str, folder: Path, max_kills: int, seconds: tuple[float, float], rng: random.Random
 ) -> tuple[list, str]:
-    """A run in a folder that is killed, at most `max_kills` times, and then continues to its end.
+    """Kills a run in a folder, at most `max_kills` times, and resumes it to its end.
 
-    Returns a line for each kill, and how it differs from the run that was left alone; empty if it does not.
+    Returns a line for each kill, and how it differs from the uninterrupted run; empty if it does not.
     """
     kills, cold = [], rng.random() < COLD
     # What is killed while it writes a compiled program leaves a part of it to the next start.
@@ -209,7 +206,7 @@ def trial(
     process = None
     try:
         while True:
-            since, old = finished(folder), being_written(folder)
+            since, old = checkpoint_steps(folder), unfinished_checkpoints(folder)
             process = start(script, folder, cache)
             if kills:
                 kills[-1] += f"; resumed from {since[-1]}" if since else "; started anew"
@@ -221,7 +218,7 @@ def trial(
                 lived = kill(process, folder, rng.uniform(0, seconds[0] if cold and not kills else seconds[1]))
             if lived is None:
                 break
-            while_writing = ", while a checkpoint was being written" if being_written(folder) - old else ""
+            while_writing = ", while a checkpoint was being written" if unfinished_checkpoints(folder) - old else ""
             kills.append(f"{script} after {lived:.1f} s{' of a cold start' if cold and not kills else ''}"
                          f"{while_writing}: {describe(folder)}")  # fmt: skip
         wrong = finish(process, folder)
@@ -245,10 +242,10 @@ def main(args: Args) -> None:
         script = args.scripts[turn % len(args.scripts)]
         folder, turn = root / Path(script).stem, turn + 1
         if script not in seconds:
-            seconds[script] = left_alone(script, folder, folder / "cache")
+            seconds[script] = run_uninterrupted(script, folder, folder / "cache")
             cold, warm = seconds[script]
-            print(f"{script} left alone: {cold:.1f} s, {warm:.1f} s once it is compiled", flush=True)
-        kills, wrong = trial(script, folder / f"killed{turn}", args.kills - done, seconds[script], rng)
+            print(f"{script} uninterrupted: {cold:.1f} s, {warm:.1f} s once it is compiled", flush=True)
+        kills, wrong = kill_and_resume(script, folder / f"killed{turn}", args.kills - done, seconds[script], rng)
         for i, line in enumerate(kills or [f"{script} was done before it was killed"]):
             number = done + i + 1 if kills else "-"
             print(f"{number:>3} {line}; {f'NOT EXACT: {wrong}' if wrong else 'exact'}", flush=True)

@@ -1,6 +1,6 @@
-"""Draws a door of each of six tasks or, with --check, opens random doors with a scripted controller.
+"""Draws six doors or, with --check, shows that a scripted hook can open all pull handles and levers.
 
-The check shows that a hook can open them:
+Try:
 
     python -m doorgym doors.png
     python -m doorgym --check
@@ -25,7 +25,7 @@ class Args:
     path: Annotated[str, tyro.conf.Positional] = "doors.png"
     """picture to write"""
     check: bool = False
-    """instead, open doors of every task that the hook can do, and print the success rates; exit code 1 below 90 %"""
+    """instead, open doors of each pull-handle and lever task and print success rates; exit code 1 below 90 %"""
     num_worlds: int = 64
     """number of random doors per task for --check"""
     seed: int = 0

@@ -1,4 +1,5 @@
-"""A scripted controller that opens doors from the simulator's state. It shows that a task is feasible, not learnable.
+"""A scripted controller that opens doors from the simulator's state. It shows that a task is feasible, not
+that it can be learnt.
 
 The hook reaches over a lever from above (around the bar of a pull handle from the side), rolls back so that its link
 and tip turn the lever between them, and pulls or pushes. Pushing the end of a lever with a motor's 2 N would turn a

@@ -54,7 +54,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
     """N parallel doors, each episode in a world from a pool that is compiled once.
 
     Observations float32 [N, 15] (gripper: 17): the robot's joint positions and velocities, then finger minus knob.
-    Actions float32 [N, 6] (gripper: 7) are motor controls. An episode is truncated after `max_episode_steps`, never
+    Actions float32 [N, 6] (gripper: 7): see `action_space`. An episode is truncated after `max_episode_steps`, never
     terminated, and the next one begins in the same step: the last observation and infos are then in
     info["final_obs"] and info["final_info"].
 
@@ -94,7 +94,7 @@ class DoorVectorEnv(gym.vector.VectorEnv):
           num_threads: None or 0 for one per core.
           num_worlds: number of worlds to draw and compile.
           action_repeat: hold an action for this many steps of 20 ms; the reward is the last step's.
-          max_episode_steps: of 20 ms.
+          max_episode_steps: episode length in steps of 20 ms, whatever action_repeat is.
           autoreset: whether the next episode begins at once; otherwise call `reset`.
           in_turn: use the worlds in turn, counted from the last reset with a seed: environment i plays world i, then
             i + N, i + 2 N, ... (modulo num_worlds); otherwise each episode draws one at random.

@@ -48,7 +48,7 @@ def frozen(name: str) -> list[str]:
 
 
 def doors() -> list[str]:
-    rows, counts = [], ("weights that learn", "decisions", "gradient steps")
+    rows, counts = [], ("trainable parameters", "decisions", "gradient steps")
     for row in records.read_rows(SPEED / "doors_update.csv"):
         rollout, update = (f"{float(row[name]):.1f} s" for name in ("rollout s", "update s"))
         shown = {"setting": row["setting"]} | {name: f"{int(row[name]):,}" for name in counts}

@@ -160,6 +160,12 @@ def find_run(folder: Path) -> Path | None:
     return max(found, key=by_age, default=None)
 
 
+def find_resumable(folder: Path) -> Path | None:
+    """The run in a folder, if it has a checkpoint."""
+    run = find_run(folder)
+    return run if run and checkpoints.steps_in(run) else None
+
+
 def iter_metrics(run: Path | None) -> Iterator[dict]:
     """The lines of a run's metrics.jsonl as dicts of numbers, without a line that is still being written or damaged.
     One at a time: a long run of Ape-X has millions."""
@@ -268,9 +274,9 @@ def run(
     Raises Stopped if `stopping` is set or the script was stopped otherwise, FullError if it met a full disk, Killed if
     a signal ended it, RuntimeError if it failed.
     """
-    found = find_run(folder)
+    found = find_resumable(folder)
     path = folder / "output.txt"
-    where = {"resume": found} if found and checkpoints.steps_in(found) else {"run_dir": folder}
+    where = {"resume": found} if found else {"run_dir": folder}
     if "run_dir" in where:
         for dead in folder.glob("*/args.json"):  # killed before its first checkpoint: plots would count it as a run
             shutil.rmtree(dead.parent)

@@ -38,14 +38,14 @@ def test_memory_growth_leaves_out_the_first_minutes_of_each_start(tmp_path):
 
 
 def test_sample_of_a_process_has_its_memory_and_files():
-    before = soak.of_process(os.getpid())
+    before = soak.process_usage(os.getpid())
     with open(os.devnull):
-        after = soak.of_process(os.getpid())
+        after = soak.process_usage(os.getpid())
     assert after["open_files"] == before["open_files"] + 1
     assert after["threads"] >= 1
     assert 10 < after["memory_mib"] < 100_000
     with pytest.raises(OSError, match="No such file"):
-        soak.of_process(2**22 + 1)
+        soak.process_usage(2**22 + 1)
 
 
 def test_sample_of_a_run_counts_steps_and_checkpoints_since_the_last(tmp_path):
@@ -67,7 +67,7 @@ def test_sample_of_a_run_counts_steps_and_checkpoints_since_the_last(tmp_path):
 def test_soak_resumes_its_run(tmp_path, monkeypatch):
     commands, output = [], types.SimpleNamespace(fileno=lambda: 0)
     monkeypatch.setattr(soak.subprocess, "Popen", lambda words, **_: commands.append(words))
-    monkeypatch.setattr(soak.checkpoints, "steps_in", lambda run: [100])
+    monkeypatch.setattr(soak.trials.checkpoints, "steps_in", lambda run: [100])
     args = soak.Args("ppo_procgen.py", "x", "--env-id maze")
     soak.start(args, tmp_path, output)
     write_lines(tmp_path / "run", [])
@@ -90,6 +90,7 @@ REFUSED = {
     "no folder to torture in": (torture, ["--folder", "there.csv"], "--folder there.csv", "an empty folder"),
     "no script": (throughput, ["dqn"], "VARIANTS: program dqn.py", "ppo_procgen.py"),
     "a variant twice": (throughput, ["ppo_procgen", "ppo_procgen"], "VARIANTS", "each once"),
+    "columns": (throughput, ["ppo_procgen", "--csv", "other.csv"], "other.csv: has other columns", "another file"),
     "half a phase": (throughput, ["ppg_procgen"], "--updates 10", "a multiple of 32"),
     "too few updates": (scaling, ["ppo_procgen", "--steps", 40_000], "--steps 40000", "49152 or more"),
 }
@@ -121,7 +122,7 @@ def test_torture_names_the_first_difference(tmp_path, monkeypatch):
         lines = [{"global_step": 1, "time": loss, "time/update": loss, "losses/loss": 1.0}]
         write_lines(tmp_path / name, [*lines, {"global_step": 2, "time": loss, "losses/loss": loss}])
     difference = torture.difference(tmp_path / "whole", tmp_path / "run")
-    assert difference == "line 2 of metrics, step 2: losses/loss is 1.5, 1.0 if left alone (1 differ)"
+    assert difference == "line 2, step 2: losses/loss 1.0 -> 1.5"
     for name in ("whole", "run"):
         write_lines(tmp_path / name, [])
     last = lambda run: (2, {"run": {"seconds": 0}, "w": np.array([np.nan, run.name == "run"])})  # noqa: E731
@@ -131,8 +132,8 @@ def test_torture_names_the_first_difference(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("wrong", "code"), [("differs", 1), ("", 0)])
 def test_torture_exit_code_is_1_if_a_run_differs(wrong, code, tmp_path, monkeypatch):
-    monkeypatch.setattr(torture, "left_alone", lambda *_: (1, 1))
-    monkeypatch.setattr(torture, "trial", lambda *_: (["killed"], wrong))
+    monkeypatch.setattr(torture, "run_uninterrupted", lambda *_: (1, 1))
+    monkeypatch.setattr(torture, "kill_and_resume", lambda *_: (["killed"], wrong))
     with pytest.raises(SystemExit, match=f"^{code}$"):
         torture.main(torture.Args(kills=1, folder=str(tmp_path / "new")))
 
@@ -154,6 +155,7 @@ def test_variants_run_in_turns_with_ratios_to_the_first(tmp_path, monkeypatch):
     variants = "ppo_procgen", "impala_procgen --num-envs 8"
     throughput.main(throughput.Args(variants, rounds=2, csv=str(tmp_path / "a")))
     assert ratios("a", "times the first") == ["1", "1.5"]
+    assert tuple(records.read_rows(tmp_path / "a")[0]) == throughput.COLUMNS
     assert order == [("ppo_procgen", 64), ("impala_procgen", 8), ("impala_procgen", 8), ("ppo_procgen", 64)]
     with pytest.raises(runs.FailedError):
         throughput.main(throughput.Args(variants, rounds=1, csv=str(tmp_path / "b")))
@@ -210,10 +212,10 @@ def test_gpu_plan_lowers_every_program(name):
         lower()
 
 
-def test_gpu_trial_is_described_beside_the_shipped_form():
-    shipped = {"takes": np.float64(2), "outputs": np.zeros(4), "actions": np.arange(4)}
-    assert gpu_trials.describe(shipped, shipped) == "takes 2.000 ms (1.00 x), equal"
+def test_gpu_trial_is_described_beside_the_baseline():
+    baseline = {"takes": np.float64(2), "outputs": np.zeros(4), "actions": np.arange(4)}
+    assert gpu_trials.describe(baseline, baseline) == "takes 2.000 ms (1.00 x), equal"
     other = {"takes": np.float64(1), "outputs": np.float32([0, 0, 0, 0.5]), "actions": np.arange(4) % 3}
     words = "takes 1.000 ms (0.50 x), outputs differ by up to 0.5, 75.0% of actions equal"
-    assert gpu_trials.describe(other, shipped) == words
+    assert gpu_trials.describe(other, baseline) == words
     assert gpu_trials.describe(other, None) == "takes 1.000 ms"
