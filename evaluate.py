@@ -66,11 +66,11 @@ def read_results(path: Path) -> dict:
         return files.read(path, dict, "RUN_DIR", "it is set aside")
     except runs.UsageError as error:
         print(error, file=sys.stderr)
-        files.quarantine(path, path.parent / "damaged")
+        files.quarantine(path, path.parent)
         return {}
 
 
-def show(title: str, rows: list[dict], summaries: dict[str, dict]) -> None:
+def show(title: str, rows: list[dict], summaries: dict[str, dict] | None = None) -> None:
     """Prints a table of rows, if there are any, and one with a line for each number and a column for each summary."""
 
     def text(value):
@@ -78,6 +78,7 @@ def show(title: str, rows: list[dict], summaries: dict[str, dict]) -> None:
             return ", ".join(map(str, value))
         return f"{value:.3f}" if isinstance(value, float) else escape(str(value))
 
+    summaries = summaries or {}
     numbers = list(next(iter(summaries.values()), {}))
     columns = [{"": number} | {name: x[number] for name, x in summaries.items()} for number in numbers]
     for lines in (rows, columns):

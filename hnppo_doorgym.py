@@ -109,7 +109,7 @@ class Args(doors.DoorArgs, runs.RunArgs):
 
     @property
     def total_timesteps(self) -> int:
-        """The most decisions of all tasks together, for `runs.Run`."""
+        """`task_timesteps` of all tasks together, for `runs.Run`."""
         return self.task_timesteps * len(doors.task_names(self))
 
     @property

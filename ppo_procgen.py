@@ -168,7 +168,7 @@ class TrainState(NamedTuple):
     bonus: bonus.Bonus
 
 
-# For jax.shard_map: a field named here has parts by environment, which devices share; all others are replicated.
+# For jax.shard_map: a field named here is by environment, a part on each device; all others are replicated.
 STATE_SPECS = devices.partition_specs(TrainState, reward_filter=RETURN_FILTER_SPECS, bonus=bonus.BONUS_SPECS)
 
 

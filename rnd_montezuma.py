@@ -289,7 +289,7 @@ class TrainState(NamedTuple):
     bonus_filter: ReturnFilter
 
 
-# For jax.shard_map: a field named here has parts by environment, which devices share; all others are replicated.
+# For jax.shard_map: a field named here is by environment, a part on each device; all others are replicated.
 STATE_SPECS = devices.partition_specs(TrainState, bonus_filter=RETURN_FILTER_SPECS)
 
 

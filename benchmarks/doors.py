@@ -239,7 +239,7 @@ def main(args: Args) -> None:
     for part in args.parts:
         suffix, measure = tables[part]
         rows = measure()
-        evaluate.show(part, rows, {})
+        evaluate.show(part, rows)
         records.append_rows(args.out and args.out + suffix + ".csv", [row | records.origin() for row in rows])
 
 

@@ -69,7 +69,7 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
     tree = jax.device_get(serialization.to_state_dict(tree))
     folder = (run_dir / "checkpoints").absolute()
     if (folder / str(step)).exists() and not _is_orbax(folder / str(step)):
-        files.quarantine(folder / str(step), run_dir / "damaged")
+        files.quarantine(folder / str(step), run_dir)
     try:
         with _orbax() as orbax:
             marked = tree | {"checksum": checksum(tree), "version": np.int32(VERSION)}
@@ -81,7 +81,7 @@ def save(run_dir: Path, step: int, tree: dict[str, Any], keep: int) -> None:
         _write_through(path)
     for old in steps_in(run_dir)[:-keep]:
         if not _is_orbax(folder / str(old)):
-            files.quarantine(folder / str(old), run_dir / "damaged")
+            files.quarantine(folder / str(old), run_dir)
             continue
         away = (folder / str(old)).rename(folder / f"{old}{TEMPORARY}")
         shutil.rmtree(away, ignore_errors=True)  # on NFS an open file stays; the next resume removes it

@@ -352,7 +352,7 @@ class ReplayableVecEnv:
         """Replays the environments up to a saved EnvSnapshot; prints progress if that takes long."""
         self._start(int(saved["seed"]))
         actions = saved.get("actions", np.zeros((0, self.num_envs), np.uint8))
-        progress = run.replay_progress("the environments since their last restart", actions.size)
+        progress = run.replay_progress(actions.size)
         for i, row in enumerate(actions):
             progress(i * self.num_envs)
             self.step(row.astype(np.int32))

@@ -218,8 +218,9 @@ def full_disk(error: BaseException | None, path: Path | None = None) -> FullErro
     return FullError(f"cannot write {path}: {why}, {disk.f_frsize * disk.f_bavail / 2**20:,.1f} MiB are free there")
 
 
-def quarantine(path: Path, folder: Path, *, copy: bool = False) -> Path:
-    """Moves what cannot be read (or copies a file) into a folder, under a free name; returns its new path."""
+def quarantine(path: Path, run_dir: Path, *, copy: bool = False) -> Path:
+    """Moves what cannot be read (or copies a file) into RUN_DIR/damaged, under a free name; returns its new path."""
+    folder = run_dir / "damaged"
     folder.mkdir(exist_ok=True)
     names = (folder / (f"{path.name}.{i}" if i else path.name) for i in itertools.count())
     free = next(name for name in names if not os.path.lexists(name))

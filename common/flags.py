@@ -16,7 +16,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TextIO, Union, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -362,7 +363,12 @@ def _check_ranges(args: Any) -> None:
 
 def _check_range(flag: str, kind: Any, value: Any) -> None:
     origin, parts = get_origin(kind), get_args(kind)
-    if origin is Annotated:
+    if value is None:  # of a fork's optional flag
+        return
+    if origin in (Union, UnionType):
+        for part in parts:
+            _check_range(flag, part, value)
+    elif origin is Annotated:
         for bounds in parts[1:]:
             _check_bounds(flag, value, bounds)
         _check_range(flag, parts[0], value)

@@ -520,7 +520,7 @@ class Run:
         if self.is_main:
             for step in checkpoints.steps_in(self.path):
                 if step > self._saved:  # it is damaged
-                    files.quarantine(self.path / "checkpoints" / str(step), self.path / "damaged")
+                    files.quarantine(self.path / "checkpoints" / str(step), self.path)
             self._rewind_log(int(saved["lines"]), saved["logged"].tobytes())
 
     def _rewind_log(self, count: int, digest: bytes) -> None:
@@ -536,7 +536,7 @@ class Run:
         if sha.digest() != digest:
             of = f"of the {count} lines before step {self._saved}"
             wrong = f"{missing} {of} are missing or not readable" if missing else f"some {of} are not what was logged"
-            copy = f"; a copy: {files.quarantine(path, self.path / 'damaged', copy=True)}" if good else ""
+            copy = f"; a copy: {files.quarantine(path, self.path, copy=True)}" if good else ""
             self.print(f"{path}: {wrong}{copy}")
         evaluated = b'"eval/' in later and _is_logged(later, self._saved)
         if new := evaluated and self._evaluated < self._saved and not missing:
@@ -549,7 +549,7 @@ class Run:
                 self._logged.update(line)
         self._metrics, self._lines = path.open("a"), sum(good) + new
 
-    def replay_progress(self, what: str, total: int) -> Callable[[int], None]:
+    def replay_progress(self, total: int) -> Callable[[int], None]:
         """Returns progress(count), to be called as steps are replayed: it prints `count` of `total` every ten seconds,
         and on a single host ends the program if a signal came."""
         told = time.monotonic()
@@ -561,7 +561,7 @@ class Run:
                 raise SystemExit(0)
             if time.monotonic() - told > 10:
                 told = time.monotonic()
-                self.print(f"{what}: {count:,} of {total:,} steps replayed")
+                self.print(f"replayed {count:,} of {total:,} environment steps since the last restart")
 
         return progress
 

@@ -5,7 +5,7 @@ checkpoints. Try:
     python -m experiments.pbt impala_procgen.py --mutate gamma=0.9:0.999 --set env_id=coinrun --address auto --out /nfs
 
 After each generation the worst members resume from copies of the best members' run directories, with perturbed
-hyper-parameters. Stopped and started again, a study continues. On a cluster, all machines see the repository and --out
+hyperparameters. Stopped and started again, a study continues. On a cluster, all machines see the repository and --out
 under the same paths. Needs `pip install '.[ray]'`.
 """
 
@@ -55,7 +55,7 @@ except ImportError:
 
 # Flags that set the shapes in a checkpoint: with other values a clone could not load its donor's.
 SHAPES = ("hidden", "buffer_size", "num_envs", "frame_stack", "predictor_depth", "replay_size")
-PARTS = ("rnd_coef", "replay_fraction")  # at 0 a checkpoint lacks RND's networks, the replayed unrolls
+NONZERO = ("rnd_coef", "replay_fraction")  # at 0 a checkpoint lacks RND's networks, the replayed unrolls
 OWN = ("total_timesteps", "seed", "checkpoint_every", "keep_checkpoints")  # flags that pbt sets
 
 
@@ -74,17 +74,17 @@ class Args:
     interval: Annotated[int, Interval(ge=1, le=2**31)] = 400_000
     """environment steps of a generation"""
     metric: str = "charts/episodic_return"
-    """logged metric whose last value ranks the members; they evaluate only if it is one of eval/..."""
+    """logged metric whose last value ranks the members; evaluation is off unless it is eval/..."""
     goal: Literal["maximize", "minimize"] = "maximize"
     """whether a higher or a lower metric is better"""
     quantile: Annotated[float, Interval(ge=0, le=0.5)] = 0.25
-    """fraction of members replaced between generations: the worst, by clones of as many of the best"""
+    """fraction of members, the worst, replaced by clones of the best between generations"""
     resample: UnitInterval = 0.2
     """probability that a clone's flag is redrawn; else it moves by a tenth of its range (:log: x 1.2 or 0.8)"""
     jobs: Iterations = 1
     """members that train at a time; with --address, the cluster's CPUs and GPUs decide"""
     cpus: Annotated[float, Ge(0.001)] = 1.0
-    """CPUs of a member, with --address"""
+    """CPUs per member; only with --address"""
     gpus: NonNegativeFloat = 0.0
     """GPUs of a member; 0.5 for two members on one; 0 to train on the CPU"""
     address: str = ""
@@ -92,23 +92,23 @@ class Args:
     out: str = ""
     """folder of the study: results.csv, pbt.png and the members; by default runs/pbt/<name of the script>"""
     seed: Annotated[int, Interval(ge=0, le=2**30)] = 0
-    """seed of the draws and of the first member's run; the next members' runs get seed + 1, seed + 2, ..."""
+    """seed of the draws; member i, from 0 on, trains with seed + i"""
 
 
 # THE COMMAND LINE
 
 
 class Range(NamedTuple):
-    """The range of a hyper-parameter."""
+    """The range of a hyperparameter."""
 
     low: float
     high: float
     log: bool
-    whole: bool
+    integer: bool
 
     def clamp(self, value: float) -> float:
         value = min(max(float(f"{value:.6g}"), self.low), self.high)
-        return round(value) if self.whole else value
+        return round(value) if self.integer else value
 
     def draw(self) -> float:
         if self.log:
@@ -119,10 +119,10 @@ class Range(NamedTuple):
         """Moves a value up or down. Without :log by a tenth of the range: Jaderberg et al.'s factors would take a
         discount or a lambda from anywhere to an end of its range."""
         up = random.random() < 0.5
-        near = value * (1.2 if up else 0.8) if self.log else value + (0.1 if up else -0.1) * (self.high - self.low)
-        if self.whole:
-            near = max(round(near), value + 1) if up else min(round(near), value - 1)
-        return self.clamp(near)
+        new = value * (1.2 if up else 0.8) if self.log else value + (0.1 if up else -0.1) * (self.high - self.low)
+        if self.integer:
+            new = max(round(new), value + 1) if up else min(round(new), value - 1)
+        return self.clamp(new)
 
 
 def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
@@ -139,7 +139,7 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
         check(-math.inf < low < high < math.inf, f"--mutate {word}: low and high must be finite, low less than high")
         check(low > 0 or not log, f"--mutate {word}: low must be above 0 for a logarithm")
         fits = kinds.get(name) is not int or (low.is_integer() and high.is_integer())
-        check(fits, f"--mutate {word}: {runs.flag_of(name)} is a whole number, give whole ends")
+        check(fits, f"--mutate {word}: {runs.flag_of(name)} takes integers, give integer bounds")
         check(name not in ranges, f"--mutate {word}: {name} has a range already, give one")
         ranges[name] = Range(low, high, log, kinds.get(name) is int)
     check(bool(ranges), "--mutate: give at least one flag with its range, such as gamma=0.9:0.999")
@@ -147,8 +147,8 @@ def read_ranges(args: Args, kinds: dict[str, type]) -> dict[str, Range]:
 
 
 def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
-    """The ranges of --mutate and all other flags; raises UsageError, or exits as the script would that refuses an end
-    of a range."""
+    """The ranges of --mutate and all other flags; raises UsageError, or exits as the script would if it refuses a
+    bound."""
     trials.check_flags("SCRIPT", args.program, {})
     check(args.jobs == 1 or not args.address, f"--jobs {args.jobs}: has no effect with --address")
     check(args.cpus == 1 or args.address, f"--cpus {args.cpus:g}: has no effect without --address, give --jobs")
@@ -158,14 +158,14 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
     ranges, given = read_ranges(args, kinds), trials.read_settings(args.set)
     trials.check_flags("--set", args.program, given, OWN)
     trials.check_flags("--mutate", args.program, {name: f"{r.low}:{r.high}" for name, r in ranges.items()}, OWN)
+    # IMPALA's buffer holds whole unrolls.
+    shapes = (*SHAPES, "num_steps") if "replay_fraction" in given | ranges else SHAPES
     for name in ranges:
-        fixed = name in (*runs.fixed(script.Args), *SHAPES)
+        fixed = name in (*runs.fixed(script.Args), *shapes)
         check(not fixed, f"--mutate {name}: a resumed run keeps its own {runs.flag_of(name)}, give another flag")
-        whole = name not in PARTS or ranges[name].low > 0
-        check(
-            whole,
-            f"--mutate {name}={ranges[name].low:g}:...: low must be above 0, as at 0 checkpoints have other arrays",
-        )
+        positive = name not in NONZERO or ranges[name].low > 0
+        zero = f"--mutate {name}={ranges[name].low:g}:...: low must be above 0, where checkpoints have other arrays"
+        check(positive, zero)
         check(name not in given, f"--set {name}={given.get(name)}: --mutate changes it, leave out one of the two")
     # One checkpoint a generation, at its end: nobody resumes from another.
     flags = {"checkpoint_every": args.interval, "keep_checkpoints": 1}
@@ -184,13 +184,13 @@ def check_args(args: Args) -> tuple[dict[str, Range], dict[str, str]]:
 
 
 def read_owner(checkpoint: Path) -> tuple[int, int]:
-    """The member and the generation that a checkpoint is of."""
+    """A checkpoint's member and generation."""
     two = Annotated[list[int], Field(min_length=2, max_length=2)]
     return tuple(files.read(checkpoint / "member.json", two, "--out", "give another folder"))
 
 
 def remove_work(out: Path, prefix: str) -> None:
-    """Removes the folders of OUT/work with a prefix, which begins with the study's random id: others' stay."""
+    """Removes OUT/work/PREFIX*; a prefix begins with the study's random id, so others' folders stay."""
     for old in (out / "work").glob(f"{prefix}*"):
         shutil.rmtree(old, ignore_errors=True)
 
@@ -233,7 +233,7 @@ def member(config: dict) -> None:
 def train_generation(config: dict, folder: Path, generation: int) -> dict:
     """Trains the run in a member's folder for one more generation; returns the rest of its row of results.csv."""
     study, began, why = config["study"], time.time(), ""
-    lines_before = sum(1 for _ in trials.iter_metrics(trials.find_run(folder)))
+    logged = len(trials.values_of(trials.find_run(folder), "global_step"))
     # The seed is a part of the configuration since it goes with the run: a clone has its donor's.
     own = {"seed": config["seed"], "total_timesteps": generation * study["interval"]}
     own |= {name: config[name] for name in study["ranges"]}
@@ -241,7 +241,7 @@ def train_generation(config: dict, folder: Path, generation: int) -> dict:
         with files.lock_run(folder) as lock:
             trials.run(study["program"], study["flags"] | own, folder, lock, stopping=threading.Event())
         steps = trials.values_of(trials.find_run(folder), "global_step")
-        if len(steps) == lines_before and not (steps and steps[-1] >= own["total_timesteps"]):
+        if len(steps) == logged and not (steps and steps[-1] >= own["total_timesteps"]):
             raise RuntimeError(f"no update ended in --interval {study['interval']}, give more environment steps")
         score = trials.last_value(trials.find_run(folder), study["metric"])
     except (trials.Killed, files.FullError):  # as when its machine stops: Ray begins the generation again
@@ -249,9 +249,6 @@ def train_generation(config: dict, folder: Path, generation: int) -> dict:
     except RuntimeError as error:  # the worst score there is, so that a better member takes its place
         score, why = -math.inf if study["goal"] == "maximize" else math.inf, str(error)
     run = trials.find_run(folder)
-    for other in folder.glob("*/args.json"):  # a run that failed before its first checkpoint
-        if other.parent != run:
-            shutil.rmtree(other.parent)
     last_step = (trials.values_of(run, "global_step") or [0])[-1]
     return {"global_step": last_step, "score": score, "hours": (time.time() - began) / 3600, "why": why}
 
@@ -260,8 +257,7 @@ def train_generation(config: dict, folder: Path, generation: int) -> dict:
 
 
 class Generations(PopulationBasedTraining):
-    """Ray's synchronous scheduler, for members that take turns on few CPUs, may be lost, and may be restarted: Ray's
-    own waits for ever for a lost member, and after a restart, of which it remembers nothing."""
+    """Ray's synchronous scheduler, extended to lost members and restarts, after which Ray's own waits for ever."""
 
     def on_trial_add(self, tune_controller, trial):
         super().on_trial_add(tune_controller, trial)
@@ -354,7 +350,7 @@ def read_rows(out: Path, numbers: list[str]) -> list[dict]:
 
 
 def draw(args: Args, rows: list[dict], ranges: dict[str, Range]) -> Figure:
-    """pbt.png: the metric and the hyper-parameters over steps; a clone's line begins at its donor's."""
+    """pbt.png: the metric and the hyperparameters over steps; a clone's line begins at its donor's."""
 
     def point(row: dict, name: str) -> tuple[float, float]:
         return int(row["global_step"]), float(row[name])

@@ -3,9 +3,9 @@
     python -m experiments.plot runs/bigfish* --out experiments/results/bigfish --reference easy-all
     python -m experiments.plot runs/*__* --group-by encoder --aggregate --out encoders
 
-A line is the mean over a group of runs (by default: same script, same flags but for the seed) with its 95 % bootstrap
-interval. It ends where the first of its runs ends. A run that was resumed with other flags counts with the last ones.
-Returns on easy levels have a dotted line for random play.
+A line is the mean over a group of runs (by default, of one script and with the same flags but for the seed) with its
+95 % bootstrap interval. It ends where the first of its runs ends. A run that was resumed with other flags counts with
+the last ones. Returns on easy levels have a dotted line for random play.
 """
 
 import importlib
@@ -67,17 +67,17 @@ class Args:
     out: str = "curve"
     """writes OUT.csv and OUT.png"""
     group_by: tuple[str, ...] = ()
-    """flags, script or env_id that define groups; by default all that affects learning but game, seed and length"""
+    """flags, script or env_id that define groups; by default all flags but env_id, seed, length, logging"""
     reference: tuple[str, ...] = ()
     """curves to add: OpenAI's PPO, such as easy-all or hard-500-test, or CSV files of env_steps, mean_return"""
     time_to: str = ""
-    """print when runs reach OpenAI's last score (easy 25M, hard 200M): easy-all, easy-200-train, hard-all, ..."""
+    """print when runs reach OpenAI's score at 25M steps (hard: 200M): easy-all, easy-200-train, hard-all, ..."""
     hours: bool = False
     """draw the curves over hours of training too"""
     metrics: tuple[str, ...] = ("charts/episodic_return",)
     """logged metrics to draw, such as charts/episodic_return charts/intrinsic_reward"""
     each_run: bool = False
-    """draw the single runs of a group too, thin"""
+    """also draw each run of a group, thin"""
     points: PositiveInt = 400
     """approximate number of points per line, and of rows per run in the CSV; a mean over runs has at most 120"""
     aggregate: bool = False
@@ -160,10 +160,10 @@ def value_of(run: Logged, name: str) -> object:
 
 
 def differing(run: Logged, everything: list[Logged]) -> list[str]:
-    """The arguments in which runs of this run's script differ, but for game, seed and places."""
+    """Names of the arguments in which this script's runs differ, except game, seed, length and NEUTRAL_FLAGS."""
     runs_of_script = [other for other in everything if other.script == run.script]
     names = dict.fromkeys(name for other in runs_of_script for name in other.args)
-    same = trials.BESIDE | {"env_id", "seed", "total_timesteps", "capture_video"}
+    same = trials.NEUTRAL_FLAGS | {"env_id", "seed", "total_timesteps", "capture_video"}
 
     def differs(name):
         values = [value_of(other, name) for other in runs_of_script]
@@ -255,7 +255,7 @@ def read_reference(name: str, games: list[str], flag: str = "--reference") -> di
 
 
 def thin(lines: list[dict], points: int) -> list[dict]:
-    """Every n-th line, so that about `points` are left, the last, and each with an evaluation."""
+    """Keeps every n-th line (about `points`), the last, and each with an evaluation."""
     every = -(-len(lines) // points)  # rounded up
     last = len(lines) - 1
     return [x for i, x in enumerate(lines) if i % every == 0 or i == last or any(k.startswith("eval/") for k in x)]
@@ -317,7 +317,7 @@ def times_to(name: str, everything: list[Logged], games: list[str]) -> list[dict
 # FILES AND PICTURES
 
 
-def write_whole(out: str, ending: str, write: Callable[[Path], None]) -> None:
+def write_output(out: str, ending: str, write: Callable[[Path], None]) -> None:
     """Writes OUT with an ending atomically: write(path) gets a temporary name. Raises UsageError where it cannot."""
     path = Path(out.removesuffix(".png").removesuffix(".csv") + ending)
     try:
@@ -331,7 +331,7 @@ def write_whole(out: str, ending: str, write: Callable[[Path], None]) -> None:
 def write_table(out: str, ending: str, columns: Collection[str], rows: list[dict]) -> None:
     """Writes these columns of the rows to a CSV file."""
     table = [{name: row.get(name, "") for name in columns} for row in rows]
-    write_whole(out, ending, lambda temporary: records.write_rows(temporary, table))
+    write_output(out, ending, lambda temporary: records.write_rows(temporary, table))
 
 
 def write_picture(out: str, ending: str, figure: plt.Figure) -> None:
@@ -347,7 +347,7 @@ def write_picture(out: str, ending: str, figure: plt.Figure) -> None:
     lines = sum(label.count("\n") + 1 for label in labels) / columns
     figure.set_figheight(figure.get_figheight() + max(0, 0.24 * (lines - 5)))  # a long legend takes little from panels
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=columns, handlelength=4)
-    write_whole(out, ending, lambda temporary: figure.savefig(temporary, format="png"))
+    write_output(out, ending, lambda temporary: figure.savefig(temporary, format="png"))
     plt.close(figure)
 
 
@@ -470,8 +470,8 @@ def scores_of(name: str, group: list[Logged], games: list[str], metric: str) -> 
 
 def aggregate(scores: dict[str, np.ndarray], taus: np.ndarray) -> tuple[dict, dict]:
     """Estimates of each group's scores [runs, games] with 95 % stratified bootstrap intervals (Agarwal et al. 2021,
-    arXiv 2108.13264). With few runs these are too narrow, by sqrt(1 - 1 / runs): with two they cover the true value in
-    83 % of cases, and in fewer with few games.
+    arXiv 2108.13264). With few runs these are too narrow, by a factor sqrt(1 - 1 / runs): with two they cover the
+    true value in 83 % of cases, and in fewer with few games.
 
     Returns by group: float64 [3 (value, low, high), 3 (STATISTICS)], and the performance profile float64 [3, taus], the
     fraction of runs that score above each tau. With one run per game, low and high are NaN.
@@ -505,7 +505,7 @@ def draw_aggregate(estimates: dict, profiles: dict, taus: np.ndarray, names: dic
     for i, (statistic, title) in enumerate(STATISTICS.items()):
         axes[statistic].set(title=title, ylim=(len(names) - 0.5, -0.5))
         axes[statistic].set_yticks(range(len(names)), [fill(x, 30) for x in names] if i == 0 else [""] * len(names))
-    axes["profile"].set(title="performance profile", xlabel="normalised score x", ylabel="share of runs above x")
+    axes["profile"].set(title="performance profile", xlabel="normalised score x", ylabel="fraction of runs above x")
     return figure
 
 
@@ -583,7 +583,7 @@ def main(args: Args) -> None:
         scores = {name: scores_of(name, group, games, args.score_metric) for name, group in groups.items()}
         write_aggregate(args, groups, games, scores)
     if args.time_to:
-        evaluate.show(f"--time-to {args.time_to}", times_to(args.time_to, everything, games), {})
+        evaluate.show(f"--time-to {args.time_to}", times_to(args.time_to, everything, games))
     write_curves(args, groups, games)
     write_picture(args.out, ".png", draw_curves(args, groups, games, references))
 

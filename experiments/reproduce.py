@@ -42,11 +42,11 @@ RETURN = "charts/episodic_return"
 @dataclass(frozen=True)
 class Args:
     table: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TABLE")]
-    """name of a table, such as coinrun_ppo_grid (a wrong one lists them)"""
+    """name of a table, such as coinrun_ppo_grid (all: experiments/reference/tables.csv)"""
     scale: Annotated[float, Interval(gt=0, le=100)] = 1.0
     """multiple of the table's environment steps to train for, such as 0.1 for a tenth"""
     seeds: tuple[Seed, ...] = (1, 2, 3)
-    """seeds, each of which is a run of every cell"""
+    """seeds; each cell is run once per seed"""
     cells: tuple[str, ...] = ()
     """cells to run, by name or by a part of their names; all if none is given"""
     jobs: Iterations = 1
@@ -171,7 +171,8 @@ def read_runs(cell: Cell) -> list[tuple[int, Progress, list[dict]]]:
 
 
 def train(cell: Cell, seed: int, stopping: Event) -> str:
-    """Runs or resumes a cell's script and records how it ended; returns "done", LOCKED, STOPPED or the error."""
+    """Runs or resumes a cell's script and records how it ended; returns "done", "done elsewhere", LOCKED, STOPPED or
+    the error."""
     folder = cell.folder / str(seed)
     with files.lock_run(folder) or contextlib.nullcontext() as lock:
         before = read_progress(folder)
@@ -286,9 +287,9 @@ def summarize(cell: Cell, found: list[tuple], args: Args) -> dict:
 
 
 def merge(before: dict, row: dict, args: Args, selected: bool) -> dict:
-    """Adds to `row`, computed from the runs here, the seeds that only earlier results have. If there are none, no run
-    here is done, or steps differ: returns the row of more steps or, if equal, of more seeds (if equal, `row`). If
-    `before` has all that is here: returns `before`."""
+    """Adds to `row`, computed from the runs here, the seeds that only `before`, the earlier results, has. If either has
+    no seeds of its own, or steps differ: returns the row of more steps, then of more seeds (`row` if equal).
+    Otherwise, returns `before` if it has all values of `row`."""
     new, old = seed_values(row), seed_values(before)
     kept = {seed: value for seed, value in old.items() if seed not in new}
     before = before | {name: row[name] for name in ("published", "note")}

@@ -50,7 +50,7 @@ DATABASE_ERRORS = optuna.exceptions.StorageInternalError, SQLAlchemyError
 @dataclass(frozen=True)
 class Args:
     sweep: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SWEEP")]
-    """a sweep file of W&B's kind"""
+    """a W&B sweep file"""
     count: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """trials of the study, failed ones included; 0 for the file's run_cap, or else a whole grid"""
     jobs: Iterations = 1
@@ -84,7 +84,7 @@ def check_parameter(spec: dict) -> dict:
         if low > high:
             raise ValueError("min must not be above max")
         if distribution == "int_uniform" and not (isinstance(low, int) and isinstance(high, int)):
-            raise ValueError("int_uniform takes whole numbers")
+            raise ValueError("int_uniform takes integers")
         if distribution == "log_uniform_values" and low <= 0:
             raise ValueError("min must be above 0 for a logarithm")
     return spec
@@ -131,9 +131,9 @@ def read_sweep(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def distribution_of(spec: dict) -> str:
-    """The distribution of a range: by default that of its ends' type."""
-    whole = isinstance(spec["min"], int) and isinstance(spec["max"], int)
-    return spec.get("distribution", "int_uniform" if whole else "uniform")
+    """The distribution of a range: by default that of its bounds' type."""
+    integers = isinstance(spec["min"], int) and isinstance(spec["max"], int)
+    return spec.get("distribution", "int_uniform" if integers else "uniform")
 
 
 def grid_cells(sweep: dict) -> list[dict]:
@@ -143,8 +143,8 @@ def grid_cells(sweep: dict) -> list[dict]:
 
 
 def check_values(sweep: dict) -> None:
-    """Exits as the script would if it refuses all first values together, or another value (or end of a range) both with
-    the others' last values and with their first. Single cells of a grid may be refused."""
+    """Exits as the script would if it refuses all first values together, or another value (or bound) with both the
+    others' last and first values. Single cells of a grid may be refused."""
 
     def extremes(spec):
         if "min" not in spec:
@@ -221,7 +221,7 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     if "id" not in study.user_attrs:
         for key, value in {"sweep": sweep, "out": str(out), "seed": args.seed, "id": study_id}.items():
             study.set_user_attr(key, value)
-    _check_whole(study, out, f"--out {out}: {which} is damaged; put a copy back, or give another folder")
+    _check_intact(study, out, f"--out {out}: {which} is damaged; put a copy back, or give another folder")
     attrs = study.user_attrs
     check(attrs["id"] == study_id, f"--out {out}: {which} has its runs in {attrs['out']}, give that")
     same = attrs["seed"] == args.seed
@@ -233,24 +233,24 @@ def open_study(args: Args, sweep: dict, name: str, out: Path) -> optuna.Study:
     return study
 
 
-def _check_whole(study: optuna.Study, out: Path, sentence: str) -> None:
+def _check_intact(study: optuna.Study, out: Path, sentence: str) -> None:
     """Raises UsageError(sentence) if the study cannot be read or lacks a trial that has a folder, or a part of a
     finished trial: Optuna recreates a missing table empty."""
     try:
         drawn = {name for name, spec in study.user_attrs["sweep"]["parameters"].items() if "value" not in spec}
-        whole = all(
+        intact = all(
             trial.params.keys() == drawn
             and {"ended", "origin", "seconds"} <= trial.user_attrs.keys()
             and (trial.state != TrialState.COMPLETE or trial.value is not None)
-            and (final_state(trial) == "fail" or trial.intermediate_values)
+            and (trial.user_attrs["ended"] == "fail" or trial.intermediate_values)
             for trial in finished_trials(study)
         ) and len(study.get_trials(deepcopy=False)) >= len(list(out.glob("[0-9]*/")))
     except Exception as error:  # SQLAlchemy's and Optuna's, for what cannot be read
         cause = error.__cause__ or error
         if isinstance(cause, OperationalError) and "no such" not in str(cause):
             raise  # the database does not answer now
-        whole = False
-    check(whole, sentence)
+        intact = False
+    check(intact, sentence)
 
 
 # TRIALS
@@ -360,11 +360,6 @@ def outcome_for_sampler(
     return value, state
 
 
-def final_state(trial: FrozenTrial) -> str:
-    """How a finished trial ended: complete, pruned or fail, whatever the sampler was told."""
-    return trial.user_attrs.get("ended", trial.state.name.lower())
-
-
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=FINISHED)
 
@@ -401,10 +396,10 @@ def write_results(study: optuna.Study, out: Path) -> None:
     metric, goal = (study.user_attrs["sweep"]["metric"][key] for key in ("name", "goal"))
     rows, valued = [], []
     for trial in finished:
-        value = None if final_state(trial) == "fail" else trial.value
+        value = None if trial.user_attrs["ended"] == "fail" else trial.value
         if value is not None and math.isfinite(value):
             valued.append(trial)
-        row = {"trial": trial.number, "state": final_state(trial), metric: value, "goal": goal}
+        row = {"trial": trial.number, "state": trial.user_attrs["ended"], metric: value, "goal": goal}
         row |= {name: trial.params.get(name) for name in names} | {"logged": len(trial.intermediate_values)}
         row |= {"seconds": round(trial.user_attrs["seconds"]), "why": trial.user_attrs.get("why")}
         rows.append(row | trial.user_attrs["origin"])
@@ -478,7 +473,8 @@ def main(args: Args) -> None:
     if (out / "results.csv").exists():
         print(out / "results.csv")
     finished = finished_trials(study)
-    failed = {f"trial {trial.number}": trial.user_attrs["why"] for trial in finished if final_state(trial) == "fail"}
+    failures = [trial for trial in finished if trial.user_attrs["ended"] == "fail"]
+    failed = {f"trial {trial.number}": trial.user_attrs["why"] for trial in failures}
     if not stopped:
         trials.report_failures(failed, len(finished), out / "results.csv")
 

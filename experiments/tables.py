@@ -3,7 +3,7 @@
 Each replaces what is between its two marks on a page. Try:
 
     python -m experiments.tables           # after a new result
-    python -m experiments.tables --check   # fails if a table is not that of its files
+    python -m experiments.tables --check   # fails if a table is out of date
 """
 
 import json
@@ -36,7 +36,7 @@ class Args:
 
 
 def table(rows: list[dict[str, str]], columns: Sequence[str] = ()) -> list[str]:
-    """A Markdown table with a line a row, and these columns of the rows, or all."""
+    """A Markdown table of these columns of the rows, or all."""
     columns = list(columns or rows[0])
     lines = [columns, ["---"] * len(columns), *([row[name] for name in columns] for row in rows)]
     return [f"| {' | '.join(line)} |" for line in lines]
@@ -89,7 +89,8 @@ def side_by_side() -> list[str]:
         row = {"": names.get(name, name)}
         for game in games:
             row |= {f"{game}, {millions(steps)}": score(at(games[game], steps)) for steps in (500_000, 1_000_000)}
-        on_one = [one for one in games["starpilot"] if one["machine"] == "AMD EPYC, 1 cores"]  # where all have run
+        # All but batch 32 have run on this machine.
+        on_one = [one for one in games["starpilot"] if one["machine"] == "AMD EPYC, 1 cores"]
         rates = [float(one["steps/s"]) for one in on_one if one["steps/s"]]
         rows.append(row | {"steps/s": f"{max(rates):.0f}" if rates else ""})
     return table(rows)
@@ -113,7 +114,7 @@ def six_doors() -> list[str]:
     return table(shown)
 
 
-def at_the_end(row: dict) -> tuple[float, float, int, float]:
+def final_score(row: dict) -> tuple[float, float, int, float]:
     """What we measured for a row of published.csv: value, standard error, number of seeds, steps (NaN where unknown).
 
     An evaluation's value is its mean, and its last one's where a file has several; a curve's, in training or on test
@@ -144,31 +145,33 @@ def at_the_end(row: dict) -> tuple[float, float, int, float]:
 def plus_minus(mean: float, error: float) -> str:
     """2,303 ± 110, 25.1 ± 0.8, 9.39 ± 0.11; without an error where there is none, or none but 0."""
     digits = 0 if error >= 20 else 1 if error >= 0.195 else 2
-    return f"{mean:.3g}" if np.isnan(error) or error == 0 else f"{mean:,.{digits}f} ± {error:.{digits}f}"
+    if np.isnan(error) or error == 0:
+        return f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}"
+    return f"{mean:,.{digits}f} ± {error:.{digits}f}"
 
 
-def beside() -> list[dict]:
+def compare_published() -> list[dict]:
     """What was published beside ours: experiments/reference/published.csv says where each is."""
     rows = []
     for row in records.read_rows(REFERENCE / "published.csv"):
-        mean, error, seeds, step = at_the_end(row)
+        mean, error, seeds, step = final_score(row)
         theirs, steps = row["published"], row["steps"]
         if theirs.startswith("openai "):
-            curve = openai("easy-all", theirs.split()[1])
+            curve = openai(theirs.split()[1])
             late = np.linspace(0.9 * step, step, 101)  # as ours
             theirs = f"{np.interp(late, *curve).mean():.1f}"
-        steps = in_millions(steps) if steps.isdecimal() else steps
+        steps = round_millions(steps) if steps.isdecimal() else steps
         logs = (EXPERIMENTS / row["logs"]).resolve().relative_to(records.ROOT)
         rows.append(row | {
             "game and setting": f"[{row['setting']}](../{logs})", "published": theirs, "ours": plus_minus(mean, error),
-            "seeds": str(seeds), "steps": " / ".join(dict.fromkeys(filter(None, (steps, in_millions(step))))),
+            "seeds": str(seeds), "steps": " / ".join(dict.fromkeys(filter(None, (steps, round_millions(step))))),
         })  # fmt: skip
     return rows
 
 
 def published() -> list[str]:
-    """`beside` as a table, with a numbered list of its notes below."""
-    rows = beside()
+    """`compare_published` as a table, with a numbered list of its notes below."""
+    rows = compare_published()
     notes = list(dict.fromkeys(row["note"] for row in rows if row["note"]))
     rows = [row | {"note": str(notes.index(row["note"]) + 1) if row["note"] else ""} for row in rows]
     columns = "game and setting", "published", "ours", "seeds", "steps", "note"
@@ -176,8 +179,8 @@ def published() -> list[str]:
 
 
 def headlines() -> list[str]:
-    """Of `beside` what the README shows."""
-    rows = [row for row in beside() if row["readme"] == "yes"]
+    """Of `compare_published` what the README shows."""
+    rows = [row for row in compare_published() if row["readme"] == "yes"]
     for row in rows:
         row["published"] += f" ({row['who']})"
         row["ours (seeds)"] = f"{row['ours']} ({row['seeds']})"
@@ -189,7 +192,7 @@ def millions(steps: str | float) -> str:
     return f"{float(steps) / 1e6:.3g}M"
 
 
-def in_millions(steps: str | float) -> str:
+def round_millions(steps: str | float) -> str:
     """With one decimal at most, as published lengths are given: 0.9M for 853,440; nothing for NaN."""
     return "" if np.isnan(float(steps)) else f"{float(steps) / 1e6:.1f}M".replace(".0M", "M")
 
@@ -197,9 +200,9 @@ def in_millions(steps: str | float) -> str:
 # PUBLIC SCORES, GAME BY GAME
 
 
-def openai(split: str, game: str) -> np.ndarray:
-    """The curve of OpenAI's PPO, float64 [2, points] (steps, return)."""
-    ((_, curve),) = plot.read_reference(split, [game]).items()
+def openai(game: str) -> np.ndarray:
+    """The curve of OpenAI's PPO (easy, all levels), float64 [2, points] (steps, return)."""
+    ((_, curve),) = plot.read_reference("easy-all", [game]).items()
     return curve
 
 
@@ -219,7 +222,7 @@ def public(setting: str, who: str, both: bool = False) -> dict[str, str]:
     return found
 
 
-def shown(scores: dict[str, float]) -> dict[str, str]:
+def rounded(scores: dict[str, float]) -> dict[str, str]:
     return {game: f"{score:.1f}" for game, score in scores.items()}
 
 
@@ -248,10 +251,10 @@ def mean_normalized(scores: dict[str, str], mode: str) -> str:
 
 def easy_all() -> list[str]:
     """Easy, all levels."""
-    columns = {"OpenAI 8M": shown(openai_at("easy-all", 8_000_000))}
+    columns = {"OpenAI 8M": rounded(openai_at("easy-all", 8_000_000))}
     columns |= {"entry 8M": public("easy-all", "competition entry")}
-    columns |= {"OpenAI 25M": shown(openai_at("easy-all", 25_000_000)), "CleanRL 25M": public("easy-all", "CleanRL")}
-    columns |= {"OpenAI 50M": shown(openai_at("easy-all", 50_000_000))}
+    columns |= {"OpenAI 25M": rounded(openai_at("easy-all", 25_000_000)), "CleanRL 25M": public("easy-all", "CleanRL")}
+    columns |= {"OpenAI 50M": rounded(openai_at("easy-all", 50_000_000))}
     columns |= {"EpicPinkPenguin 50M": public("easy-all", "EpicPinkPenguin")}
     return by_game(columns, "easy")
 
@@ -281,11 +284,11 @@ def easy_200() -> list[str]:
 
 def hard() -> list[str]:
     """Hard: all levels, and 500 training levels."""
-    columns = {"OpenAI 50M": shown(openai_at("hard-all", 50_000_000))}
+    columns = {"OpenAI 50M": rounded(openai_at("hard-all", 50_000_000))}
     columns |= {f"{who} 50M": public("hard-all", who) for who in ("PPG", "DreamerV3")}
     authors = {"PPO": "PPO of PPG's code", "PPG": "PPG's code", "PPG, one network,": "PPG's code, one network"}
     columns |= {f"{name} 100M": public("hard-all", who) for name, who in authors.items()}
-    columns |= {"OpenAI 200M": shown(openai_at("hard-all", 200_000_000))}
+    columns |= {"OpenAI 200M": rounded(openai_at("hard-all", 200_000_000))}
     columns |= {"OpenAI 200M, 500 levels": train_and_test("hard-500", 200_000_000)}
     return by_game(columns, "hard")
 
@@ -309,14 +312,14 @@ def constant_actions() -> list[str]:
     cells, scores = without_learning()
     for game, pairs in scores.items():
         highest = max(mean + 2 * error for mean, error in pairs)
-        cells[game]["OpenAI's PPO above both from"] = above(game, highest)
+        cells[game]["OpenAI's PPO above both from"] = steps_above(game, highest)
     columns = "game", "random play", "best constant action", "its return", "OpenAI's PPO above both from"
     return table(list(cells.values()), columns)
 
 
-def above(game: str, score: float) -> str:
+def steps_above(game: str, score: float) -> str:
     """The steps from which OpenAI's PPO (easy, all levels) stays above a score."""
-    steps, values = openai("easy-all", game)
+    steps, values = openai(game)
     first = max(np.flatnonzero(values <= score), default=-1) + 1
     return millions(steps[first]) if first < len(steps) else ""
 
@@ -332,7 +335,7 @@ def laptop_games() -> list[str]:
         mean, error = reproduce.pooled(seeds)
         steps = np.mean([float(row["steps"]) for row in seeds])
         learnt = all(mean - other > 2 * np.hypot(error, its_error) for other, its_error in scores[game])
-        theirs = np.interp(steps, *openai("easy-all", game))
+        theirs = np.interp(steps, *openai(game))
         row = {"game": game, "steps": f"{steps / 1e6:.2f}M"}
         row |= {"return (seeds)": f"{plus_minus(mean, error)} ({len(seeds)})", "above both": "yes" if learnt else ""}
         rows.append(row | {"OpenAI's PPO": f"{theirs:.1f}"})

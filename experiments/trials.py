@@ -27,13 +27,12 @@ from common.flags import flag_of, leave_closed_terminal, stop_signals
 from experiments import records
 
 # Flags that have no influence on what a run learns.
-BESIDE = {
-    "run_dir", "resume", "num_threads", "checkpoint_every", "keep_checkpoints", "wandb_mode", "wandb_project",
-    "wandb_entity", "track",
+NEUTRAL_FLAGS = {
+    "run_dir", "resume", "num_threads", "rollout_threads", "checkpoint_every", "keep_checkpoints",
+    "wandb_mode", "wandb_project", "wandb_entity", "track",
 }  # fmt: skip
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py"))
+SCRIPTS = sorted(path.name for path in records.ROOT.glob("*_*.py"))
 PLACES = ("resume", "run_dir")  # with these, a run could write into another's directory
 ORIGIN = "machine", "jax", "commit", "date"  # columns of records.origin
 # Numbers of any length: Python's own parser refuses thousands of digits.
@@ -58,7 +57,7 @@ class Stopped(Exception):
 
 
 class Killed(RuntimeError):
-    """The run was ended by a signal that it could not handle."""
+    """A signal ended the run, or device memory was full (exit code above 128)."""
 
 
 class NotLoggedError(RuntimeError):
@@ -128,7 +127,7 @@ def origin() -> dict[str, str]:
 def _first_origin() -> dict[str, str]:
     """records.origin(), from a process of its own: JAX would reserve most of a GPU's memory in this one."""
     command = [sys.executable, "-m", "experiments.records"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=records.ROOT, capture_output=True, text=True)
     if done.returncode:
         raise FailedError(f"JAX does not start: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
     return json.loads(done.stdout)
@@ -280,15 +279,16 @@ def run(
     if "run_dir" in where:
         for dead in folder.glob("*/args.json"):  # killed before its first checkpoint: plots would count it as a run
             shutil.rmtree(dead.parent)
-    command = [sys.executable, str(ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
+    command = [sys.executable, str(records.ROOT / program), *words_of({"wandb_mode": "disabled"} | flags | where)]
     # Several runs may share a GPU; and JAX would end a traceback with a note of its own, in place of the error.
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
     # A link in a folder that a stranger made could lead to any file.
     with open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as output:
         begin = path.stat().st_size
         process = subprocess.Popen(
-            [sys.executable, "-ISc", SUPERVISOR, *command], cwd=ROOT, env=shared | os.environ, stdin=subprocess.PIPE,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[lock.fileno()],
+            [sys.executable, "-ISc", SUPERVISOR, *command], cwd=records.ROOT, env=shared | os.environ,
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            pass_fds=[lock.fileno()],
         )  # fmt: skip
     try:
         due = 0.0

@@ -101,7 +101,7 @@ def test_rollout_in_two_threads_equals_that_in_one(num_devices, core):
         results = []
         with closing(envs.make_threaded_envs(args)) as vec_env:
             if played:
-                vec_env.restore(played["snapshot"], SimpleNamespace(replay_progress=lambda what, total: lambda i: None))
+                vec_env.restore(played["snapshot"], SimpleNamespace(replay_progress=lambda total: lambda i: None))
             else:
                 collect(vec_env, params, env_state, 0, runs.Stopwatch())
                 played["snapshot"] = vec_env.save()

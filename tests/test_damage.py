@@ -499,7 +499,7 @@ def test_history_is_not_lost_where_there_is_no_room_to_mend_it(run_dir, monkeypa
 def test_files_set_aside_replace_nothing(tmp_path):
     for content in "abc":
         (tmp_path / "x").write_text(content)
-        files.quarantine(tmp_path / "x", tmp_path / "damaged")
+        files.quarantine(tmp_path / "x", tmp_path)
         (tmp_path / "damaged" / "x").unlink() if content == "b" else None
     assert {path.read_text() for path in (tmp_path / "damaged").iterdir()} == {"b", "c"}
 

@@ -95,7 +95,7 @@ def test_vec_env_restored_from_snapshot_continues_bit_identical(make, rollouts):
     snapshot = vec_env.snapshot()
     want = play(vec_env, actions[-1])  # the snapshot stays where it is, also over a restart
     copy = envs.ReplayableVecEnv(make, range(3), seed=6, restart_every=60)
-    copy.restore(snapshot.save(), SimpleNamespace(replay_progress=lambda what, total: told.append))
+    copy.restore(snapshot.save(), SimpleNamespace(replay_progress=lambda total: told.append))
     assert told == list(range(0, 3 * snapshot.steps, 3))
     jax.tree.map(np.testing.assert_array_equal, play(copy, actions[-1]), want)
     np.testing.assert_array_equal(vec_env.obs, copy.obs)

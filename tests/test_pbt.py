@@ -135,7 +135,7 @@ def test_values_are_drawn_within_their_range():
         ((0, 0.02, False, False), 0, {0, 0.002}),
         ((1e-4, 1e-2, True, False), 1e-3, {8e-4, 1.2e-3}),  # a fifth of the value
         ((1, 6, True, True), 2, {1, 3}),
-        ((1, 6, False, True), 2, {1, 3}),  # whole numbers: at least the next
+        ((1, 6, False, True), 2, {1, 3}),  # integers: at least the next
         ((100, 1000, False, True), 500, {410, 590}),
     ],
 )
@@ -176,8 +176,13 @@ def test_work_folders_of_others_are_not_removed(tmp_path):
         (["--mutate", "kl_coef=0.1:1"], "--mutate kl_coef", "keeps its own"),
         (["--mutate", "gamma=0.9:0.99", "--set", "gamma=0.9"], "--set gamma=0.9", "changes it"),
         (["--mutate", "gamma=0.9:0.99", "gamma=0.5:0.6"], "--mutate gamma=0.5:0.6", "give one"),
-        (["--mutate", "update_epochs=1.5:3.5"], "--mutate update_epochs=1.5:3.5", "whole ends"),
+        (["--mutate", "update_epochs=1.5:3.5"], "--mutate update_epochs=1.5:3.5", "integer bounds"),
         (["--mutate", "wandb_mode=1:2"], "--mutate wandb_mode=1.0:2.0", "each run is given its own"),
+        (
+            ["impala_procgen.py", "--mutate", "num_steps=9:99", "--set", "replay_fraction=1"],
+            "num_steps",
+            "keeps its own",
+        ),
         (["--set", "num_envs=0"], "--num-envs 0", "1 or more"),
         (["--population", "1"], "--population 1", "from 2"),
         (["--quantile", "0.6"], "--quantile 0.6", "to 0.5"),

@@ -368,7 +368,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(args):
             pytest.fail("the second one was another")
         assert run.stop == "SIGTERM"
         with pytest.raises(SystemExit):
-            run.replay_progress("x", 2)(1)
+            run.replay_progress(2)(1)
         run._asked -= 3
         with pytest.raises(KeyboardInterrupt, match=str(int(signal.SIGTERM))):  # so that the exit code is 143
             os.kill(os.getpid(), signal.SIGTERM)

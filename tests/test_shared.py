@@ -19,6 +19,7 @@ from test_scripts import FLAGS, train
 import impala_procgen as impala
 import ppo_procgen as ppo
 from common import actors, augment, envs, files, networks, runs, tracking
+from common.flags import PositiveInt
 from common.networks import EncoderArgs
 from experiments import trials
 
@@ -89,11 +90,12 @@ def test_a_cores_products_are_in_full_float32_on_a_gpu_too(kind):
 # FLAGS, OPTIMISERS, RANDOM NUMBERS
 
 
-def test_a_forks_tuples_come_back_from_its_args_json(tmp_path):
+def test_a_forks_tuples_and_optional_flags_come_back_from_its_args_json(tmp_path):
     @dataclass(frozen=True)
     class Args:
         betas: tuple[Annotated[float, Interval(ge=0, le=1)], float] = (0.9, 0.999)
         parts: tuple[str, ...] = ()
+        count: PositiveInt | None = None
 
     for args in (Args(), Args((0.8, -0.5), ("a", "b=c"))):
         files.write_json(tmp_path / "args.json", {"script": "my_fork", "args": asdict(args)})
@@ -101,6 +103,8 @@ def test_a_forks_tuples_come_back_from_its_args_json(tmp_path):
         assert tyro.cli(Args, args=trials.words_of(asdict(args))) == args  # and from a sweep's
     with pytest.raises(runs.UsageError, match=r"--betas -0.5: must be from 0 to 1"):
         runs.check_flags(Args((-0.5, 7)))
+    with pytest.raises(runs.UsageError, match=r"--count 0: must be 1 or more"):
+        runs.check_flags(Args(count=0))
 
 
 @pytest.mark.slow

@@ -497,7 +497,7 @@ def test_names_with_dollar_signs_are_drawn_as_they_are(tmp_path, monkeypatch):
     for value in range(4):
         trial = study.ask()
         assert {name: sweep.suggest(trial, name, spec) for name, spec in specs.items()}
-        for name, content in {"seconds": 1, "origin": ORIGIN}.items():
+        for name, content in {"ended": "complete", "seconds": 1, "origin": ORIGIN}.items():
             trial.set_user_attr(name, content)
         study.tell(trial, value)
     texts, save = [], Figure.savefig
@@ -519,7 +519,7 @@ def test_importance_favours_what_the_best_trials_have_in_common(goal, tmp_path, 
     study, sign = optuna.create_study(direction=goal), 1 if goal == "maximize" else -1
     study.set_user_attr("sweep", {"metric": {"name": "m", "goal": goal}})
     attrs, distributions = (
-        {"seconds": 1, "origin": ORIGIN},
+        {"ended": "complete", "seconds": 1, "origin": ORIGIN},
         dict.fromkeys("xy", optuna.distributions.FloatDistribution(0, 1)),
     )
     study.add_trials(

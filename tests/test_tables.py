@@ -58,7 +58,7 @@ def test_number_beside_the_published_is_the_end_of_a_curve_or_the_last_evaluatio
     """Of curves the mean over the last tenth of the steps; then over seeds."""
 
     def end(file, rows="", column=""):
-        return tables.at_the_end({"file": file, "rows": rows, "column": column})
+        return tables.final_score({"file": file, "rows": rows, "column": column})
 
     rows = [{"seed": seed, "global_step": i, "episodic_return": i + seed} for seed in (1, 2) for i in range(101)]
     rows = [row | {"test_levels": row["global_step"] * row["seed"]} for row in rows]
@@ -93,6 +93,7 @@ def test_number_beside_the_published_is_the_end_of_a_curve_or_the_last_evaluatio
         (9.394, 0.1055, "9.39 ± 0.11"),
         (0.9752, np.nan, "0.975"),
         (0, np.nan, "0"),
+        (2500, np.nan, "2,500"),
     ],
 )
 def test_error_decides_the_digits(mean, error, text):
@@ -115,7 +116,7 @@ def test_normalized_mean_needs_all_games():
 
 
 def test_curve_is_above_a_score_after_its_last_point_below(monkeypatch):
-    monkeypatch.setattr(tables, "openai", lambda split, game: np.array([[1e5, 2e5, 3e5, 4e5], [5, 7, 6, 8]]))
-    assert tables.above("coinrun", 6.5) == "0.4M"
-    assert tables.above("coinrun", 9) == ""
-    assert tables.above("coinrun", 4) == "0.1M"
+    monkeypatch.setattr(tables, "openai", lambda game: np.array([[1e5, 2e5, 3e5, 4e5], [5, 7, 6, 8]]))
+    assert tables.steps_above("coinrun", 6.5) == "0.4M"
+    assert tables.steps_above("coinrun", 9) == ""
+    assert tables.steps_above("coinrun", 4) == "0.1M"

@@ -103,7 +103,7 @@ def main(args: Args) -> None:
         measured = [f"{spread:.4f}" for spread in spreads(values, groups)]
         row = Path(run_dir).resolve().name, saved.env_id, step, same, *measured
         rows.append(dict(zip(MEASURED, row, strict=True)))
-    evaluate.show("values of actions", rows, {})
+    evaluate.show("values of actions", rows)
     records.write_rows(Path(f"{args.out}.csv"), [row | records.origin() for row in rows])
 
 

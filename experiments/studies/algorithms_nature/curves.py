@@ -99,7 +99,7 @@ def draw(games: dict[str, dict[str, tuple[list, list]]]) -> plt.Figure:
 
 def main(args: Args) -> None:
     figure = draw(read(args))
-    plot.write_whole(args.out, ".png", lambda temporary: figure.savefig(temporary, format="png"))
+    plot.write_output(args.out, ".png", lambda temporary: figure.savefig(temporary, format="png"))
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def main(args: Args) -> None:
     if args.run_dir:  # by its own clock, which begins when its devices are there
         curves["ours"] = to_points(run.lines, args.minutes)
     curves = {name: np.array(points) for name, points in curves.items()}
-    evaluate.show(f"{args.env_id}, {args.minutes:g} minutes", compare(curves), {})
+    evaluate.show(f"{args.env_id}, {args.minutes:g} minutes", compare(curves))
     draw(table.with_name(f"{args.env_id}.png"), args.env_id, curves)
 
 

@@ -19,7 +19,7 @@ from common.flags import flag_of
 from experiments import plot, records, trials
 
 PUBLISHED = Path(__file__).with_name("published.csv")  # means of three seeds
-FREE = trials.BESIDE | {"seed", "num_devices", "tasks"}
+FREE = trials.NEUTRAL_FLAGS | {"seed", "num_devices", "tasks"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def main(args: Args) -> None:
         rows += [row_of(name, "ours", *each, tasks) for each in found]
     columns = dict.fromkeys(column for row in rows for column in row)
     plot.write_table(args.out, ".csv", columns, rows)
-    plot.write_whole(args.out, ".png", lambda path: draw(tasks, ours, theirs).savefig(path, format="png"))
+    plot.write_output(args.out, ".png", lambda path: draw(tasks, ours, theirs).savefig(path, format="png"))
 
 
 if __name__ == "__main__":

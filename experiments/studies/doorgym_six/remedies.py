@@ -15,7 +15,7 @@ from experiments import plot, trials
 from experiments.studies.doorgym_six.matrices import args_of
 
 # Flags that are not listed: irrelevant to what is learnt, or with a column of their own.
-OTHER = trials.BESIDE | {"seed", "method", "tasks", "task_timesteps", "stop_at_success", "eval_every"}
+OTHER = trials.NEUTRAL_FLAGS | {"seed", "method", "tasks", "task_timesteps", "stop_at_success", "eval_every"}
 LAST = 10  # updates that are averaged
 
 

@@ -168,7 +168,7 @@ def main(args: Args) -> None:
         rows.append(compare(args, *one))
         if args.csv:
             records.add_rows(Path(args.csv), [rows[-1] | records.origin()], ("policy", "game"))
-    evaluate.show("EnvPool's Procgen and OpenAI's", rows, {})
+    evaluate.show("EnvPool's Procgen and OpenAI's", rows)
 
 
 if __name__ == "__main__":

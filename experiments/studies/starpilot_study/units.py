@@ -138,7 +138,7 @@ def main(args: Args) -> None:
         shown += rows
         if args.csv:
             records.add_rows(path, [row | setting | origin for row in rows], ("run", *SETTING, "on"))
-    evaluate.show("normalised and raw returns", shown, {})
+    evaluate.show("normalised and raw returns", shown)
     if args.csv:
         figure = draw(
             [row for row in records.read_rows(path) if row["game"] == "starpilot"], records.read_rows(PUBLISHED)
