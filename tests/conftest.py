@@ -55,23 +55,25 @@ ENCODER_FLAGS = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Before fixtures, whose programs are a test's too; also for the processes that it starts."""
+    """Turns XLA's optimiser off for tests not marked as `optimised`, and for the processes that they start. It runs
+    before fixtures, whose programs are a test's too."""
     off = item.get_closest_marker("optimised") is None
     jax.config.update("jax_disable_most_optimizations", off)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(off)
 
 
-LOOKED = [0.0]  # when `few_programs` did, which takes longer than most tests
+last_count = 0.0  # when `few_programs` counted the maps, which takes longer than most tests
 
 
 @pytest.fixture(autouse=True)
 def few_programs():
     """Drops compiled programs before they fill memory, and Linux's 65,530 maps of a process: XLA crashes there."""
     yield
+    global last_count
     maps, now = Path("/proc/self/maps"), time.monotonic()
-    if now - LOOKED[0] < 5:
+    if now - last_count < 5:
         return
-    LOOKED[0] = now
+    last_count = now
     if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
         jax.clear_caches()
         gc.collect()
@@ -79,12 +81,13 @@ def few_programs():
 
 @pytest.fixture(autouse=True, scope="session")
 def small_bonus():
-    """The bonus's two networks have a size of their own: an update of TINY takes ten times as long with them."""
-    assert networks.EncoderArgs(width=1) == bonus.ENCODER
+    """The bonus's two networks have a size of their own: an update of TINY takes ten times as long with them. Yields
+    that size."""
     small = networks.EncoderArgs(channels="4", blocks=0, downsample="stride", pool="flatten")
     with pytest.MonkeyPatch.context() as patch:
+        size = bonus.ENCODER
         patch.setattr(bonus, "ENCODER", small)
-        yield
+        yield size
 
 
 @pytest.fixture
@@ -96,6 +99,25 @@ def train(tmp_path):
 def init_params(module, *inputs):
     """A network's parameters: as one program they compile sooner than operation by operation."""
     return jax.jit(module.init, compiler_options=devices.UNOPTIMISED)(jax.random.PRNGKey(0), *inputs)
+
+
+def matmuls(function, *args):
+    """(dtype, precision) of all matrix products and convolutions: a CPU's results do not show a GPU's precision."""
+
+    def inner(x):
+        return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+    def walk(jaxpr):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                yield str(eqn.invars[0].aval.dtype), eqn.params["precision"]
+            for x in filter(inner, jax.tree.leaves(list(eqn.params.values()), is_leaf=inner)):
+                yield from walk(x)
+
+    return set(walk(jax.make_jaxpr(function)(*args)))
+
+
+FULL_PRECISION = {("float32", (jax.lax.Precision.HIGHEST,) * 2)}
 
 
 def read_metrics(run_dir, clocks=False):

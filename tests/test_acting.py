@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_ppo_math import init_env_state
+from rollouts import init_env_state
 
 import impala_procgen as impala
 import ppg_procgen as ppg

@@ -1,7 +1,6 @@
 """Ape-X's parts against independent oracles."""
 
 import itertools
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -11,8 +10,9 @@ import numpy as np
 import oracle
 import pytest
 from conftest import init_state
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rollouts import normal, relaxed, seeds
 from test_apex_run import TINY
 
 import apex_procgen as apex
@@ -20,8 +20,6 @@ from common import augment, bonus, devices, envs, offpolicy, replay, runs
 from common.devices import ENV_SHARDED, REPLICATED
 
 draw = jax.jit(replay.sample, static_argnames=("batch_size", "n_step", "gamma"))
-relaxed = settings(deadline=None, max_examples=25)
-seeds = st.integers(0, 2**32 - 1)
 GAMES = 4
 
 
@@ -47,10 +45,6 @@ def programs(script, args):
 
 def init_env_state(args, env_ids):
     return envs.init_env_state(np.int32(env_ids), args.stack_offsets)
-
-
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
 
 
 # THE LOSS
@@ -296,6 +290,25 @@ def test_state_value_is_that_of_the_best_action_or_of_the_softmax_policy():
     np.testing.assert_allclose(apex.state_value(args, values), [(p * (values[0] - 0.2 * np.log(p))).sum()], rtol=1e-5)
 
 
+def heads_by_hand(hand, x, dueling=True, atoms=1):
+    """Features [..., F] -> [..., 15, atoms], in a duel (Wang et al. 2016, equation 9) or not."""
+    streams = (hand.dense(oracle.relu(hand.dense(x))) for _ in range(1 + dueling))
+    advantage, *value = (y.reshape(*y.shape[:-1], -1, atoms) for y in streams)
+    return value[0] + advantage - advantage.mean(axis=-2, keepdims=True) if dueling else advantage
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+@pytest.mark.parametrize("atoms", [1, 11])
+def test_values_or_their_atoms_of_frames_equal_those_by_hand(atoms, dueling):
+    agent = apex.make_agent(make_args(num_atoms=atoms, dueling=dueling))
+    frames = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 6), np.uint8)
+    outputs, params = jax.jit(agent.init_with_output)(jax.random.key(0, impl="rbg"), frames)
+    hand = oracle.Hand(params["params"])
+    x = np.float64(agent.encoder.apply({"params": params["params"]["encoder"]}, frames))
+    np.testing.assert_allclose(outputs, heads_by_hand(hand, x, dueling, atoms), rtol=1e-3, atol=1e-4)
+    assert hand.all_used() == len(params["params"]) - 1
+
+
 @pytest.mark.parametrize("num_policies", [1, 3])
 def test_agent_without_drawn_quantiles_takes_evenly_spaced_ones(num_policies):
     """And of several policies, whose index is one-hot beside the features, the first."""
@@ -308,7 +321,7 @@ def test_agent_without_drawn_quantiles_takes_evenly_spaced_ones(num_policies):
     one = agent.apply(params, frames[:1], taus=spaced[:1, 2:3])
     np.testing.assert_allclose(one, outputs[:1, :, 2:3], atol=1e-5)
     assert np.ptp(outputs, axis=2).min() > 1e-6
-    # By hand: cosines of the quantiles (Dabney et al. 2018, equation 4), and a duel (Wang et al. 2016, equation 9).
+    # By hand: cosines of the quantiles (Dabney et al. 2018, equation 4).
     hand = oracle.Hand(params["params"])
     x = np.float64(agent.encoder.apply({"params": params["params"]["encoder"]}, frames))
     x = x[:, None] * oracle.relu(hand.dense(np.cos(np.pi * np.arange(64) * spaced[..., None])))
@@ -318,8 +331,7 @@ def test_agent_without_drawn_quantiles_takes_evenly_spaced_ones(num_policies):
         layers.used = dict(hand.used)
         ones = np.eye(num_policies)[policies][:, None].repeat(4, axis=1)
         y = np.concatenate([x, ones], axis=2) if num_policies > 1 else x
-        advantage, value = (layers.dense(oracle.relu(layers.dense(y))) for _ in range(2))
-        return (value + advantage - advantage.mean(axis=-1, keepdims=True)).mT
+        return heads_by_hand(layers, y)[..., 0].mT
 
     np.testing.assert_allclose(outputs, streams([0, 0, 0]), rtol=1e-3, atol=1e-4)
     if num_policies > 1:
@@ -355,11 +367,12 @@ def new_state(args):
 
 
 def make_accelerator_args(**flags):
-    """Other arguments than those of the whole runs: nothing that was compiled for a CPU is used."""
-    return make_args(run_dir="whole", dtype="float32", num_devices=1, **flags)
+    """For the code path of a GPU. `programs` caches by arguments: with another run_dir than in other tests, which the
+    programs do not depend on, none that was traced for a CPU is used."""
+    return make_args(run_dir="code path of a GPU", dtype="float32", num_devices=1, **flags)
 
 
-def test_update_on_two_devices_equals_the_accelerators_form_on_one(monkeypatch):
+def test_update_on_two_devices_equals_code_path_of_a_gpu_on_one(monkeypatch):
     """Also the TD errors, which come back sample by sample, not weighted; and the step size is by steps."""
 
     def begin(args):
@@ -411,6 +424,12 @@ def test_update_on_two_devices_samples_each_half_from_its_own_games():
         part = replay.set_priorities(parts[i], batches[i], np.asarray(td)[8 * i : 8 * i + 8], per_alpha=args.per_alpha)
         np.testing.assert_allclose(buffer.priorities[:, 2 * i : 2 * i + 2], part.priorities, rtol=1e-3, atol=1e-5)
         assert (part.priorities != parts[i].priorities).sum() > 4
+
+
+def test_sample_with_another_seed_draws_other_steps():
+    buffer = full_buffer(make_args(), jax.devices()[0])
+    rows = [jax.jit(partial(offpolicy.sample, make_args(seed=seed)))(buffer, 0, 0.5).row for seed in (1, 2)]
+    assert (rows[0] != rows[1]).any()
 
 
 def test_updates_in_one_program_equal_those_from_host_memory(monkeypatch):
@@ -468,16 +487,21 @@ def test_epsilons_and_epsilon_greedy_are_the_papers():
     assert len(np.unique(actions)) == 15
 
 
-def test_policy_in_an_evaluation_is_all_but_greedy():
+def test_policy_in_an_evaluation_is_all_but_greedy(monkeypatch):
     args = make_args(epsilon=0.9)
     agent, rng = apex.make_agent(args), np.random.default_rng(0)
     params, frames = init_state(apex, args, agent).params, rng.integers(0, 256, (8, 64, 64, 6), np.uint8)
     best = apex.mean_q(agent.support, jax.jit(agent.apply)(params, frames)).argmax(axis=1)
     assert apex.EVALUATION_EPSILON == 0.001
-    policy = apex.make_policy(args, agent, devices.make_mesh(args))
-    chosen, _ = policy(params, frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)
+
+    def choose():
+        policy = apex.make_policy(args, agent, devices.make_mesh(args))
+        return policy(params, frames, np.zeros(8, np.int32), jax.random.PRNGKey(0), None)[0]
+
     assert len(set(np.asarray(best).tolist())) > 1
-    np.testing.assert_array_equal(chosen, best)
+    np.testing.assert_array_equal(choose(), best)
+    monkeypatch.setattr(apex, "EVALUATION_EPSILON", 1.0)
+    assert (choose() != best).any()
 
 
 def test_act_beside_any_other_games_plays_a_game_the_same():
@@ -733,10 +757,7 @@ def test_values_of_a_known_game_are_learnt(updates, flags, wrong_values, atol):
     np.testing.assert_allclose(wrong.mean(axis=1)[: len(wrong_values)], wrong_values, atol=atol)
 
 
-def test_hidden_units_of_the_streams_leave_the_encoder_without_a_dense_layer():
+def test_encoder_before_the_dueling_streams_has_no_dense_layer():
     args = make_args(hidden=24)
     shapes = jax.eval_shape(partial(apex.init_state, args, apex.make_agent(args))).params["params"]
-    assert "Dense_0" not in shapes["encoder"]
     assert shapes["Dense_0"]["kernel"].shape == (32 * 32 * 8, 24)
-    same = replace(args, dueling=False)
-    assert "Dense_2" not in jax.eval_shape(partial(apex.init_state, same, apex.make_agent(same))).params["params"]

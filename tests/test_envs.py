@@ -161,7 +161,10 @@ def test_procgen_game_in_either_mode_runs(game, mode):
     assert obs.std() > 0
     env.step(np.zeros(2, np.int32))
     assert env.spec.config.distribution_mode == (mode == "hard")
-    config = envs.make_procgen(Args(env_id=game, use_backgrounds=False, restrict_themes=True), 1, 0).spec.config
+
+
+def test_procgen_game_has_no_backgrounds_and_one_theme_if_asked():
+    config = envs.make_procgen(Args(use_backgrounds=False, restrict_themes=True), 1, 0).spec.config
     assert (config.use_backgrounds, config.restrict_themes) == (False, True)
 
 

@@ -15,6 +15,7 @@ import pytest
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollouts import normal
 
 import doorgym
 import hnppo_doorgym as hn
@@ -53,10 +54,6 @@ def make(**flags):
 def random_like(tree, seed, scale=1.0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(scale * rng.normal(size=x.shape), jnp.float32), tree)
-
-
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
 
 
 def random_rollout(args, seed=0):
@@ -473,7 +470,7 @@ def test_noise_has_its_color_and_variance_one(color):
     assert scipy.stats.kstest(noise[::64].ravel(), "norm").pvalue > 1e-3
 
 
-def test_evaluation_is_of_as_many_doors_that_its_seed_draws(monkeypatch):
+def test_evaluation_plays_as_many_doors_as_asked_for_which_its_seed_draws(monkeypatch):
     def start(env, policy, seed, film):
         obs, _ = env.reset(seed=seed)
         return None, (env._world.tolist(), env.worlds[0].shape, obs[:, :6])

@@ -12,10 +12,11 @@ import pytest
 from conftest import init_state
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ppo_math import random_steps, relaxed, seeds
+from rollouts import normal, random_steps, relaxed, seeds
 
 import apex_procgen as apex
 import impala_procgen as impala
+import ppg_procgen as ppg
 import ppo_procgen as ppo
 import rnd_montezuma as rnd
 from common import augment, devices, envs, networks, runs
@@ -24,10 +25,6 @@ from common.rewards import init_return_filter, prepare_rewards
 
 STEPS, NUM_ENVS = 12, 4
 bars = st.sampled_from([0.5, 1.0, 2.0])
-
-
-def normal(rng, *shape, scale=1.0):
-    return (rng.normal(size=shape) * scale).astype(np.float32)
 
 
 def bars_of(args):
@@ -282,7 +279,7 @@ def tiny(request):
     return SimpleNamespace(args=args, agent=agent, update=update, rng=np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("script", [ppo, impala, rnd, apex], ids=lambda script: script.SCRIPT)
+@pytest.mark.parametrize("script", [ppo, ppg, impala, rnd, apex], ids=lambda script: script.SCRIPT)
 def test_gradients_above_the_maximum_norm_are_clipped_before_adam(script):
     optimizer, grad = script.make_optimizer(script.Args(max_grad_norm=0.5, adam_eps=0.1)), np.float32([3, -4])
     direction, _ = optimizer.update(grad, optimizer.init(grad))

@@ -167,7 +167,7 @@ def test_an_actor_that_fails_after_its_last_batch_is_reported(train, monkeypatch
 @pytest.mark.slow
 def test_divergence_stops_a_run_and_its_actors(train):
     with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
-        train(checkpoint_every=1000, learning_rate="0:0.003,2200:0.003,2201:1e35", total_timesteps=10_000)
+        train(checkpoint_every=60, learning_rate="0:0.003,120:0.003,121:1e35", total_timesteps=10_000)
     assert not actor_threads()
 
 

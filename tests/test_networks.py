@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import ENCODER_FLAGS, init_params, init_state
+from conftest import ENCODER_FLAGS, FULL_PRECISION, init_params, init_state, matmuls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ppo_math import FULL_PRECISION, matmuls, relaxed, seeds
+from rollouts import relaxed, seeds
 
 import apex_procgen as apex
 import impala_procgen as impala
@@ -231,7 +231,7 @@ def test_acting_params_of_bfloat16_encoder_give_bit_identical_outputs(flags, mon
     assert {x.format.layout.major_to_minor for x in jax.tree.leaves(on_gpu) if x.ndim == 4} == {(3, 0, 1, 2)}
 
 
-def test_acting_params_of_float32_or_unknown_encoder_are_learners():
+def test_acting_params_of_float32_or_unknown_encoder_are_the_learners_themselves():
     agent, params = ppo.make_agent(ppo.Args(width=1, hidden=8)), {"params": {"encoder": {"kernel": jnp.ones(3)}}}
     for encoder in (agent.encoder, nn.Dense(8), nn.Sequential([agent.encoder, nn.Dense(8)])):  # .layers may be a list
         assert networks.acting_params(agent.clone(encoder=encoder), params) is params

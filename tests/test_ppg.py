@@ -89,6 +89,25 @@ def test_gathered_minibatch_has_single_environments_of_any_rollout():
         np.testing.assert_array_equal(got.frames.stack(4, np.array([i])), want.frames.stack(4, np.array([env])))
 
 
+def test_auxiliary_update_with_noise_in_junk_steps_is_bit_identical():
+    """The same noise in transitions is not."""
+    rng, shape = np.random.default_rng(0), (8, 2)
+    junk = rng.random(shape) < 0.4
+    frames = envs.Frames(rng.integers(0, 256, (12, 2, 64, 64, 3), np.uint8), rng.integers(0, 5, (9, 2)), (3, 0))
+    batch = ppg.AuxBatch(frames, *map(np.float32, (rng.normal(size=shape), ~junk, rng.normal(size=(*shape, 15)))))
+    state = init_state(ppg, ARGS)
+    update = jax.jit(partial(ppg.aux_update, ARGS, ppg.make_agent(ARGS), ids=jnp.arange(2)))
+    noise = np.float32(rng.normal(size=shape))
+
+    def with_noise(mask):
+        logits = batch.logits + noise[..., None] * mask[..., None] * np.eye(15)[3]
+        return update(state, batch._replace(returns=batch.returns + noise * mask, logits=np.float32(logits)))
+
+    before, same, other = update(state, batch), with_noise(junk), with_noise(~junk)
+    jax.tree.map(np.testing.assert_array_equal, before, same)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (before.params, other.params)), strict=True))
+
+
 def train(folder, **flags):
     return ppg.main(replace(ARGS, run_dir=str(folder), num_devices=1, **flags)).path
 
@@ -103,7 +122,8 @@ def test_auxiliary_phase_before_its_first_step_rebuilds_the_old_policy(tmp_path,
         return state._replace(params=jax.tree.map(lambda x: 300 * x if x.shape == (16, 15) else x, state.params))
 
     monkeypatch.setattr(ppg, "init_state", sharpened)
-    lines = read_metrics(train(tmp_path, learning_rate="0", total_timesteps=100))
+    # The policy phase, of the steps up to 64, moves the policy; the auxiliary phase after it does not.
+    lines = read_metrics(train(tmp_path, learning_rate="0:0.003,40:0.003,41:0", total_timesteps=100))
     (kl,) = [line["losses/aux_phase_kl"] for line in lines if "losses/aux_phase_kl" in line]
     assert abs(kl) < 1e-6
 

@@ -1,121 +1,24 @@
 """PPO's parts, and what it shares with the other scripts, against independent oracles."""
 
-from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import init_state
-from hypothesis import given, settings
+from conftest import FULL_PRECISION, init_state, matmuls
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
+from rollouts import MADE_UP, acting_params, init_env_state, made_up, play, random_steps, relaxed, seeds
 
 import ppg_procgen as ppg
 import ppo_procgen as ppo
 import trpo_procgen as trpo
-from common import augment, bonus, devices, envs, multihost, runs
-from common.envs import Timesteps
+from common import augment, bonus, devices, networks, runs
 from common.rewards import init_return_filter, normalize_rewards, prepare_rewards
-
-relaxed = settings(deadline=None, max_examples=25)
-seeds = st.integers(0, 2**32 - 1)
-
-
-def random_steps(rng, steps, envs):
-    """Episodes as EnvPool reports them: after a step that ends one comes a junk step."""
-    terminated, truncated = np.zeros((2, steps, envs), bool)
-    is_reset = np.zeros((steps + 1, envs), bool)
-    episode_step = np.zeros((steps + 1, envs), np.int32)
-    episode_step[0], is_reset[0] = rng.integers(0, 5, envs), rng.random(envs) < 0.2
-    for t in range(steps):
-        ends = (rng.random(envs) < 0.25) & ~is_reset[t]
-        early = rng.random(envs) < 0.5
-        terminated[t], truncated[t], is_reset[t + 1] = ends & early, ends & ~early, ends
-        episode_step[t + 1] = np.where(is_reset[t], 0, episode_step[t] + 1)
-    rewards = (rng.normal(size=(steps, envs)) * 3).astype(np.float32) * ~is_reset[:-1]
-    return Timesteps(rewards, terminated, truncated, is_reset[:-1], episode_step, np.zeros(envs, bool))
-
-
-MADE_UP = {
-    "num_envs": 3, "num_steps": 8, "num_minibatches": 2, "encoder": "nature", "width": 1, "hidden": 8,
-    "normalize_rewards": True,
-}  # fmt: skip
-
-
-def acting_params(script, state):
-    return state.params["agent"] if script is ppo else state.params
-
-
-def init_env_state(script, args):
-    env_ids = np.arange(args.num_envs)
-    make = (
-        script.init_env_state
-        if script not in (trpo, ppg)
-        else lambda args, n: envs.init_env_state(n, args.stack_offsets)
-    )
-    return make(args, env_ids)
-
-
-@cache
-def made_up(script, args):
-    """Agent, state and jitted update of PPO or TRPO, and a rollout of random frames with episode ends."""
-    rng, agent, obs_shape = np.random.default_rng(0), script.make_agent(args), (args.num_envs, 3, 64, 64)
-    steps, state = random_steps(rng, args.num_steps, args.num_envs), init_state(script, args, agent)
-    act = jax.jit(partial(script.act, args, agent, acting_params(script, state)))
-    rollout = script.begin_rollout(args, init_env_state(script, args), 0)
-    for t in range(args.num_steps + 1):
-        obs = rng.integers(0, 256, obs_shape, np.uint8)
-        if t < args.num_steps:
-            rollout, _ = act(rollout, obs, steps.episode_step[t])
-    rollout = envs.end_rollout(args, rollout, obs, steps.episode_step[-1])
-    images, history = rollout.frames.images, rollout.env_state.history
-    np.testing.assert_array_equal(images[-1], obs.transpose(0, 2, 3, 1))
-    np.testing.assert_array_equal(history, images[-1 - len(history) : -1])  # the next rollout continues this one
-    assert len(images) == len(history) + args.num_steps + 1
-    update = jax.jit(partial(script.update, args, agent))
-    return SimpleNamespace(agent=agent, state=state, steps=steps, rollout=rollout, update=update)
-
-
-def play(script, args, updates, change=lambda state: state, again=False):
-    """States, metrics and Timesteps of updates of PPO, TRPO or PPG on real games; of the same rollout with `again`."""
-    agent, mesh = script.make_agent(args), devices.make_mesh(args)
-    collect, update = script.make_collect(args, agent, mesh), script.make_update(args, agent, mesh)
-    state = multihost.distribute(mesh, change(init_state(script, args, agent)), script.STATE_SPECS)
-    env_state = jax.device_put(init_env_state(script, args), devices.shardings(mesh, envs.ENV_STATE_SPECS))
-    states, lines, played = [jax.device_get(state)], [], []
-    with closing((envs.make_threaded_envs if script is ppo else envs.make_train_envs)(args)) as vec_env:
-        for i in range(updates):
-            if i == 0 or not again:
-                rollout, steps = collect(vec_env, acting_params(script, state), env_state, i, runs.Stopwatch())
-                env_state = rollout.env_state
-            state, *_, metrics = update(state, rollout, steps)
-            for kept, new in zip((states, lines, played), jax.device_get((state, metrics, steps)), strict=True):
-                kept.append(new)
-    return states, lines, played
-
-
-def matmuls(function, *args):
-    """(dtype, precision) of all matrix products and convolutions: a CPU's results do not show a GPU's precision."""
-
-    def inner(x):
-        return hasattr(x, "eqns") or hasattr(x, "jaxpr")
-
-    def walk(jaxpr):
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                yield str(eqn.invars[0].aval.dtype), eqn.params["precision"]
-            for x in filter(inner, jax.tree.leaves(list(eqn.params.values()), is_leaf=inner)):
-                yield from walk(x)
-
-    return set(walk(jax.make_jaxpr(function)(*args)))
-
-
-FULL_PRECISION = {("float32", (jax.lax.Precision.HIGHEST,) * 2)}
 
 
 def assert_advantages_by_hand(args, batch, metrics, rewards, last_value, rollout, steps):
@@ -286,7 +189,7 @@ def tiny():
 )
 def test_advantages_of_rollout_with_recorded_outputs_equal_oracle(script, args):
     tiny = made_up(script, args)
-    params, rollout, steps = acting_params(script, tiny.state), tiny.rollout, tiny.steps
+    params, rollout, steps = acting_params(tiny.state), tiny.rollout, tiny.steps
 
     @jax.jit
     def outputs(frames, is_first, hidden_state):
@@ -315,18 +218,23 @@ def test_advantages_of_rollout_with_recorded_outputs_equal_oracle(script, args):
     assert_advantages_by_hand(args, batch, metrics, rewards, values, rollout, steps)
 
 
-def test_update_with_noise_in_junk_steps_is_bit_identical(tiny):
+@pytest.mark.parametrize(
+    ("script", "args"), [(ppo, ARGS), (trpo, trpo.Args(**MADE_UP)), (ppg, ppg.Args(**MADE_UP, aux_minibatches=1))],
+    ids=["ppo", "trpo", "ppg"],
+)  # fmt: skip
+def test_update_with_noise_in_junk_steps_is_bit_identical(script, args):
     """The same noise in transitions is not."""
-    rng, junk = np.random.default_rng(1), tiny.steps.is_reset
+    tiny, rng = made_up(script, args), np.random.default_rng(1)
+    junk = tiny.steps.is_reset
     assert 0 < junk.sum() < junk.size
     noise = rng.normal(size=(8, 3, 15)).astype(np.float32)
     rollout = tiny.rollout._replace(
         actions=jnp.where(junk, 14, tiny.rollout.actions), logits=jnp.where(junk[..., None], noise, tiny.rollout.logits)
     )
     rewards = [tiny.steps.rewards + noise[..., 0] * mask for mask in (junk, ~junk)]
-    state, metrics = tiny.update(tiny.state, tiny.rollout, tiny.steps)
-    same, same_metrics = tiny.update(tiny.state, rollout, tiny.steps._replace(rewards=rewards[0]))
-    other, _ = tiny.update(tiny.state, tiny.rollout, tiny.steps._replace(rewards=rewards[1]))
+    state, *_, metrics = tiny.update(tiny.state, tiny.rollout, tiny.steps)
+    same, *_, same_metrics = tiny.update(tiny.state, rollout, tiny.steps._replace(rewards=rewards[0]))
+    other, *_ = tiny.update(tiny.state, tiny.rollout, tiny.steps._replace(rewards=rewards[1]))
     jax.tree.map(np.testing.assert_array_equal, (state, metrics), (same, same_metrics))
     assert state.global_step == state.reward_filter.count == (~junk).sum()  # the filter goes into the next update too
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True))
@@ -423,6 +331,10 @@ def test_predictor_alone_learns_target_in_full_precision(tiny, with_bonus, monke
     assert (kernels[0] != kernels[1]).all()
     monkeypatch.setattr(devices, "on_cpu", lambda: False)
     assert matmuls(bonus.novelty, target, predictor, frames) == FULL_PRECISION
+
+
+def test_bonus_networks_have_the_size_of_the_narrowest_impala_cnn(small_bonus):
+    assert small_bonus == networks.EncoderArgs(width=1)
 
 
 def test_bonus_of_transitions_is_novelty_of_next_frames(tiny, with_bonus):

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import scipy.stats
-from test_ppo_math import random_steps
+from rollouts import random_steps
 
 from common import envs, replay
 

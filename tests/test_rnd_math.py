@@ -12,7 +12,7 @@ import pytest
 from conftest import init_state
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ppo_math import random_steps, relaxed, seeds
+from rollouts import random_steps, relaxed, seeds
 
 import rnd_montezuma as rnd
 from common import atari, devices, envs, runs

@@ -117,7 +117,7 @@ def test_an_actor_that_fails_stops_the_run_with_a_checkpoint(train, uninterrupte
 @pytest.mark.slow
 def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(train, tmp_path):
     with pytest.raises(runs.DivergedError, match=r"not finite at step \d+: losses/.*is complete"):
-        train(checkpoint_every=1000, learning_rate="0:0.003,2200:0.003,2201:1e35", total_timesteps=10_000)
+        train(checkpoint_every=60, learning_rate="0:0.003,120:0.003,121:1e35", total_timesteps=10_000)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert all((np.abs(np.float64(x)) < 1e6).all() for x in parameters(run_dir) if x.dtype == np.float32)
 

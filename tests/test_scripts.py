@@ -28,9 +28,10 @@ from conftest import (
     start,
     wait_for,
 )
+from rollouts import init_env_state
 
 import evaluate
-from common import checkpoints, envs, multihost, runs
+from common import atari, checkpoints, envs, multihost, offpolicy, runs
 
 pytestmark = pytest.mark.optimised
 
@@ -179,6 +180,40 @@ def test_same_seed_gives_the_same_metrics(name, uninterrupted, observed):
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+class Reached(Exception):
+    """The games would be made, with these seeds."""
+
+
+@pytest.mark.parametrize("name", [name for name in FLAGS if name != "hnppo_doorgym"])
+def test_another_seed_gives_other_parameters_games_and_actions(name, tmp_path, monkeypatch):
+    """HN-PPO's doors are in tests/test_hnppo_run.py."""
+    script, enter, seen = importlib.import_module(name), runs.Run.__enter__, []
+
+    def note_and_enter(run):
+        enter(run)
+        seen.append(run.checkpoint["state"].params)
+        return run
+
+    def make_games(args, num_envs, seeds):
+        raise Reached(seeds)
+
+    monkeypatch.setattr(runs.Run, "__enter__", note_and_enter)
+    monkeypatch.setattr(envs, "make_procgen", make_games)
+    monkeypatch.setattr(atari, "make_montezuma", make_games)
+    games, keys = [], []
+    for seed in (1, 2):
+        with pytest.raises(Reached) as reached:
+            train(name, tmp_path, seed=seed)
+        games += reached.value.args[0]
+        args = script.Args(**FLAGS[name] | {"seed": seed})
+        begin = getattr(script, "begin_rollout", offpolicy.begin_rollout)
+        keys.append(begin(args, init_env_state(script, args), 0).key)
+    assert len(set(games)) == len(games)
+    assert (keys[0] != keys[1]).any()
+    pairs = zip(*map(jax.tree.leaves, seen), strict=True)
+    assert all((a != b).any() for a, b in pairs if a.ndim > 1)  # all but biases, which begin at 0
 
 
 @pytest.mark.parametrize(

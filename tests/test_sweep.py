@@ -424,7 +424,7 @@ def test_hyperband_prunes_at_the_rungs_of_wandb(rule, expected):
 
 
 def test_bayesian_search_counts_failed_trials_as_the_worst_so_far(quick, tmp_path, capfd):
-    quick({"x": {"values": [0, 3, 5]}}, "--count", 7, "--seed", 1, method="bayes")
+    quick({"x": {"values": [0, 3, 5]}, "steps": {"value": 1}}, "--count", 7, "--seed", 1, method="bayes")
     rows, worst = read_results(tmp_path / "out"), None
     assert {(row["x"], row["state"]) for row in rows} == {("0", "fail"), ("3", "complete"), ("5", "complete")}
     for trial, row in zip(load_study(tmp_path).trials, rows, strict=True):

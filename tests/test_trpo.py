@@ -12,8 +12,8 @@ import pytest
 from conftest import TINY, init_params, read_metrics
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts import MADE_UP, made_up, play, relaxed, seeds
 from scipy.special import softmax
-from test_ppo_math import MADE_UP, made_up, play, relaxed, seeds
 from test_ppo_math import random_batch as ppo_batch
 
 import evaluate
