@@ -97,20 +97,22 @@ def side_by_side() -> list[str]:
 
 
 def six_doors() -> list[str]:
-    """HN-PPO's measures of each method after six doors, published and ours."""
+    """HN-PPO's measures of each method after six doors, published and ours, means over seeds."""
     names = "studies/doorgym_six/matrices", "results/doorgym_gripper/matrices", "studies/doorgym_six/fresh_critic"
     names += ("studies/doorgym_six/ordinary",)
     rows = [row for name in names for row in records.read_rows(EXPERIMENTS / f"{name}.csv")]
     rows = [row for row in rows if row["tasks_learnt"] == "6"]
     theirs = {row["method"]: row for row in rows if row["whose"] == "published"}
-    shown = []
+    ours, shown = {}, []
     for row in rows:
         if row["whose"] == "ours":
-            both = {"published / ours": row["method"]}
-            for name in ("ACC", "FWT", "BWT", "BWT+", "REM"):
-                published = f"{float(theirs[row['method']][name]):.2f}" if row["method"] in theirs else "none"
-                both[name] = f"{published} / {float(row[name]):.2f}"
-            shown.append(both | {"our decisions": millions(row["step"])})
+            ours.setdefault(row["method"], []).append(row)
+    for method, seeds in ours.items():
+        both = {"published / ours (seeds)": f"{method} ({len(seeds)})"}
+        for name in ("ACC", "FWT", "BWT", "BWT+", "REM"):
+            published = f"{float(theirs[method][name]):.2f}" if method in theirs else "none"
+            both[name] = f"{published} / {np.mean([float(row[name]) for row in seeds]):.2f}"
+        shown.append(both | {"our decisions": millions(np.mean([float(row["step"]) for row in seeds]))})
     return table(shown)
 
 
