@@ -104,8 +104,9 @@ def test_buffer_of_restarted_games_is_cut_and_has_new_priorities(uninterrupted):
 
 def test_actors_with_devices_of_their_own_play_the_same(train, uninterrupted, monkeypatch):
     """The learner has the first two of four devices, and each actor one of the others."""
+    whole, _ = uninterrupted(apex)  # before its actors' devices could be recorded too
     shardings = record_shardings(monkeypatch)
-    assert_same_run(uninterrupted(apex)[0], train(apex, actor_devices=2).path)
+    assert_same_run(whole, train(apex, actor_devices=2).path)
     assert shardings == [[jax.devices()[3], jax.devices()[2]]]
 
 

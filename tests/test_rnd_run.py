@@ -144,8 +144,9 @@ def test_two_actors_play_as_one(train, uninterrupted, tmp_path):
 @pytest.mark.slow
 def test_an_actor_with_a_device_of_its_own_plays_the_same(train, uninterrupted, monkeypatch):
     """The learner has the first two of four devices, and the actor the last."""
+    whole = uninterrupted(**ASYNC)  # before its actor's device could be recorded too
     param_shardings = record_shardings(monkeypatch)
-    assert_same_run(uninterrupted(**ASYNC), train(**ASYNC, actor_devices=1))
+    assert_same_run(whole, train(**ASYNC, actor_devices=1))
     assert param_shardings == [[jax.devices()[3]]]
 
 
